@@ -1,0 +1,39 @@
+# The commands of Weft. `make` alone lists them; everything runs from this checkout, in .venv.
+PYTHON ?= python3
+RUN    := .venv/bin/python
+# Take a variable only when it was given on make's own command line, so that a DATA or TP that happens to
+# stand in somebody's environment changes nothing.
+given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
+flag    = $(if $(call given,$(1)),$(2) $($(1)))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test prove explain lint bench gpu-check
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv (PYTHON=... chooses the interpreter; a torch 2.11 to 2.13 in it is kept) and the native library
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
+
+train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (DATA="a.txt b.jsonl" TP=1 ITERS=500 ...)
+	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+
+test: setup lint ## lint, and every test that needs neither a GPU nor patience
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
+prove: setup ## every proof in its long form
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not gpu"
+
+explain: setup ## print every collective of one tiny step (TP=2 DP=2 PP=1 ZERO=0 ...)
+	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero)
+
+lint: setup ## ruff everywhere, mypy strict on mpu/
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy mpu
+
+bench: setup ## measure the claims of the README on this machine
+	$(RUN) benchmarks/bench_step.py
+
+gpu-check: setup ## the whole trainer on one GPU
+	$(RUN) -m pytest tests/gpu -q -m gpu

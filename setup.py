@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what is installed and build the native library; everything else stands in pyproject.toml.
+
+Weft runs from its checkout. `pip install -e .` is a convenience; a wheel is refused, because the
+import name `mpu` also belongs to an unrelated package on PyPI, and pip overwrites silently.
+
+The native library is every csrc/*.cpp in ONE shared object with a plain C interface, loaded with
+ctypes: no Python.h, no torch headers, so one file serves every Python and every torch.
+`python setup.py build_native` builds it alone. Without a compiler the reason is printed, and the
+code that would use the library falls back to PyTorch.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra"]
+PACKAGES = [
+    "model",
+    "mpu",
+    "mpu.comm",
+    "mpu.layers",
+    "training",
+    "training.checkpoint",
+    "training.data",
+]
+
+
+def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
+    """Compile csrc/*.cpp into build/weft_native.so where a source is newer; say what was done.
+
+    `compiler` is the user's choice (the CXX variable); None takes c++, g++ or clang++.
+    """
+    sources = sorted((root / "csrc").glob("*.cpp"))
+    inputs = [*sources, *sorted((root / "csrc").glob("*.h"))]
+    if not sources:
+        return "native library: not built, csrc/ holds no .cpp file"
+    target = root / "build" / "weft_native.so"
+    newest = max(path.stat().st_mtime_ns for path in inputs)
+    if target.exists() and target.stat().st_mtime_ns >= newest:
+        return "native library: build/weft_native.so is newer than its sources, kept"
+    wanted = [compiler] if compiler else ["c++", "g++", "clang++"]
+    found = next((path for path in map(shutil.which, wanted) if path), None)
+    if found is None:
+        return (
+            f"native library: not built, no C++ compiler ({', '.join(wanted)}) was found; Weft runs"
+            " without it, more slowly. With one (Debian: apt install g++) call make setup again"
+        )
+    target.parent.mkdir(exist_ok=True)
+    # Written aside and renamed: a process that has the old library mapped keeps it.
+    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+        output = Path(aside) / target.name
+        command = [found, *FLAGS, *map(str, sources), "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return f"native library: not built, {found} refused a source:\n{done.stderr.strip()}"
+        output.replace(target)
+    return f"native library: built build/weft_native.so from {len(sources)} file(s) with {found}"
+
+
+class BuildNative(Command):
+    """Build the native library alone: python setup.py build_native."""
+
+    description = "compile csrc/*.cpp into build/weft_native.so"
+    user_options: list[tuple[str, str, str]] = []
+
+    def initialize_options(self) -> None:
+        """Take no options."""
+
+    def finalize_options(self) -> None:
+        """Take no options."""
+
+    def run(self) -> None:
+        """Build, and print what was done or why not."""
+        print(build_native(compiler=os.environ.get("CXX")), flush=True)
+
+
+class BuildPy(build_py):
+    """Build the native library on the way of an editable install."""
+
+    def run(self) -> None:
+        """Build the library, then let setuptools do its part."""
+        self.run_command("build_native")
+        super().run()
+
+
+class RefuseWheel(bdist_wheel):
+    """Refuse a wheel in one sentence."""
+
+    def run(self) -> None:
+        """Stop with the reason."""
+        raise SystemExit(
+            "Weft runs from its checkout (or pip install -e .): a wheel would install the import"
+            " name 'mpu', which an unrelated package on PyPI also uses and silently overwrites."
+        )
+
+
+if __name__ == "__main__":
+    setup(
+        packages=PACKAGES,
+        cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": RefuseWheel},
+    )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make .venv: with the interpreter's own torch if it has one, else torch 2.13.0; then the rest.
+
+`make setup` runs this with the interpreter the environment is made from, so it needs nothing but
+the standard library, and reads under any Python 3 well enough to say that it is too old.
+A stamp in .venv says what was installed; while pyproject.toml stays as it was, nothing is done
+again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, "bin", "python")
+STAMP = os.path.join(VENV, "weft-setup.json")
+TORCH = "2.13.0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+MINIMUM = (3, 11)
+# What a Python says of itself, on its last line, in JSON; torch is found, not imported (seconds).
+PROBE = """
+import importlib.metadata, importlib.util, json, sys
+spec = importlib.util.find_spec("torch")
+place = spec.origin if spec else None
+version = importlib.metadata.version("torch") if place else None
+print(json.dumps([sys.version_info[:2], version, place]))
+"""
+
+
+class SetupError(Exception):
+    """Why the environment cannot be made, in one sentence for the person at the terminal."""
+
+
+def supported(version):
+    """Return whether a torch version string is one that Weft is tested with: 2.11 to 2.13."""
+    return version is not None and version.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
+
+
+def check_interpreter():
+    """Refuse a platform or a Python that Weft does not run on, and name what would do."""
+    if os.name == "nt" or sys.platform in ("cygwin", "msys"):
+        raise SetupError("Windows is supported through WSL: run make setup inside a WSL shell")
+    if tuple(sys.version_info[:2]) < MINIMUM:
+        others = [shutil.which(f"python3.{minor}") for minor in (13, 12, 11)]
+        works = [path for path in others if path and probe(path) is not None] + ["..."]
+        hint = "install one, then " * (len(works) == 1) + f"make setup PYTHON={works[0]}"
+        raise SetupError(
+            f"Weft needs Python 3.11 or newer and {sys.executable} is "
+            f"{sys.version_info[0]}.{sys.version_info[1]}: {hint}"
+        )
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        minor = f"python3.{sys.version_info[1]}-venv"
+        raise SetupError(
+            f"{sys.executable} cannot make a virtual environment: its ensurepip module is missing;"
+            f" on Debian or Ubuntu: apt install {minor}"
+        ) from None
+    if sys.platform == "darwin":
+        print("macOS: no CUDA and no nccl here; Weft runs on the CPU over gloo", flush=True)
+
+
+def probe(python):
+    """Return [python version, torch version, torch file], or None if the interpreter fails."""
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True)
+    except OSError:
+        return None
+    if done.returncode:
+        return None
+    return json.loads(done.stdout.decode().splitlines()[-1])
+
+
+def key():
+    """Return what the stamp must hold for the environment to be reused as it is."""
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    return {"pyproject": digest, "root": os.path.realpath(ROOT)}
+
+
+def read_stamp():
+    """Return the stamp of .venv, or {} where there is none to be read."""
+    try:
+        with open(STAMP, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def has_nvidia_gpu():
+    """Return whether an NVIDIA driver answers on this machine."""
+    if os.path.exists("/proc/driver/nvidia/version"):
+        return True
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return False
+    return subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+
+
+def reachable(url):
+    """Return whether an address answers within a few seconds."""
+    try:
+        with urllib.request.urlopen(url, timeout=4):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def pip(*arguments):
+    """Run the environment's pip, and stop with a sentence if it fails."""
+    command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command).returncode:
+        raise SetupError("pip failed, as it says above; the next make setup goes on from here")
+
+
+def make_venv(torch):
+    """Make .venv; where the interpreter has a torch that Weft can use, let .venv see it.
+
+    The interpreter may itself live in a virtual environment, whose packages
+    `--system-site-packages` does not show: then the folder of that torch is named in a .pth file.
+    """
+    inherit = ["--system-site-packages"] if supported(torch[1]) else []
+    print(f"making .venv from {sys.executable}", flush=True)
+    if subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV]).returncode:
+        raise SetupError(f"{sys.executable} -m venv failed (its reason stands above)")
+    if inherit and probe(PYTHON)[2] != torch[2]:
+        import sysconfig
+
+        folder = sysconfig.get_path("purelib", vars={"base": VENV, "platbase": VENV})
+        with open(os.path.join(folder, "weft-outer.pth"), "w", encoding="utf-8") as file:
+            file.write(os.path.dirname(os.path.dirname(torch[2])) + "\n")
+        if probe(PYTHON)[2] != torch[2]:
+            raise SetupError(f"the new .venv does not see torch {torch[1]} at {torch[2]}")
+
+
+def install_torch():
+    """Install torch first and alone: the CPU build if no NVIDIA GPU stands and one is offered."""
+    extra = []
+    if sys.platform == "linux" and not has_nvidia_gpu():
+        if reachable(CPU_INDEX + "/torch/"):
+            extra = ["--extra-index-url", CPU_INDEX]
+            print(f"no NVIDIA GPU here: taking the CPU build of torch {TORCH}", flush=True)
+        else:
+            print(
+                f"no NVIDIA GPU here, but {CPU_INDEX} does not answer: taking the torch {TORCH}"
+                " that pip is set up to find",
+                flush=True,
+            )
+    pip("install", "--quiet", "--progress-bar", "off", *extra, "torch==" + TORCH)
+
+
+def prepare(chosen):
+    """Make or reuse .venv and install what pyproject.toml asks for."""
+    check_interpreter()
+    stamp, wanted = read_stamp(), key()
+    present = probe(PYTHON)
+    here = os.path.realpath(sys.executable)
+    if chosen and stamp and present and stamp.get("python") != here:
+        raise SetupError(
+            f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it anew"
+        )
+    moved = bool(stamp) and stamp.get("root") != wanted["root"]
+    usable = present is not None and tuple(present[0]) >= MINIMUM and not moved
+    if usable and all(stamp.get(name) == value for name, value in wanted.items()):
+        if supported(present[1]):
+            print(f"reusing .venv: Python {present[0][0]}.{present[0][1]}, torch {present[1]}")
+            return
+    if usable and present[1] is not None and not supported(present[1]):
+        raise SetupError(
+            f".venv holds torch {present[1]}, Weft needs 2.11 to 2.13: rm -r .venv to make it anew"
+        )
+    if usable:
+        print("reusing .venv, completing what is in it", flush=True)
+        here = stamp.get("python", here)
+    else:
+        make_venv(probe(sys.executable))
+        present = probe(PYTHON)
+    if not supported(present[1]):
+        install_torch()
+        present = probe(PYTHON)
+    if not supported(present[1]):
+        raise SetupError(f"pip installed torch {present[1]} where {TORCH} was asked for")
+    print(f"torch {present[1]}: {os.path.dirname(present[2])}; installing the rest", flush=True)
+    constraint = os.path.join(VENV, "weft-constraint.txt")
+    with open(constraint, "w", encoding="utf-8") as file:
+        file.write(f"torch=={present[1]}\n")
+    quiet = ["install", "--quiet", "--progress-bar", "off", "-c", constraint]
+    pip(*quiet, "setuptools>=77.0.3")
+    pip(*quiet, "--no-build-isolation", "--editable", ROOT + "[dev]")
+    with open(STAMP, "w", encoding="utf-8") as file:
+        json.dump(dict(wanted, python=here, torch=present[1]), file)
+
+
+def main():
+    """Prepare .venv and the native library; a failure is one sentence and exit status 1."""
+    try:
+        prepare(chosen="--chosen" in sys.argv[1:])
+        if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
+            raise SetupError("setup.py build_native failed (its reason stands above)")
+    except SetupError as error:
+        sys.exit(f"make setup: {error}")
+    except KeyboardInterrupt:
+        sys.exit("make setup: stopped; the next call goes on from here")
+
+
+if __name__ == "__main__":
+    main()
