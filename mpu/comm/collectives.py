@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speak the raw verbs: (tensor, axis, async_op) -> (out, handle). No autograd here.
+
+Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut dim 0, so a
+shard is contiguous. Every reduction is a SUM, and `reduce_scatter` and `all_reduce_in_order` add the ranks'
+contributions in rank order on CPU: gloo's own reduce-scatter does not, puts twice the bytes on the wire and is
+slower than the all-to-all used here (docs/numerics.md).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.grid import Axis
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed; the cause is usually a peer (mpu/comm/watch.py finds the first one)."""
+
+
+class Handle:
+    """A collective in flight. `wait()` orders the current stream after it and keeps its tensors alive."""
+
+    def __init__(
+        self,
+        work: Any = None,
+        keep: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
+        what: str = "",
+        event: Any = None,
+    ) -> None:
+        self._work, self._keep, self._finish = work, keep, finish
+        self._what, self._event = what, event
+
+    def wait(self) -> None:
+        """Wait once; a second call does nothing."""
+        work, finish, event = self._work, self._finish, self._event
+        self._work = self._finish = self._event = None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"{self._what}: {error}") from error
+        if finish is not None:
+            finish()
+        if event is not None:
+            event.waited()
+        self._keep = ()
+
+
+DONE = Handle()
+
+
+def _wire_bytes(verb: str, tensor: Tensor, size: int) -> int:
+    """Count the bytes one rank sends for a verb on `tensor` (its input), with the ideal algorithm."""
+    n = tensor.numel() * tensor.element_size()
+    if verb == "all_gather":
+        return n * (size - 1)
+    if verb == "all_reduce":
+        return 2 * n * (size - 1) // size
+    return n * (size - 1) // size if verb == "reduce_scatter" else n
+
+
+def _start(
+    verb: str,
+    axis: Axis,
+    tensor: Tensor,
+    call: Callable[[], Any],
+    keep: tuple[Tensor, ...],
+    finish: Callable[[], None] | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Issue one collective, record it, and wait for it unless `async_op`."""
+    event = None
+    if axis.trace is not None:
+        event = axis.trace.issued(verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op)
+    what = f"{verb} over {axis.name} (ranks {list(axis.ranks)})"
+    try:
+        work = call()
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {error}") from error
+    handle = Handle(work, keep, finish, what, event)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _to_wire(x: Tensor, axis: Axis) -> Tensor:
+    return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
+
+
+def all_reduce(
+    x: Tensor, axis: Axis, async_op: bool = False, op: Any = dist.ReduceOp.SUM
+) -> tuple[Tensor, Handle]:
+    """Sum x over the axis, in place. The order of the sum is the backend's own."""
+    if axis.size == 1:
+        return x, DONE
+    wire = _to_wire(x, axis)
+
+    def finish() -> None:
+        if wire.data_ptr() != x.data_ptr():
+            x.copy_(wire)
+
+    def call() -> Any:
+        return dist.all_reduce(wire, op=op, group=axis.group, async_op=True)
+
+    return x, _start("all_reduce", axis, x, call, (wire,), finish, async_op)
+
+
+def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
+    """Concatenate the ranks' x along dim 0: [n, ...] -> [t*n, ...]."""
+    if axis.size == 1:
+        return x, DONE
+    wire = _to_wire(x, axis)
+    out = wire.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    result = torch.empty_like(out, device=x.device) if axis.staged else out
+
+    def finish() -> None:
+        if result is not out:
+            result.copy_(out)
+
+    def call() -> Any:
+        return dist.all_gather_into_tensor(out, wire, group=axis.group, async_op=True)
+
+    return result, _start("all_gather", axis, x, call, (wire, out), finish, async_op)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
+    """Sum x over the axis and keep this rank's slice of dim 0: [t*n, ...] -> [n, ...].
+
+    On gloo: all-to-all, then this rank adds the t contributions in rank order, bf16 ones in fp32.
+    """
+    if axis.size == 1:
+        return x, DONE
+    assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
+    shape = (x.shape[0] // axis.size, *x.shape[1:])
+    wire = _to_wire(x, axis)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if x.is_cuda and not axis.staged:
+
+        def call() -> Any:
+            return dist.reduce_scatter_tensor(out, wire, group=axis.group, async_op=True)
+
+        return out, _start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
+
+    parts = torch.empty_like(wire)
+
+    def exchange() -> Any:
+        return dist.all_to_all_single(parts, wire, group=axis.group, async_op=True)
+
+    def finish() -> None:
+        _sum_in_order(parts.view(axis.size, *shape), out)
+
+    return out, _start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op)
+
+
+def _sum_in_order(parts: Tensor, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts are added in fp32, rounded once."""
+    if parts.element_size() >= 4 or len(parts) == 2:
+        if out.device == parts.device:
+            torch.add(parts[0], parts[1], out=out)
+        else:
+            out.copy_(parts[0] + parts[1])
+        for part in parts[2:]:
+            out.add_(part.to(out.device))
+        return
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:
+    """Sum x over the axis in place, in rank order on CPU: the same bits however x is cut or batched.
+
+    A reduce-scatter and an all-gather, padded to the axis size.
+    """
+    if axis.size == 1:
+        return x
+    if x.is_cuda and not axis.staged:
+        return all_reduce(x, axis)[0]
+    flat = x.reshape(-1)
+    pad = -flat.numel() % axis.size
+    padded = torch.cat([flat, flat.new_zeros(pad)]) if pad else flat
+    shard, _ = reduce_scatter(padded, axis)
+    full, _ = all_gather(shard, axis)
+    return x.copy_(full[: flat.numel()].view_as(x))
+
+
+def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
+    """Send x of the axis' rank `src` to all of it, in place."""
+    if axis.size == 1:
+        return x
+    wire = _to_wire(x, axis)
+
+    def finish() -> None:
+        if wire.data_ptr() != x.data_ptr():
+            x.copy_(wire)
+
+    def call() -> Any:
+        return dist.broadcast(wire, src=axis.ranks[src], group=axis.group, async_op=True)
+
+    _start("broadcast", axis, x, call, (wire,), finish)
+    return x
+
+
+def barrier(axis: Axis, device: torch.device | None = None) -> None:
+    """Wait for every rank of the axis."""
+    all_reduce(torch.zeros(1, device=device), axis)
+
+
+def gather_bytes(data: bytes, axis: Axis, device: torch.device | None = None) -> list[bytes]:
+    """Give every rank the bytes of every rank, in axis order. Nothing is unpickled."""
+    if axis.size == 1:
+        return [data]
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    sizes = all_gather(size, axis)[0].tolist()
+    padded = torch.zeros(max([*sizes, 1]), dtype=torch.uint8, device=device)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = all_gather(padded[None], axis)[0].cpu()
+    return [row[:n].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lay the ranks out on axes: who is my tensor-parallel peer, who my data-parallel one.
+
+The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest, so that its
+ranks sit on one node. An axis is a row of that array; a product axis is a plane of it, where something is
+summed or counted over several axes at once.
+
+Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3] [4,6] [5,7];
+pp rows [0,4] [1,5] [2,6] [3,7]; model planes (tp x pp) [0,1,4,5] [2,3,6,7].
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One row of ranks that talk to each other, as this rank sees it.
+
+    `ranks` are global ranks in axis order; `rank` is this rank's place among them. `group` is None at size 1
+    and in a dry run. `trace`, when set, is told of every collective (see tools/explain.py). `staged` makes
+    collectives pass through host memory (gloo groups that carry CUDA tensors).
+    """
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+    trace: Any = None
+    staged: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun) said: this process among all, and among those of its node."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @classmethod
+    def from_env(cls) -> "Launch":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a plain `python` run is a world of one."""
+        e = os.environ
+        world = int(e.get("WORLD_SIZE", "1"))
+        return cls(
+            int(e.get("RANK", "0")),
+            world,
+            int(e.get("LOCAL_RANK", "0")),
+            int(e.get("LOCAL_WORLD_SIZE", str(world))),
+        )
+
+
+@dataclass
+class Grid:
+    """Hold every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds the groups.
+
+    Raises ValueError where the sizes do not factor the world.
+    """
+
+    world_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    launch: Launch = field(default_factory=Launch)
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = self.tp_size * self.cp_size * self.pp_size
+        if min(self.tp_size, self.cp_size, self.pp_size) < 1 or self.world_size % parts:
+            raise ValueError(
+                f"the world of {self.world_size} ranks does not divide into tensor {self.tp_size} x "
+                f"context {self.cp_size} x pipeline {self.pp_size} (= {parts} ranks a model copy)"
+            )
+        self.dp_size = self.world_size // parts
+        self.rank = self.launch.rank
+        self.tp = self._axis("tp")
+        self.cp = self._axis("cp")
+        self.dp = self._axis("dp")
+        self.pp = self._axis("pp")
+        self.data = self._axis("dp", "cp")  # gradients are summed over it
+        self.model = self._axis("pp", "tp")  # the norm is summed over it
+        self.world = self._axis(*NAMES)
+
+    def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Cut arange(world) into the rank lists of the (product) axis `names`."""
+        array = torch.arange(self.world_size).view(
+            self.pp_size, self.dp_size, self.cp_size, self.tp_size
+        )
+        kept = [i for i, n in enumerate(NAMES) if n not in names]
+        moved = array.permute(*kept, *[i for i, n in enumerate(NAMES) if n in names])
+        size = 1
+        for n in names:
+            size *= {"tp": self.tp_size, "cp": self.cp_size, "dp": self.dp_size, "pp": self.pp_size}[n]
+        return [tuple(row) for row in moved.reshape(-1, size).tolist()]
+
+    def _axis(self, *names: str) -> Axis:
+        name = "world" if names == NAMES else "x".join(sorted(names))
+        for ranks in self._planes(names):
+            if self.rank in ranks:
+                return Axis(name, ranks.index(self.rank), len(ranks), ranks)
+        raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
+
+    AXES = ("tp", "cp", "dp", "pp", "data", "model", "world")
+
+    def connect(self, device: torch.device, store: dist.Store, timeout: timedelta) -> "Grid":
+        """Create the process groups. Axes over the same ranks share one; size 1 needs none.
+
+        `backend` None means nccl for CUDA and gloo for CPU.
+        """
+        if self.world_size == 1:
+            return self
+        self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
+        if self.backend == "gloo":
+            bind_loopback()
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        staged = self.backend == "gloo" and device.type == "cuda"
+        groups: dict[tuple[int, ...], Any] = {}
+        for name in self.AXES:
+            axis: Axis = getattr(self, name)
+            if axis.size > 1 and axis.ranks not in groups:
+                whole = axis.size == self.world_size
+                groups[axis.ranks] = (
+                    dist.group.WORLD
+                    if whole
+                    else dist.new_group(
+                        list(axis.ranks), timeout=timeout, use_local_synchronization=True
+                    )
+                )
+            setattr(self, name, replace(axis, group=groups.get(axis.ranks), staged=staged))
+        return self
+
+    def traced(self, trace: Any) -> "Grid":
+        """Let `trace` see every collective of every axis."""
+        for name in self.AXES:
+            setattr(self, name, replace(getattr(self, name), trace=trace))
+        return self
+
+    def close(self) -> None:
+        """Leave the process group, if there is one."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __str__(self) -> str:
+        return (
+            f"TP {self.tp_size} x CP {self.cp_size} x DP {self.dp_size} x PP {self.pp_size} "
+            f"= {self.world_size} ranks"
+        )
+
+
+def bind_loopback() -> None:
+    """Let gloo use the loopback device when all ranks are on this host.
+
+    Without it gloo resolves the host's own name, which fails on many laptops.
+    """
+    if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

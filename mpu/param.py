@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a parameter knows of its place, and where its gradient goes.
+
+A layer never touches `.grad`. In backward it hands its weight gradient to a GradientSink, which knows the
+buckets, the micro-batches and the data-parallel ranks. What must still be summed afterwards, and over whom, is
+written on the parameter itself as a Placement.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.grid import Axis
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a canonical tensor that this rank holds.
+
+    Rows [start, start + size) along `dim` of the tensor `name` of full `shape` stand in the local parameter at
+    rows [local, local + size) along `dim`. `size` may be 0 where only padding falls to this rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
+    local: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the full tensor is cut over an axis, and over which axes its gradient is a partial sum.
+
+    shape: full logical shape, unpadded, sections stacked along dim 0.
+    dim: the cut dimension; None where every rank holds all of it.
+    axis: the axis that cuts it.
+    sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up); each is cut on its own,
+        so a checkpoint can speak of q_proj whatever the layout.
+    local_size: rows of this rank along `dim`, padding included.
+    reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence parallelism).
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    axis: Axis = Axis("tp")
+    sections: tuple[int, ...] = ()
+    local_size: int = 0
+    reduce_axes: tuple[Axis, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, padding included."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
+
+    @property
+    def first_holder(self) -> bool:
+        """True on the one rank of the axis that counts a replicated parameter."""
+        return self.dim is not None or self.axis.rank == 0
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        """List the rectangles of the canonical tensors `names`, one name a section."""
+        sizes = self.sections or (self.shape[0],)
+        assert len(names) == len(sizes), (names, self.sections)
+        found, local, t, r = [], 0, self.axis.size, self.axis.rank
+        for name, rows in zip(names, sizes, strict=True):
+            shape = (rows, *self.shape[1:])
+            if self.dim is None:
+                found.append(Piece(name, shape, 0, 0, rows, 0))
+                continue
+            full = shape[self.dim]
+            step = self.local_size if len(sizes) == 1 else full // t
+            start = min(r * step, full)
+            found.append(Piece(name, shape, self.dim, start, min(step, full - start), local))
+            local += step
+        return found
+
+
+def cut(placement_dim: str, size: int, axis: Axis, what: str) -> int:
+    """Divide `size` by the axis or say which rule broke. Returns the local size."""
+    if size % axis.size:
+        raise ValueError(
+            f"{what} ({size}) must be a multiple of the {placement_dim} size ({axis.size})"
+        )
+    return size // axis.size
+
+
+def parameter(placement: Placement, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Allocate a parameter, unset, that carries its placement."""
+    param = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
+    param.placement = placement  # type: ignore[attr-defined]
+    return param
+
+
+def placement_of(param: nn.Parameter) -> Placement:
+    """Return the parameter's placement; a plain nn.Parameter is replicated and its gradient whole."""
+    return getattr(param, "placement", None) or Placement(tuple(param.shape))
+
+
+def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) once each, in definition order, tied ones under their first name."""
+    yield from module.named_parameters(remove_duplicate=True)
+
+
+@torch.no_grad()
+def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int) -> None:
+    """Fill with N(0, std^2) drawn per (seed, canonical name) on the unpadded full shape, then cut.
+
+    The initial model is thus the same, bit for bit, for every layout (per device type and torch version).
+    The draw goes by blocks of rows with a generator each, so a rank only draws blocks it holds. Padding is 0.
+    """
+    param.zero_()
+    for piece in placement_of(param).pieces(names):
+        rows, width = piece.shape[0], max(1, torch.Size(piece.shape[1:]).numel())
+        block = max(1, (1 << 20) // width)
+        for first in range(0, rows, block):
+            count = min(block, rows - first)
+            if piece.dim == 0 and (
+                first >= piece.start + piece.size or first + count <= piece.start
+            ):
+                continue
+            generator = torch.Generator(param.device)
+            generator.manual_seed(_hash(seed, piece.name, first))
+            full = torch.empty((count, *piece.shape[1:]), dtype=torch.float32, device=param.device)
+            full.normal_(0.0, std, generator=generator)
+            if piece.dim == 0:
+                low, high = max(first, piece.start), min(first + count, piece.start + piece.size)
+                at = piece.local + low - piece.start
+                param[at : at + high - low].copy_(full[low - first : high - first])
+            else:
+                target = param[first : first + count].narrow(piece.dim, piece.local, piece.size)
+                target.copy_(full.narrow(piece.dim, piece.start, piece.size))
+
+
+def _hash(seed: int, name: str, block: int) -> int:
+    """FNV-1a of the text, 64 bits: a seed that depends on nothing but its arguments."""
+    value = 0xCBF29CE484222325
+    for byte in f"{seed}/{name}/{block}".encode():
+        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return value >> 1
+
+
+class GradientSink:
+    """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
+
+    This base class keeps each in a tensor of its own and knows nothing of other ranks; mpu/zero/buckets.py
+    keeps them in flat buckets and reduces a bucket when its last gradient of the last micro-batch is done.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.main: dict[nn.Parameter, Tensor] = {}
+        self._written: set[nn.Parameter] = set()
+
+    def materialize(self, param: nn.Parameter) -> Tensor:
+        """Return the whole local weight; a sharding sink gathers it here (ZeRO level 3)."""
+        return param
+
+    def release(self, param: nn.Parameter) -> None:
+        """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
+
+    def begin_step(self) -> None:
+        """Forget the old gradients: the first contribution of the step overwrites, no zeroing pass."""
+        self._written.clear()
+
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        """Return the parameter's main gradient, allocated at first use."""
+        if param not in self.main:
+            self.main[param] = torch.empty(param.shape, dtype=self.dtype, device=param.device)
+        return self.main[param]
+
+    def _fresh(self, param: nn.Parameter) -> bool:
+        fresh = param not in self._written
+        self._written.add(param)
+        return fresh
+
+    def accumulate(self, param: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+        """Add dy^T x: x [n, in], dy [n, out] -> main gradient [out, in].
+
+        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in fp32; on
+        CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
+        """
+        main, fresh = self.main_grad(param), self._fresh(param)
+        if x.dtype == main.dtype:
+            if fresh:
+                torch.mm(dy.t(), x, out=main)
+            else:
+                main.addmm_(dy.t(), x)
+        elif x.is_cuda:
+            product = torch.mm(dy.t(), x, out_dtype=main.dtype)
+            main.copy_(product) if fresh else main.add_(product)
+        else:
+            product = torch.mm(dy.t(), x)
+            main.copy_(product) if fresh else main.add_(product)
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add a ready gradient."""
+        main = self.main_grad(param)
+        main.copy_(grad) if self._fresh(param) else main.add_(grad)
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
+        """Add grad[i] to row rows[i]: rows [n], grad [n, h]."""
+        main = self.main_grad(param)
+        if self._fresh(param):
+            main.zero_()
+        main.index_add_(0, rows, grad.to(main.dtype))
+
+    def done(self, param: nn.Parameter) -> None:
+        """Say that this use of the parameter has given all its gradient of the micro-batch."""
+
+
+class _Use(torch.autograd.Function):
+    """Identity forward; backward hands the gradient to the sink instead of `.grad`."""
+
+    @staticmethod
+    def forward(f, param: nn.Parameter, sink: GradientSink) -> Tensor:  # type: ignore[no-untyped-def, override]
+        f.param, f.sink = param, sink
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(f, grad: Tensor) -> tuple[None, None]:  # type: ignore[no-untyped-def, override]
+        f.sink.add(f.param, grad)
+        f.sink.done(f.param)
+        return None, None
+
+
+def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
+    """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a fork."""
+    return _Use.apply(param, sink)  # type: ignore[no-any-return]
+
+
+class WeightGradientQueue:
+    """Run weight gradients at once, or keep them until the pipeline engine says W.
+
+    Order is kept: gradients are added in the order of the micro-batches, so deferring changes no bit.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] | None = None
+
+    def put(self, work: Callable[[], None]) -> bool:
+        """Run or keep one weight gradient; True when it ran."""
+        if self._waiting is None:
+            work()
+            return True
+        self._waiting.append(work)
+        return False
+
+    @property
+    def deferring(self) -> bool:
+        """True between `defer()` and `flush()`."""
+        return self._waiting is not None
+
+    def defer(self) -> None:
+        """Keep what is put from now on."""
+        self._waiting = self._waiting or []
+
+    def flush(self) -> None:
+        """Run what was kept, oldest first, and stop keeping."""
+        waiting, self._waiting = self._waiting or [], None
+        for work in waiting:
+            work()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation recomputation: keep the inputs of a function, run it again in backward (Chen et al. 2016).
+
+`full` wraps whole blocks, `selective` only the attention core, whose activations are large and cheap to make
+again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no generator state to restore.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(f, run: Callable[..., Tensor], *inputs: Any) -> Tensor:  # type: ignore[no-untyped-def, override]
+        f.run = run
+        f.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        f.others = [None if t else x for x, t in zip(inputs, f.is_tensor, strict=True)]
+        f.save_for_backward(*[x for x in inputs if isinstance(x, Tensor)])
+        with torch.no_grad():
+            return run(*inputs)
+
+    @staticmethod
+    def backward(f, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[no-untyped-def, override]
+        saved = iter(f.saved_tensors)
+        inputs = []
+        for is_tensor, other, needs in zip(
+            f.is_tensor, f.others, f.needs_input_grad[1:], strict=True
+        ):
+            inputs.append(next(saved).detach().requires_grad_(needs) if is_tensor else other)
+        with torch.enable_grad():
+            y = f.run(*inputs)
+        torch.autograd.backward(y, dy)
+        grads = [x.grad if isinstance(x, Tensor) else None for x in inputs]
+        return None, *grads
+
+
+def recompute(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return run(*inputs), saving only `inputs`; parameters inside still send their gradients to the sink.
+
+    At least one tensor input must require grad, else nothing inside gets a gradient.
+    """
+    if not torch.is_grad_enabled():
+        return run(*inputs)
+    return _Recompute.apply(run, *inputs)  # type: ignore[no-any-return]
+
+
+class Recompute:
+    """Decide what to recompute: Megatron's --recompute-granularity, -method and -num-layers.
+
+    full + uniform: groups of `num_layers` blocks, each group keeps only its first input.
+    full + block: the first `num_layers` blocks one by one, the others keep everything.
+    selective: the attention core of every block.
+    """
+
+    def __init__(
+        self, granularity: str | None = None, method: str | None = None, num_layers: int = 1
+    ) -> None:
+        if granularity not in (None, "full", "selective"):
+            raise ValueError(
+                f"--recompute-granularity {granularity}: must be 'full' or 'selective'"
+            )
+        self.granularity, self.method, self.num_layers = granularity, method, num_layers
+
+    def attention_core(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Run the attention core, recomputed when selective."""
+        return recompute(run, *inputs) if self.granularity == "selective" else run(*inputs)
+
+    def blocks(self, layers: list[Callable[..., Tensor]], h: Tensor, *shared: Any) -> Tensor:
+        """Run blocks one after another, h = layer(h, *shared), keeping what the method says."""
+        group = self.num_layers if self.method == "uniform" else 1
+        for first in range(0, len(layers), group):
+            some = layers[first : first + group]
+
+            def run(h: Tensor, *shared: Any, some: list[Callable[..., Tensor]] = some) -> Tensor:
+                for layer in some:
+                    h = layer(h, *shared)
+                return h
+
+            full = self.granularity == "full" and (
+                self.method != "block" or first < self.num_layers
+            )
+            h = recompute(run, h, *shared) if full else run(h, *shared)
+        return h

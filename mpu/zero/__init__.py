@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distributed optimizer: gradients and optimizer state in flat buckets."""
