@@ -129,7 +129,7 @@ def make_venv(torch):
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     print(f"making .venv from {sys.executable}", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV]).returncode:
-        raise SetupError(f"{sys.executable} -m venv failed (its reason stands above)")
+        raise SetupError(f"{sys.executable} -m venv failed, as it says above")
     if inherit and probe(PYTHON)[2] != torch[2]:
         import sysconfig
 
@@ -153,7 +153,13 @@ def install_torch():
                 " that pip is set up to find",
                 flush=True,
             )
-    pip("install", "--quiet", "--progress-bar", "off", *extra, "torch==" + TORCH)
+    pip("install", "-qq", *extra, "torch==" + TORCH)
+
+
+def build_native():
+    """Build the native library, or have the reason printed why not."""
+    if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
+        raise SetupError("setup.py build_native failed, as it says above")
 
 
 def prepare(chosen):
@@ -170,7 +176,9 @@ def prepare(chosen):
     usable = present is not None and tuple(present[0]) >= MINIMUM and not moved
     if usable and all(stamp.get(name) == value for name, value in wanted.items()):
         if supported(present[1]):
-            print(f"reusing .venv: Python {present[0][0]}.{present[0][1]}, torch {present[1]}")
+            version = ".".join(map(str, present[0]))
+            print(f"reusing .venv: Python {version}, torch {present[1]}", flush=True)
+            build_native()
             return
     if usable and present[1] is not None and not supported(present[1]):
         raise SetupError(
@@ -191,9 +199,9 @@ def prepare(chosen):
     constraint = os.path.join(VENV, "weft-constraint.txt")
     with open(constraint, "w", encoding="utf-8") as file:
         file.write(f"torch=={present[1]}\n")
-    quiet = ["install", "--quiet", "--progress-bar", "off", "-c", constraint]
-    pip(*quiet, "setuptools>=77.0.3")
-    pip(*quiet, "--no-build-isolation", "--editable", ROOT + "[dev]")
+    pip("install", "-qq", "-c", constraint, "setuptools>=77.0.3")
+    build_native()
+    pip("install", "-qq", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")
     with open(STAMP, "w", encoding="utf-8") as file:
         json.dump(dict(wanted, python=here, torch=present[1]), file)
 
@@ -202,8 +210,6 @@ def main():
     """Prepare .venv and the native library; a failure is one sentence and exit status 1."""
     try:
         prepare(chosen="--chosen" in sys.argv[1:])
-        if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
-            raise SetupError("setup.py build_native failed (its reason stands above)")
     except SetupError as error:
         sys.exit(f"make setup: {error}")
     except KeyboardInterrupt:
