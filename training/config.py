@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold every setting of a run in frozen dataclasses: parsed once, then only read.
+
+A field has the name of its Megatron-LM flag with underscores. `training.arguments.parse` makes a
+`Config` from a command line and checks it; a test may also build one directly, since every field
+that has an off-value has it as its default. Nothing here knows argparse, files or ranks: only
+numbers and what follows from them.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Llama: sizes of the full model, whatever the layout."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int  # tokens a sample
+    ffn_hidden_size: int | None = None  # None: 8/3 h, rounded down to 64
+    num_query_groups: int | None = None  # key/value heads; None: one for each query head
+    kv_channels: int | None = None  # head size; None: hidden_size / num_attention_heads
+    max_position_embeddings: int | None = None  # None: seq_length
+    vocab_size: int | None = None  # None until the tokenizer says
+    make_vocab_size_divisible_by: int = 128
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    untie_embeddings_and_output_weights: bool = False
+    init_method_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Fill what follows from the other sizes."""
+        derived = {
+            "ffn_hidden_size": int((4 * self.hidden_size * 2 / 3) / 64) * 64,
+            "num_query_groups": self.num_attention_heads,
+            "kv_channels": self.hidden_size // self.num_attention_heads,
+            "max_position_embeddings": self.seq_length,
+        }
+        for name, value in derived.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Round the vocabulary up to whole shards: a multiple of make_vocab_size_divisible_by x tp.
+
+        The padding is masked out of the softmax: it costs memory and changes no number.
+        """
+        if self.vocab_size is None:
+            raise ValueError("the vocabulary size is not known before the tokenizer is read")
+        step = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // step) * step
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the model and the batch are cut."""
+
+    world_size: int = 1
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
+    distributed_timeout_minutes: int = 10
+    recompute_granularity: str | None = None  # None, "selective", "full"
+    recompute_method: str | None = None  # None, "uniform", "block": with "full" only
+    recompute_num_layers: int | None = None
+    overlap_grad_reduce: bool = False
+    ddp_bucket_size: int | None = None  # elements; None: max(40e6, 1e6 x data-parallel size)
+    device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Count the ranks that hold one copy of the model."""
+        return (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Count the copies of the model, D."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def bucket_size(self) -> int:
+        """Return the gradient bucket in elements, with the default filled in."""
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.data_parallel_size)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many samples a step takes, and how long the run is: train_iters or train_samples.
+
+    `step_batch_size_schedule` is parsed: (first sample, batch size) pairs. With it
+    `global_batch_size` is the size of the first step only; ask `training.batch_schedule` for the
+    size at a sample.
+    """
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    step_batch_size_schedule: tuple[tuple[int, int], ...] | None = None
+    train_iters: int | None = None
+    train_samples: int | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, the clip and the learning-rate curve. Decay lengths of None: the run's own length."""
+
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    decoupled_lr: float | None = None  # peak for the embedding and the output layer; None: lr
+    decoupled_min_lr: float | None = None  # their floor; None: min_lr
+    lr_decay_style: str = "linear"  # constant, linear, cosine, inverse-square-root, WSD
+    lr_wsd_decay_style: str = "exponential"  # exponential, linear, cosine, minus_sqrt
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_samples: int | None = None
+    lr_warmup_iters: int = 0
+    lr_warmup_samples: int = 0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0  # 0: no clipping
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens are read, and how a document's end is treated."""
+
+    data_path: tuple[str, ...] = ()
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    split: str | None = None  # "969,30,1": train, validation, test shares of data_path
+    data_cache_path: str | None = None
+    mock_data: bool = False
+    num_workers: int = 2
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where the run is saved and resumed."""
+
+    save: str | None = None
+    load: str | None = None
+    save_interval: int | None = None  # steps; None: at the end only
+    finetune: bool = False  # load weights only, start at sample 0
+    no_load_optim: bool = False
+    ckpt_step: int | None = None  # None: the newest complete one
+    exit_on_missing_checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is told, and how often."""
+
+    log_interval: int = 10  # steps
+    log_json: str | None = None
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    log_params_norm: bool = False
+    profile: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole: precision, randomness, evaluation, and when to stop."""
+
+    seed: int = 1234
+    dtype: torch.dtype = torch.float32  # of weights and activations: float32, bfloat16 or float64
+    deterministic_mode: bool = False
+    eval_interval: int | None = None  # steps; None: never
+    eval_iters: int = 100
+    exit_interval: int | None = None
+    exit_duration_in_mins: int | None = None
+    manual_gc: bool = False
+    manual_gc_interval: int = 0  # steps; 0: only around evaluation
+    on_nan: str = "stop"  # "stop" or "continue" when the loss or the gradient norm is not finite
+    dry_run: bool = False
+
+
+# What defines the numbers of a run: the layout, the paths of outputs and the log are not among it.
+_MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
+_NOT_MATHEMATICS = ("batch.micro_batch_size", "data.num_workers", "data.data_cache_path")
+# What two ranks of one run may be told differently: places that are local to a node.
+_LOCAL = ("data.data_cache_path", "log.log_json", "log.tensorboard_dir")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. `notes` are lines for rank 0 to print first; `extra` holds a fork's own flags."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    extra: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def flat(self) -> dict[str, Any]:
+        """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""
+        out: dict[str, Any] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if part.name == "notes":
+                continue
+            if part.name == "extra":
+                out.update({f"extra.{k}": v for k, v in value})
+                continue
+            out.update({f"{part.name}.{k}": v for k, v in asdict(value).items()})
+        return {k: _plain(v) for k, v in out.items()}
+
+    def mathematics(self) -> dict[str, Any]:
+        """Return the settings that define the numbers of the run, by dotted name."""
+        return {
+            k: v
+            for k, v in self.flat().items()
+            if k.startswith(tuple(f"{m}." if "." not in m else m for m in _MATHEMATICS))
+            and k not in _NOT_MATHEMATICS
+        }
+
+    def digest(self) -> str:
+        """Hash what defines the run's mathematics: SHA-256, hex."""
+        return hashlib.sha256(_json(self.mathematics()).encode()).hexdigest()
+
+    def canonical_json(self) -> str:
+        """Write, one way only, every setting that all ranks of a run must share."""
+        return _json({k: v for k, v in self.flat().items() if k not in _LOCAL})
+
+    def digest_all(self) -> str:
+        """Hash every setting that all ranks must share: SHA-256, hex; compared at start-up."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+    def with_vocab(self, tokenizer_vocab: int) -> "Config":
+        """Return the config for a tokenizer of that many entries; a larger --vocab-size stands.
+
+        Raises ValueError where the tokenizer has more entries than --vocab-size gives the model.
+        """
+        stated = self.model.vocab_size
+        if stated is not None and stated < tokenizer_vocab:
+            raise ValueError(
+                f"--vocab-size {stated} is smaller than the tokenizer, which has {tokenizer_vocab} "
+                "entries: give at least that many, or leave --vocab-size out"
+            )
+        return replace(self, model=replace(self.model, vocab_size=stated or tokenizer_vocab))
+
+
+def differing_keys(mine: str, theirs: str) -> dict[str, tuple[Any, Any]]:
+    """Name the settings in which two `canonical_json` texts differ: {name: (mine, theirs)}."""
+    a, b = json.loads(mine), json.loads(theirs)
+    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def _plain(value: Any) -> Any:
+    """Turn dtypes into names and tuples into lists, so that JSON gives the same value back."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
