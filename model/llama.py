@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 2, 3, 3.1 and 3.2, the whole architecture in one file, written parallel. Copy it and change it.
+
+    s sequence   b micro-batch   h hidden   a query heads   g key/value groups   d head size   f ffn hidden
+    V vocabulary   t tensor-parallel size; under sequence parallelism (SP) hidden states are [s/t, b, h]
+
+    tokens [b, s] -> embedding [s/t, b, h] -> L x { norm, attention, +;  norm, SwiGLU MLP, + } -> norm
+    -> head [s, b, V/t] -> vocabulary-parallel cross entropy [s, b]
+
+Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul, RowParallelLinear
+reduce-scatters after it, the embedding reduce-scatters once, the loss gathers three numbers a token.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.context import LayerContext
+from mpu.layers.attention import attend, attention_core, document_mask
+from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
+from mpu.layers.embedding import VocabParallelEmbedding
+from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.norm import RMSNorm
+from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
+from mpu.layers.swiglu import swiglu
+from mpu.param import draw_normal, unique_parameters
+from mpu.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes. `rope_scaling_factor` 0 means none; `tied` shares the embedding with the head."""
+
+    vocab_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int = 0  # head size; 0 means hidden_size / num_attention_heads
+    max_position_embeddings: int = 4096
+    rotary_base: float = 10000.0
+    rope_scaling_factor: float = 0.0
+    rope_original_length: int = 8192
+    norm_epsilon: float = 1e-5
+    tied: bool = False
+    init_method_std: float = 0.02
+    make_vocab_size_divisible_by: int = 128
+
+    @property
+    def head_size(self) -> int:
+        """d."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+
+def _size(v: int, h: int, f: int, layers: int, a: int, g: int, n: int, base: float, **more) -> LlamaConfig:
+    return LlamaConfig(v, h, f, layers, a, g, 0, n, base, **more)
+
+
+#                        V       h      f      L    a    g   positions  rope base
+SIZES = {
+    "llama2-7b":   _size(32000,  4096,  11008, 32,  32,  32, 4096,   10000.0),
+    "llama2-13b":  _size(32000,  5120,  13824, 40,  40,  40, 4096,   10000.0),
+    "llama2-70b":  _size(32000,  8192,  28672, 80,  64,  8,  4096,   10000.0),
+    "llama3-8b":   _size(128256, 4096,  14336, 32,  32,  8,  8192,   500000.0),
+    "llama3-70b":  _size(128256, 8192,  28672, 80,  64,  8,  8192,   500000.0),
+    "llama3.1-8b": _size(128256, 4096,  14336, 32,  32,  8,  131072, 500000.0, rope_scaling_factor=8.0),
+    "llama3.1-70b": _size(128256, 8192, 28672, 80,  64,  8,  131072, 500000.0, rope_scaling_factor=8.0),
+    "llama3.1-405b": _size(128256, 16384, 53248, 126, 128, 8, 131072, 500000.0, rope_scaling_factor=8.0),
+    "llama3.2-1b": _size(128256, 2048,  8192,  16,  32,  8,  131072, 500000.0, rope_scaling_factor=32.0,
+                         tied=True),
+    "llama3.2-3b": _size(128256, 3072,  8192,  28,  24,  8,  131072, 500000.0, rope_scaling_factor=32.0,
+                         tied=True),
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head."""
+
+    def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        super().__init__()
+        h, d, t = config.hidden_size, config.head_size, ctx.tp.size
+        a, g = config.num_attention_heads, config.num_query_groups
+        if a % t or g % t:
+            raise ValueError(
+                f"{a} attention heads in {g} query groups do not divide over tensor-parallel size {t}: "
+                "both must be multiples of it"
+            )
+        self.heads, self.groups, self.head_size = a // t, g // t, d
+        self.core = recompute.attention_core
+        self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
+        self.proj = RowParallelLinear(a * d, h, ctx=ctx)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]."""
+        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
+        y = self.core(attention_core, qkv, cos, sin, self.heads, self.groups, mask)
+        return self.proj(y)
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[Tensor]) -> Tensor:
+        """Attend from new tokens x [n, b, h] to all so far, kept in `cache` (no SP, no gradient)."""
+        n, b, _ = x.shape
+        a, g = self.heads, self.groups
+        qkv = apply_rope(self.qkv(x).view(n, b, a + 2 * g, -1), cos, sin, a + g)
+        q, k, v = qkv.permute(1, 2, 0, 3).split([a, g, g], dim=1)
+        if cache:
+            k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+        cache[:] = [k, v]
+        seen = k.shape[2]
+        mask = torch.ones(n, seen, dtype=torch.bool, device=x.device).tril(seen - n)
+        return self.proj(attend(q, k, v, mask))
+
+
+class MLP(nn.Module):
+    """SwiGLU MLP; gate and up are one column-parallel matmul."""
+
+    def __init__(self, config: LlamaConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.ffn_hidden_size
+        self.gate_up = ColumnParallelLinear(h, (f, f), ctx=ctx)
+        self.down = RowParallelLinear(f, h, ctx=ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]."""
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    """One transformer layer, pre-norm."""
+
+    def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.attention = Attention(config, ctx, recompute)
+        self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.mlp = MLP(config, ctx)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """h [s/t, b, h] -> [s/t, b, h]."""
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+        return h + self.mlp(self.mlp_norm(h))
+
+
+class Llama(nn.Module):
+    """The model. Raises ValueError where a size does not divide over the tensor-parallel ranks."""
+
+    def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute | None = None) -> None:
+        super().__init__()
+        recompute = recompute or Recompute()
+        self.config, self.ctx, self.recompute = config, ctx, recompute
+        h, v, pad = config.hidden_size, config.vocab_size, config.make_vocab_size_divisible_by
+        self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
+        self.layers = nn.ModuleList(Block(config, ctx, recompute) for _ in range(config.num_layers))
+        self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
+        tied = self.embedding.weight if config.tied else None
+        self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=tied)
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        """Return cos, sin for arange(length), or for positions [b, s]; the table grows as needed."""
+        if self._rope is None or len(self._rope[0]) < length:
+            c = self.config
+            frequencies = rope_frequencies(
+                c.head_size, c.rotary_base, c.rope_scaling_factor, c.rope_original_length
+            )
+            self._rope = rope_table(frequencies, length, self.ctx.accumulate, self.ctx.device)
+        cos, sin = self._rope
+        if positions is None:
+            return cos[:length], sin[:length]
+        at = positions.t()  # [s, b]
+        return cos[at, 0], sin[at, 0]  # [s, b, 1, d/2]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
+
+        document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2, ...
+        """
+        cos, sin = self.rope(position_ids, tokens.shape[1])
+        mask = None if document_ids is None else document_mask(document_ids)
+        h = self.embedding(tokens)  # [s/t, b, h]
+        h = self.recompute.blocks(list(self.layers), h, cos, sin, mask)
+        logits = self.head(self.norm(h))  # [s, b, V/t]
+        if labels is None:
+            return logits
+        loss = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.ctx)
+        return loss.t()  # [b, s]
+
+    def decode(self, tokens: Tensor, position: int, caches: list[list[Tensor]]) -> Tensor:
+        """Continue: new tokens [b, n] at `position` -> logits [n, b, V/t]; one cache list a layer."""
+        cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
+        h = self.embedding(tokens)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            h = h + layer.attention.decode(layer.attention_norm(h), cos, sin, cache)
+            h = h + layer.mlp(layer.mlp_norm(h))
+        return self.head(self.norm(h))
+
+    def initialize(self, seed: int) -> "Llama":
+        """Draw the weights: the same model for every layout.
+
+            norms                          1
+            embedding, head, qkv, gate_up  N(0, std)
+            proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
+        """
+        std, table = self.config.init_method_std, hf_names(self)
+        for name, param in unique_parameters(self):
+            if param.dim() == 1:
+                nn.init.ones_(param)
+            else:
+                deep = name.endswith(("proj.weight", "down.weight"))
+                scale = math.sqrt(2 * self.config.num_layers) if deep else 1.0
+                draw_normal(param, table[name], std / scale, seed)
+        return self
+
+
+def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
+    """Map each parameter to its Hugging Face tensors, one a fused section. The canonical names of checkpoints."""
+    table: dict[str, tuple[str, ...]] = {
+        "embedding.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+        "head.weight": ("lm_head.weight",),
+    }
+    inside: dict[str, tuple[str, ...]] = {
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.proj": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    }
+    for i in range(model.config.num_layers):
+        for ours, theirs in inside.items():
+            table[f"layers.{i}.{ours}.weight"] = tuple(f"model.layers.{i}.{n}.weight" for n in theirs)
+    return {name: table[name] for name, _ in unique_parameters(model)}
+
+
+def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict:
+    """Return the config.json of the same model in Hugging Face's terms."""
+    scaling = None
+    if config.rope_scaling_factor:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": config.rope_original_length,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": scaling,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_method_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": dtype,
+    }
+
+
+def from_hf_config(hf: dict) -> LlamaConfig:
+    """Read a Hugging Face config.json of a Llama; refuse what this file does not compute.
+
+    Raises ValueError naming the field, its value and what is supported.
+    """
+    rules: dict[str, Callable[[object], bool]] = {
+        "model_type": lambda v: v == "llama",
+        "hidden_act": lambda v: v in ("silu", "swish"),
+        "attention_bias": lambda v: not v,
+        "mlp_bias": lambda v: not v,
+    }
+    for field, allowed in rules.items():
+        if field in hf and not allowed(hf[field]):
+            raise ValueError(f"config.json: {field} is {hf[field]!r}, which this Llama does not have")
+    rope = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or rope or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    plain = kind == "default"
+    if not plain and (
+        kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
+    ):
+        raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is supported")
+    a = hf["num_attention_heads"]
+    return LlamaConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_attention_heads=a,
+        num_query_groups=hf.get("num_key_value_heads") or a,
+        kv_channels=hf.get("head_dim") or 0,
+        max_position_embeddings=hf.get("max_position_embeddings", 2048),
+        rotary_base=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_scaling_factor=0.0 if plain else float(scaling["factor"]),
+        rope_original_length=8192 if plain else scaling["original_max_position_embeddings"],
+        norm_epsilon=hf.get("rms_norm_eps", 1e-6),
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        init_method_std=hf.get("initializer_range", 0.02),
+    )
+
+
+def decays(name: str, param: nn.Parameter) -> bool:
+    """Weight decay applies to matrices, not to norms."""
+    return param.dim() > 1
+
+
+def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
+    """Count the model's floating-point operations a trained token, without recomputation.
+
+    6 for each weight in a matmul (2 forward, 4 backward) and 6 L s a d for causal attention's two products
+    (half of the s^2 square); embedding look-ups and elementwise work are not counted (Chowdhery et al. 2022,
+    appendix B, with the causal half).
+    """
+    c, d = config, config.head_size
+    attention = c.hidden_size * d * (2 * c.num_attention_heads + 2 * c.num_query_groups)
+    weights = c.num_layers * (attention + 3 * c.hidden_size * c.ffn_hidden_size)
+    weights += c.hidden_size * c.vocab_size
+    return 6.0 * weights + 6.0 * c.num_layers * seq_length * c.num_attention_heads * d

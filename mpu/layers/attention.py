@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attend: causal, grouped-query (Ainslie et al. 2023), heads cut over the tensor-parallel ranks.
+
+The softmax over keys is torch's scaled_dot_product_attention (flash kernels on CPU and CUDA).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpu.layers.rope import apply_rope
+
+
+def attention_core(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, mask: Tensor | None
+) -> Tensor:
+    """Rotate, attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d], all sizes local.
+
+    mask: None for plain causal, else bool [b, 1, s, s], True where a query may look.
+    """
+    s, b, _ = qkv.shape
+    qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
+    q, k, v = qkv.permute(1, 2, 0, 3).split([heads, groups, groups], dim=1)  # each [b, n, s, d]
+    return attend(q, k, v, mask)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
+    """q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """document_ids [b, s] -> bool [b, 1, s, s]: causal, and inside one document."""
+    s = document_ids.shape[1]
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    causal = torch.ones(s, s, dtype=torch.bool, device=document_ids.device).tril()
+    return (same & causal)[:, None]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take the cross entropy of logits whose vocabulary is cut: full-vocabulary logits never exist on one rank.
+
+loss = log(sum_v exp(l_v - m)) + m - l_target. Each rank finds, over its own columns, the maximum, the sum of
+exponentials under that maximum, and the target's logit; ONE all-gather of these three numbers a token lets every
+rank combine them, in rank order. Padded columns (beyond vocab_size) are masked: they enter neither the softmax nor
+its gradient, so the loss does not depend on the tensor-parallel size.
+"""
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather
+from mpu.context import LayerContext
+
+ROWS = 64  # tokens a chunk: a chunk of logits stays in the cache through every pass over it
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+) -> Tensor:
+    """logits [s, b, V/t], labels [s, b] -> loss of each token [s, b], in the accumulation dtype.
+
+    Backward writes the gradient into the memory of `logits`: do not read them after it.
+    """
+    return _CrossEntropy.apply(logits, labels, vocab_size, ctx)  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(f, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext) -> Tensor:  # type: ignore[no-untyped-def, override]
+        tp, width = ctx.tp, logits.shape[-1]
+        first = tp.rank * width
+        real = min(max(vocab_size - first, 0), width)  # columns of this rank that are no padding
+        rows, target = logits.view(-1, width), labels.reshape(-1) - first
+        mine = (target >= 0) & (target < real)
+        target = target.masked_fill(~mine, 0)
+
+        stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
+        top, total, chosen = stats
+        if real:
+            for i in range(0, len(rows), ROWS):
+                chunk = rows[i : i + ROWS, :real].to(ctx.accumulate)
+                top[i : i + ROWS] = chunk.amax(-1)
+                chunk = (chunk - top[i : i + ROWS, None]).exp_()
+                total[i : i + ROWS] = chunk.sum(-1)
+            chosen.copy_(rows.gather(-1, target[:, None])[:, 0]).masked_fill_(~mine, 0.0)
+        else:
+            top.fill_(-torch.inf)
+            stats[1:].zero_()
+
+        every = all_gather(stats[None], tp)[0]  # [t, 3, tokens]
+        peak = every[:, 0].amax(0)
+        sums = torch.zeros_like(peak)
+        for part in every:
+            sums += part[1] * (part[0] - peak).exp()
+        log_sum = sums.log() + peak
+        loss = log_sum - every[:, 2].sum(0)
+
+        f.save_for_backward(logits, log_sum, target, mine)
+        f.real = real
+        return loss.view(labels.shape)
+
+    @staticmethod
+    def backward(f, dloss: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+        # dlogits = (softmax - onehot(target)) * dloss
+        logits, log_sum, target, mine = f.saved_tensors
+        rows, weight = logits.view(-1, logits.shape[-1]), dloss.reshape(-1)
+        at = torch.arange(len(rows), device=rows.device)
+        for i in range(0, len(rows), ROWS):
+            some = slice(i, i + ROWS)
+            chunk = rows[some, : f.real].to(log_sum.dtype)
+            chunk = (chunk - log_sum[some, None]).exp_().mul_(weight[some, None])
+            if f.real:
+                here = at[: len(chunk)]
+                chunk[here, target[some]] -= weight[some] * mine[some]
+            rows[some, : f.real] = chunk
+        rows[:, f.real :] = 0
+        return logits, None, None, None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look tokens up in an embedding whose vocabulary is cut over the tensor-parallel ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpu.comm.mappings import reduce_from_parallel, scatter_to_sequence
+from mpu.context import LayerContext
+from mpu.layers.linear import column_placement
+from mpu.param import parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens [b, s] -> [s/t, b, h] under SP, else [s, b, h].
+
+    Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to `pad_to`; a rank looks up the tokens
+    it holds, gives zero for the others, and the ranks' results are summed. Only one term of each sum is not
+    zero, so the result does not depend on the layout.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, ctx: LayerContext, pad_to: int = 1) -> None:
+        super().__init__()
+        self.ctx = ctx
+        place = column_placement(hidden_size, (vocab_size,), ctx, pad_to)
+        self.weight = parameter(place, ctx.dtype, ctx.device)
+        self.first = ctx.tp.rank * place.local_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up, sum over the ranks, and keep this rank's part of the sequence under SP."""
+        x = _Lookup.apply(tokens.t(), self.weight, self)
+        tp = self.ctx.tp
+        out: Tensor = scatter_to_sequence(x, tp) if self.ctx.sp else reduce_from_parallel(x, tp)
+        return out
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(f, tokens: Tensor, weight: nn.Parameter, layer: VocabParallelEmbedding) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx = layer.ctx
+        local = tokens - layer.first
+        rows = weight.shape[0]
+        mine = (local >= 0) & (local < rows) if ctx.tp.size > 1 else None
+        if mine is not None:
+            local = local.masked_fill(~mine, 0)
+        x = F.embedding(local, ctx.sink.materialize(weight))
+        ctx.sink.release(weight)
+        f.layer, f.local, f.mine = layer, local, mine
+        return x if mine is None else x.masked_fill_(~mine[..., None], 0)
+
+    @staticmethod
+    def backward(f, dx: Tensor) -> tuple[None, None, None]:  # type: ignore[no-untyped-def, override]
+        layer: VocabParallelEmbedding = f.layer
+        rows, grads = f.local.reshape(-1), dx.reshape(-1, dx.shape[-1])
+        if f.mine is not None:
+            grads = grads.masked_fill(~f.mine.reshape(-1, 1), 0)
+
+        def wgrad() -> None:
+            layer.ctx.sink.add_rows(layer.weight, rows, grads)
+            layer.ctx.sink.done(layer.weight)
+
+        layer.ctx.queue.put(wgrad)
+        return None, None, None

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalise by the root mean square (Zhang and Sennrich 2019)."""
+
+import torch
+from torch import Tensor, nn
+
+from mpu.context import LayerContext
+from mpu.param import Placement, parameter
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension; computed in the accumulation dtype.
+
+    Under sequence parallelism each rank sees a part of s, so the gradient of w is a partial sum over tp.
+    """
+
+    def __init__(self, hidden_size: int, *, ctx: LayerContext, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.ctx, self.eps = ctx, eps
+        place = Placement((hidden_size,), axis=ctx.tp, reduce_axes=ctx.replicated_over)
+        self.weight = parameter(place, ctx.dtype, ctx.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., h] -> [..., h]."""
+        return _RMSNorm.apply(x, self.weight, self)  # type: ignore[no-any-return]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(f, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:  # type: ignore[no-untyped-def, override]
+        up = x.to(layer.ctx.accumulate)
+        length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
+        f.layer = layer
+        f.save_for_backward(x, inverse)
+        y = (up * inverse).mul_(layer.ctx.sink.materialize(weight))
+        layer.ctx.sink.release(weight)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(f, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+        # xhat = x * inverse;  dw = sum dy * xhat;  g = dy * w;  dx = inverse * (g - xhat * mean(g * xhat))
+        layer: RMSNorm = f.layer
+        ctx = layer.ctx
+        x, inverse = f.saved_tensors
+        xhat = x.to(ctx.accumulate) * inverse
+        g = dy.to(ctx.accumulate) * ctx.sink.materialize(layer.weight)
+        ctx.sink.release(layer.weight)
+        product = dy * xhat
+        ctx.sink.add(layer.weight, product.flatten(0, -2).sum(0))
+        ctx.sink.done(layer.weight)
+        mean = product.mul_(layer.weight).mean(-1, keepdim=True)
+        dx = g.sub_(xhat.mul_(mean)).mul_(inverse)
+        return dx.to(x.dtype), None, None

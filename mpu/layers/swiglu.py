@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gate one half of the features by the other: silu(gate) * up (Shazeer 2020)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2f] -> [..., f]: the first half gates the second. Saves its input only."""
+    return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return]
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(f, gate_up: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        f.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(f, dy: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        # silu(g) = g sig(g);  silu'(g) = sig(g) (1 + g (1 - sig(g)))
+        (gate_up,) = f.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        d_gate, d_up = grad.chunk(2, -1)
+        torch.mul(dy, F.silu(gate), out=d_up)
+        torch.mul(dy, up, out=d_gate)
+        d_gate.copy_(torch.ops.aten.silu_backward(d_gate, gate))
+        return grad
