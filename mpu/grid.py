@@ -114,10 +114,7 @@ class Grid:
     AXES = ("tp", "cp", "dp", "pp", "data", "model", "world")
 
     def connect(self, device: torch.device, store: dist.Store, timeout: timedelta) -> "Grid":
-        """Create the process groups. Axes over the same ranks share one; size 1 needs none.
-
-        `backend` None means nccl for CUDA and gloo for CPU.
-        """
+        """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for CPU."""
         if self.world_size == 1:
             return self
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -126,6 +123,10 @@ class Grid:
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
+        return self.add_groups(device, timeout)
+
+    def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
+        """Create the process groups. Axes over the same ranks share one; size 1 needs none."""
         staged = self.backend == "gloo" and device.type == "cuda"
         groups: dict[tuple[int, ...], Any] = {}
         for name in self.AXES:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give tests a world of ranks: `world(2).run(fn, *args)` returns what fn(comm, *args) returned on each rank.
+
+The ranks are spawned once a size and serve every test of the session (importing torch costs more than a test).
+`fn` is a module-level function; it runs in the child from its own file, over an initialised gloo group. When a rank
+raises, the test fails with that rank's traceback and the next test gets a fresh world.
+"""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 120.0
+
+
+@dataclass
+class Comm:
+    """What a test function is given: its rank, the size, and grids over the running world."""
+
+    rank: int
+    size: int
+    store: Any
+
+    def grid(self, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
+        """Return a connected Grid of this world (groups are made once a layout)."""
+        from mpu.grid import Grid, Launch
+
+        key = (tp, cp, pp)
+        grids = self.__dict__.setdefault("grids", {})
+        if key not in grids:
+            launch = Launch(self.rank, self.size, self.rank, self.size)
+            grids[key] = Grid(self.size, tp, cp, pp, launch, "gloo").add_groups(
+                torch.device("cpu"), timedelta(seconds=TIMEOUT)
+            )
+        return grids[key]
+
+
+def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    from mpu.grid import bind_loopback
+
+    bind_loopback()
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+    )
+    comm, modules = Comm(rank, size, store), {}
+    while (job := inbox.get()) is not None:
+        path, name, args = job
+        try:
+            if path not in modules:
+                spec = importlib.util.spec_from_file_location(f"world_{len(modules)}", path)
+                assert spec is not None and spec.loader is not None
+                modules[path] = importlib.util.module_from_spec(spec)
+                sys.modules[spec.name] = modules[path]
+                spec.loader.exec_module(modules[path])
+            outbox.put((rank, getattr(modules[path], name)(comm, *args), None))
+        except BaseException:
+            outbox.put((rank, None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    """`size` ranks on gloo, alive until closed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
+        ctx = mp.get_context("spawn")
+        self.outbox, self.inboxes = ctx.Queue(), [ctx.Queue() for _ in range(size)]
+        self.ranks = [
+            ctx.Process(
+                target=_child,
+                args=(r, size, self.store.port, self.inboxes[r], self.outbox),
+                daemon=True,
+            )
+            for r in range(size)
+        ]
+        for process in self.ranks:
+            process.start()
+        self.broken = False
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run fn(comm, *args) on every rank; return the results in rank order."""
+        path = sys.modules[fn.__module__].__file__
+        for inbox in self.inboxes:
+            inbox.put((path, fn.__name__, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT
+        while len(results) < self.size:
+            self.broken = True
+            rank, result, error = self.outbox.get(timeout=max(0.1, deadline - time.monotonic()))
+            if error is not None:
+                self.close()
+                pytest.fail(f"rank {rank} of {self.size}:\n{error}", pytrace=False)
+            results[rank] = result
+        self.broken = False
+        return [results[r] for r in range(self.size)]
+
+    def close(self) -> None:
+        """Stop the ranks."""
+        self.broken = True
+        for process in self.ranks:
+            process.kill()
+        for process in self.ranks:
+            process.join()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """world(n) -> the session's world of n ranks, started at first use."""
+    worlds: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        if size not in worlds or worlds[size].broken:
+            worlds[size] = World(size)
+        return worlds[size]
+
+    yield get
+    for each in worlds.values():
+        each.close()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Return a function that finds a free TCP port on the loopback device."""
+
+    def find() -> int:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            return int(s.getsockname()[1])
+
+    return find
