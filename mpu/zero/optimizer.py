@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics contract.
+
+Level 0: every data-parallel rank holds all of the state. Weights live in flat tensors laid out like the gradient
+buckets, so one fused kernel call updates a bucket; bf16 weights have masters in the accumulation dtype.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_gather
+from mpu.grid import Grid
+from mpu.param import placement_of
+from mpu.zero.buckets import BLOCK, GradientBuckets
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
+
+    decays(name, param) -> bool chooses which parameters weight decay applies to. clip: the largest global norm a
+    step uses; 0 turns clipping off.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sink: GradientBuckets,
+        grid: Grid,
+        decays: Callable[[str, nn.Parameter], bool],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip: float = 1.0,
+    ) -> None:
+        self.sink, self.grid, self.clip = sink, grid, clip
+        self.weights: list[Tensor] = []  # flat, in the parameters' dtype
+        self.masters: list[Tensor] = []  # flat, in the accumulation dtype; the same tensor where dtypes agree
+        segments: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
+        for bucket in sink.buckets:
+            dtype = bucket.params[0][1].dtype
+            flat = torch.zeros(len(bucket.grad), dtype=dtype, device=bucket.grad.device)
+            for _, param, start in bucket.params:
+                home = flat[start : start + param.numel()].view(param.shape)
+                home.copy_(param.data)
+                param.data = home
+            master = flat if dtype == sink.dtype else flat.to(sink.dtype)
+            self.weights.append(flat)
+            self.masters.append(master)
+            here = []
+            for low, high, decay in _runs(bucket.params, len(flat), decays):
+                segment = nn.Parameter(master[low:high])
+                segment.grad = bucket.grad[low:high]
+                segments[decay].append(segment)
+                here.append((low, high, segment))
+            self._segment_of.append(here)
+        groups = [
+            {"params": segments[True], "weight_decay": weight_decay},
+            {"params": segments[False], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True
+        )
+        self._order, self._counted = self._canonical(module)
+
+    def _canonical(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the norm's blocks in definition order, and which of them this rank counts."""
+        place, base = {}, 0
+        for bucket in self.sink.buckets:
+            for _, param, start in bucket.params:
+                place[param] = (base + start) // BLOCK
+            base += len(bucket.grad)
+        order, counted = [], []
+        for param in module.parameters():
+            blocks = -(-param.numel() // BLOCK)
+            order += range(place[param], place[param] + blocks)
+            counted += [placement_of(param).first_holder] * blocks
+        device = self.sink.buckets[0].grad.device
+        return torch.tensor(order, device=device), torch.tensor(counted, device=device)
+
+    def _norm(self, tensors: list[Tensor]) -> Tensor:
+        """Global 2-norm in fp64: blocks of fixed size, folded in definition order, then over ranks in order.
+
+        The blocks are a parameter's own, so the bits do not depend on how buckets are cut or shared.
+        """
+        blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
+        squares = torch.cat(blocks)[self._order].square_()
+        mine = squares.mul_(self._counted).sum().view(1)
+        return all_gather(mine, self.grid.model)[0].sum().sqrt()
+
+    def grad_norm(self) -> Tensor:
+        """Return the global norm of the gradients: a scalar on the device, fp64."""
+        return self._norm([b.grad for b in self.sink.buckets])
+
+    def params_norm(self) -> Tensor:
+        """Return the global norm of the (master) weights: a scalar on the device, fp64."""
+        return self._norm(self.masters)
+
+    def step(self, lr: float, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
+
+        scale: multiply the gradients by this first (tokens assumed / tokens counted). The update is skipped
+        on every rank when the norm is not finite, since all see the same norm.
+        """
+        norm = self.grad_norm()
+        if scale is not None:
+            norm = norm * scale
+        factor = torch.ones_like(norm) if scale is None else scale.to(norm)
+        if self.clip > 0:
+            factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        found_inf = (~torch.isfinite(norm)).float()
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        if self.sink.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
+            for bucket in self.sink.buckets:
+                bucket.grad.mul_(factor)
+            self.adam.grad_scale = None
+        else:
+            self.adam.grad_scale = (1.0 / factor).float()  # the kernel divides by it
+        self.adam.found_inf = found_inf
+        self.adam.step()
+        self.weights_from_masters()
+        return norm, found_inf
+
+    def steps_done(self) -> int:
+        """Count the updates made (skipped ones do not count)."""
+        for state in self.adam.state.values():
+            return int(state["step"])
+        return 0
+
+    def load_steps_done(self, steps: int) -> None:
+        """Set the count of updates, which Adam's bias correction uses. Allocates the state if need be."""
+        for group in self.adam.param_groups:
+            for segment in group["params"]:
+                state = self.adam.state[segment]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(segment)
+                    state["exp_avg_sq"] = torch.zeros_like(segment)
+                state["step"] = torch.tensor(float(steps), device=segment.device)
+
+    def named_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (parameter name, kind, local tensor) for kind in master, exp_avg, exp_avg_sq.
+
+        Tensors are views: writing to them loads the state. Masters only where they differ from the weights.
+        """
+        if not self.adam.state:
+            self.load_steps_done(0)
+        for bucket, master, weight, segments in zip(
+            self.sink.buckets, self.masters, self.weights, self._segment_of, strict=True
+        ):
+            for name, param, start in bucket.params:
+                end = start + param.numel()
+                if master is not weight:
+                    yield name, "master", master[start:end].view(param.shape)
+                low, segment = next((lo, s) for lo, hi, s in segments if lo <= start and end <= hi)
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    flat = self.adam.state[segment][kind]
+                    yield name, kind, flat[start - low : end - low].view(param.shape)
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the weights, after loading."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if weight is not master:
+                weight.copy_(master)
+
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, after the weights alone were loaded."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if weight is not master:
+                master.copy_(weight)
+
+
+def _runs(
+    params: list[tuple[str, nn.Parameter, int]],
+    length: int,
+    decays: Callable[[str, nn.Parameter], bool],
+) -> list[tuple[int, int, bool]]:
+    """Cut a bucket into runs of parameters that are treated alike: (low, high, decay)."""
+    runs: list[tuple[int, int, bool]] = []
+    for name, param, start in params:
+        decay = decays(name, param)
+        if runs and runs[-1][2] == decay:
+            continue
+        if runs:
+            runs[-1] = (runs[-1][0], start, runs[-1][2])
+        runs.append((start, length, decay))
+    return runs
