@@ -25,6 +25,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -75,6 +76,7 @@ class IndexedTokens:
         first = int(self.pointers[sequence]) // self.dtype.itemsize + offset
         return self.tokens[first : first + count]
 
+    @cached_property
     def digest(self) -> str:
         """Return a SHA-256 of every length and of 64 blocks of tokens: the file's identity.
 

@@ -104,7 +104,7 @@ def test_digest_follows_content_not_place(tmp_path):
     same = [put(tmp_path, *golden(DOCUMENTS), name=name) for name in ("a", "b")]
     other = put(tmp_path, *golden([[5, 6, 7], [], [8], [1, 2, 3, 4, 5, 6]]), name="c")
     cut = put(tmp_path, *golden([[5, 6], [7], [9], [1, 2, 3, 4, 5, 6]]), name="d")
-    digests = [IndexedTokens(prefix).digest() for prefix in (*same, other, cut)]
+    digests = [IndexedTokens(prefix).digest for prefix in (*same, other, cut)]
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 

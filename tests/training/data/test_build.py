@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From flags to loaders: splits, blends, caches, and what a user is told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from training.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
+from training.data.build import build_datasets, build_loaders
+from training.data.indexed import IndexedWriter, token_dtype
+
+TOKENIZER = SimpleNamespace(vocab_size=1000, eod=999)
+
+
+@pytest.fixture
+def prefixes(tmp_path):
+    """Write two files of 100 and 50 documents of 20 tokens; each token names its document."""
+    names = []
+    for name, base, count in (("a", 0, 100), ("b", 500, 50)):
+        names.append(str(tmp_path / name))
+        with IndexedWriter(names[-1], token_dtype(1000)) as writer:
+            for document in range(count):
+                writer.add([base + document] * 20)
+    return names
+
+
+def config(seed=1, seq_length=10, **data):
+    return Config(
+        model=ModelConfig(1, 8, 1, seq_length),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=2),
+        data=DataConfig(num_workers=0, **data),
+        run=RunConfig(seed=seed),
+    )
+
+
+def documents(dataset, count=100):
+    return {int(token) for i in range(count) for token in dataset.sample(i)[:-1]}
+
+
+def test_split_of_one_file(prefixes):
+    found = build_datasets(config(data_path=(prefixes[0],), split="8,1,1"), TOKENIZER)
+    assert documents(found["train"], 160) == set(range(80))
+    assert documents(found["valid"]) == set(range(80, 90))
+    assert documents(found["test"]) == set(range(90, 100))
+
+
+def test_default_split_is_megatrons(prefixes):
+    found = build_datasets(config(data_path=(prefixes[0],)), TOKENIZER)
+    assert documents(found["train"], 194) == set(range(97))
+    assert documents(found["valid"]) == set(range(97, 100)) and found["test"] is None
+
+
+def test_own_files_for_each_split(prefixes):
+    found = build_datasets(
+        config(train_data_path=(prefixes[0],), valid_data_path=(prefixes[1],)), TOKENIZER
+    )
+    assert documents(found["train"], 200) == set(range(100))
+    assert documents(found["valid"]) == set(range(500, 550)) and found["test"] is None
+
+
+def test_blends_with_and_without_weights(prefixes):
+    a, b = prefixes
+    weighted = build_datasets(config(data_path=("3", a, "1", b), split="1"), TOKENIZER)["train"]
+    assert weighted.weights == [3, 1]
+    assert sum(weighted.sample(i)[0] < 500 for i in range(400)) == 300
+    by_size = build_datasets(config(data_path=(a, b), split="1"), TOKENIZER)["train"]
+    assert by_size.weights == [2000, 1000]
+    only = build_datasets(config(data_path=("1", a, "0", b), split="1"), TOKENIZER)["train"]
+    assert documents(only, 200) == set(range(100))
+
+
+def test_the_order_has_a_name(prefixes, tmp_path):
+    """One digest for every rank and cache; another one for whatever changes the order."""
+    a, b = prefixes
+    plain = config(data_path=(a, b), split="8,1,1")
+    digest = build_loaders(plain, TOKENIZER, 0, 1).digest
+    cached = config(data_path=(a, b), split="'8,1,1'", data_cache_path=str(tmp_path / "cache"))
+    assert build_loaders(cached, TOKENIZER, 1, 2).digest == digest
+    others = [
+        config(data_path=(a, b), split="7,2,1"),
+        config(data_path=(b, a), split="8,1,1"),
+        config(data_path=("1", a, "1", b), split="8,1,1"),
+        config(data_path=(a, b), split="8,1,1", seed=2),
+        config(data_path=(a, b), split="8,1,1", seq_length=9),
+        config(mock_data=True),
+    ]
+    digests = {build_loaders(other, TOKENIZER, 0, 1).digest for other in others}
+    assert len(digests) == len(others) and digest not in digests
+
+
+def test_loaders_hand_out_batches_with_the_rules(prefixes):
+    loaders = build_loaders(
+        config(data_path=(prefixes[0],), split="8,1,1", eod_mask_loss=True), TOKENIZER, 0, 1
+    )
+    (batch,) = loaders.train.next_global_batch(0, 2)
+    assert batch.tokens.shape == (2, 10) and batch.loss_mask is not None
+    assert batch.position_ids is None and batch.document_ids is None
+    assert len(list(loaders.valid.global_batches(2, 2))) == 2
+    mock = build_loaders(config(mock_data=True), TOKENIZER, 0, 1)
+    assert mock.test.next_global_batch(0, 2)[0].token_count == 20
+
+
+def test_index_cache_goes_where_it_is_told(prefixes, tmp_path):
+    for name, data in (("cache", {}), ("own", {"data_cache_path": str(tmp_path / "own")})):
+        found = build_datasets(config(data_path=(prefixes[0],), seq_length=1, **data), TOKENIZER)
+        found["train"].sample(0)
+        assert len(list((tmp_path / name).glob("*.npy"))) == 1
+
+
+def test_what_a_user_is_told(prefixes, tmp_path):
+    a, b = prefixes
+
+    def refused(match, **data):
+        with pytest.raises(ValueError, match=match):
+            build_loaders(config(**data), TOKENIZER, 0, 1)
+
+    refused("either by --data-path")
+    refused("either by --data-path", data_path=(a,), train_data_path=(b,))
+    refused("--split nonsense: give up to three numbers", data_path=(a,), split="nonsense")
+    refused("the train split holds no document", data_path=(a,), split="0,1")
+    refused("the train split holds no document", valid_data_path=(a,))
+    refused(
+        f"--data-path: {b} has weight 0.5 but no train tokens",
+        split="1,200",
+        data_path=tuple(["1", a, "0.5", b]),
+    )
+    refused("nothing.idx: cannot be read: No such file", data_path=(str(tmp_path / "nothing"),))
+    with pytest.raises(ValueError, match="--reset-position-ids needs an end-of-document token"):
+        build_loaders(
+            config(data_path=(a,), reset_position_ids=True),
+            SimpleNamespace(vocab_size=1000, eod=None),
+            0,
+            1,
+        )
+    small = SimpleNamespace(vocab_size=50, eod=49)
+    with pytest.raises(ValueError, match=f"{a}: document .* is outside of the vocabulary of 50"):
+        build_loaders(config(data_path=(a,)), small, 0, 1).train.next_global_batch(0, 100)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch: what the model is fed, and which of its tokens count."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What an end-of-document token does to the tokens after it; the flags of the same names.
+
+    `reset_position_ids` restarts positions behind it, `reset_attention_mask` keeps attention within
+    a document, `eod_mask_loss` ignores the loss where it is the input token. As in Megatron, the
+    token itself still belongs to the document it ends.
+    """
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        for flag in flags:
+            if getattr(self, flag) and self.eod is None:
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} needs an end-of-document token, "
+                    "and this tokenizer has none"
+                )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`b` rows of `s` tokens, all [b, s]; an optional field is None where it says nothing.
+
+    tokens, labels: int64, labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss is
+    ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). document_ids: int32, counting from
+    0 in each row; a token attends to its own document only (None: to every earlier token).
+    first_sample: place of row 0 in the global order. token_count: tokens whose loss counts.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None
+    position_ids: Tensor | None
+    document_ids: Tensor | None
+    first_sample: int
+    token_count: int
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the same batch with its tensors on a device."""
+        names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+        held = {name: getattr(self, name) for name in names}
+        return replace(self, **{k: v if v is None else v.to(device) for k, v in held.items()})
+
+
+def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
+    """Turn samples, int64 [b, s + 1], into a batch."""
+    tokens = rows[:, :-1]
+    loss_mask = position_ids = document_ids = None
+    token_count = tokens.size
+    if rules.reset_position_ids or rules.reset_attention_mask:
+        begins = np.zeros(tokens.shape, bool)  # a document begins behind each end
+        begins[:, 1:] = tokens[:, :-1] == rules.eod
+    if rules.reset_position_ids:
+        places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        position_ids = torch.from_numpy(places - starts)
+    if rules.reset_attention_mask:
+        document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
+    if rules.eod_mask_loss:
+        counts = tokens != rules.eod
+        loss_mask = torch.from_numpy(counts.astype(np.float32))
+        token_count = int(counts.sum())
+    return Batch(
+        tokens=torch.from_numpy(tokens.copy()),
+        labels=torch.from_numpy(rows[:, 1:].copy()),
+        loss_mask=loss_mask,
+        position_ids=position_ids,
+        document_ids=document_ids,
+        first_sample=first_sample,
+        token_count=token_count,
+    )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mix several datasets by weight, so that every prefix of the mixture keeps to the weights.
+
+Two datasets are easy: of the first n samples, the lighter one (share p <= 1/2) supplies
+floor(n p + 1/2), which is never half a sample off. More are mixed two by two, lightest first, as in
+a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent, so the error of
+a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many datasets and samples
+there are. Where sample i comes from is a formula: no table is built, stored or shared.
+"""
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Blend:
+    """Draw from `datasets` in proportion to `weights`; those of weight 0 are never drawn.
+
+    Each dataset is asked for its samples 0, 1, 2, ... in order.
+    """
+
+    def __init__(self, datasets: Sequence, weights: Sequence[float]) -> None:
+        assert len(datasets) == len(weights) and max(weights) > 0
+        self.datasets = list(datasets)
+        self.weights = [float(weight) for weight in weights]
+        self.seq_length = datasets[0].seq_length
+        heap = [(weight, i, i) for i, weight in enumerate(self.weights) if weight > 0]
+        heapq.heapify(heap)
+        for tie in range(len(weights), len(weights) + len(heap) - 1):
+            light, _, left = heapq.heappop(heap)
+            heavy, _, right = heapq.heappop(heap)
+            heapq.heappush(heap, (light + heavy, tie, (left, right, light / (light + heavy))))
+        self._tree = heap[0][2]
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of the weights and of every dataset."""
+        facts = [self.weights, [dataset.digest for dataset in self.datasets]]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def sample(self, i: int) -> np.ndarray:
+        """Return the tokens of sample i, int64 [seq_length + 1]."""
+        dataset, inner = self._locate_one(i)
+        return self.datasets[dataset].sample(inner)
+
+    def origin(self, i: int) -> tuple[int, int, int]:
+        """Return (dataset, document, offset) of the first token of sample i."""
+        dataset, inner = self._locate_one(i)
+        return dataset, *self.datasets[dataset].origin(inner)[1:]
+
+    def describe(self, i: int) -> str:
+        """Say where sample i comes from, for an error message."""
+        dataset, inner = self._locate_one(i)
+        return self.datasets[dataset].describe(inner)
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for int64 sample numbers, the dataset of each and the number within it."""
+        datasets = np.empty(len(samples), np.int64)
+        inner = np.empty(len(samples), np.int64)
+        pending = [(self._tree, np.arange(len(samples)), np.asarray(samples, np.int64))]
+        while pending:
+            node, rows, index = pending.pop()
+            if isinstance(node, int):
+                datasets[rows], inner[rows] = node, index
+                continue
+            left, right, share = node
+            before = np.floor(index * share + 0.5).astype(np.int64)
+            taken = np.floor((index + 1) * share + 0.5).astype(np.int64) > before
+            pending.append((left, rows[taken], before[taken]))
+            pending.append((right, rows[~taken], (index - before)[~taken]))
+        return datasets, inner
+
+    def _locate_one(self, i: int) -> tuple[int, int]:
+        datasets, inner = self.locate(np.array([i]))
+        return int(datasets[0]), int(inner[0])
+
+
+def parse_blend(paths: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list | None]:
+    """Read `w1 p1 w2 p2 ...`, or prefixes alone; returns prefixes and weights (None if absent)."""
+    numbers = [_number(path) for path in paths]
+    if not paths:
+        raise ValueError(f"{flag} names no file")
+    if all(number is None for number in numbers):
+        return list(paths), None
+    weights = numbers[::2]
+    if len(paths) % 2 or None in weights:
+        raise ValueError(
+            f"{flag} {' '.join(paths)}: give either prefixes alone or pairs of weight and prefix"
+        )
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or max(weights) == 0:
+        raise ValueError(f"{flag}: weights {weights} must be finite, >= 0 and not all 0")
+    return list(paths[1::2]), weights
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

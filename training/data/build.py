@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From flags to the three loaders of a run: training, validation and test."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpu import native
+from training.data.batch import DocumentRules
+from training.data.blend import Blend, parse_blend
+from training.data.cache import IndexCache
+from training.data.gpt import GPTDataset
+from training.data.indexed import IndexedTokens
+from training.data.loader import Dataset, Loader
+from training.data.mock import MockDataset
+from training.data.split import SPLITS, parse_split, split_documents
+
+if TYPE_CHECKING:
+    from training.config import Config
+    from training.tokenizer import Tokenizer
+
+DEFAULT_SPLIT = "969,30,1"  # Megatron's, where --split is not given
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of a run; valid and test are None where their split is empty.
+
+    `digest` names the sample order of all three: it changes with data, blend, split, sequence
+    length and seed, and with nothing else.
+    """
+
+    train: Loader
+    valid: Loader | None
+    test: Loader | None
+    digest: str
+
+
+def build_loaders(
+    config: "Config",
+    tokenizer: "Tokenizer",
+    dp_rank: int,
+    dp_size: int,
+    report: Callable[[str], None] = print,
+) -> Loaders:
+    """Open the data that the flags name and give each split its loader.
+
+    Raises ValueError, naming flag or file, for data that cannot be trained on.
+    """
+    data = config.data
+    rules = DocumentRules(
+        tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
+    datasets = build_datasets(config, tokenizer, report)
+    train = datasets["train"]
+    if train is None:
+        raise ValueError("the train split holds no document: check --split and the data paths")
+    digests = {split: dataset and dataset.digest for split, dataset in datasets.items()}
+    loaders = {
+        split: dataset
+        and Loader(
+            dataset,
+            config.batch.micro_batch_size,
+            dp_rank,
+            dp_size,
+            vocab_size=tokenizer.vocab_size,
+            rules=rules,
+            workers=data.num_workers,
+        )
+        for split, dataset in datasets.items()
+    }
+    digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return Loaders(loaders["train"], loaders["valid"], loaders["test"], digest)
+
+
+def build_datasets(
+    config: "Config", tokenizer: "Tokenizer", report: Callable[[str], None] = print
+) -> dict[str, Dataset | None]:
+    """Return the dataset of each split, None where it is empty."""
+    data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
+    if data.mock_data:
+        return {
+            split: MockDataset(split, seq_length, seed, tokenizer.vocab_size, tokenizer.eod)
+            for split in SPLITS
+        }
+    own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if bool(data.data_path) == any(own_paths):
+        raise ValueError(
+            "give the data either by --data-path (cut by --split) or by --train-data-path, "
+            "--valid-data-path and --test-data-path, or ask for --mock-data"
+        )
+    opener = _Opener(data.data_cache_path, seq_length, seed, report)
+    if data.data_path:
+        shares = parse_split(data.split or DEFAULT_SPLIT)
+        return {
+            split: opener.open(data.data_path, "--data-path", split, shares) for split in SPLITS
+        }
+    return {
+        split: opener.open(paths, f"--{split}-data-path", split, None) if paths else None
+        for split, paths in zip(SPLITS, own_paths, strict=True)
+    }
+
+
+class _Opener:
+    """Open each file once and each cache directory once, for all splits."""
+
+    def __init__(
+        self, cache_path: str | None, seq_length: int, seed: int, report: Callable[[str], None]
+    ) -> None:
+        self._cache_path = cache_path
+        self._seq_length = seq_length
+        self._seed = seed
+        self._report = report
+        self._files: dict[str, IndexedTokens] = {}
+        self._caches: dict[str, IndexCache] = {}
+
+    def open(
+        self, paths: Sequence[str], flag: str, split: str, shares: tuple[float, float, float] | None
+    ) -> Dataset | None:
+        """Return the blend of a split; `shares` cut each file, None takes all of it."""
+        prefixes, weights = parse_blend(paths, flag)
+        found: list[GPTDataset] = []
+        kept: list[float] = []
+        for i, prefix in enumerate(prefixes):
+            if prefix not in self._files:
+                self._files[prefix] = IndexedTokens(prefix)
+            file = self._files[prefix]
+            cut = split_documents(shares, len(file))[split] if shares else range(len(file))
+            if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
+                dataset = self._dataset(file, split, cut)
+                found.append(dataset)
+                kept.append(float(dataset.tokens) if weights is None else weights[i])
+            elif weights and weights[i] > 0 and split == "train":
+                raise ValueError(
+                    f"{flag}: {prefix} has weight {weights[i]:g} but no {split} tokens"
+                )
+        if len(found) > 1:
+            return Blend(found, kept)
+        return found[0] if found else None
+
+    def _dataset(self, file: IndexedTokens, split: str, documents: range) -> GPTDataset:
+        directory = self._cache_path or os.path.join(os.path.dirname(file.prefix), "cache")
+        if directory not in self._caches:
+            self._caches[directory] = IndexCache(directory, self._report)
+        cache, library = self._caches[directory], native.load()
+        return GPTDataset(file, split, documents, self._seq_length, self._seed, cache, library)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut documents into training samples, in an order that depends on the data and the seed only.
+
+Think of an endless stream of tokens: epoch 0, epoch 1, ..., each holding every document of the split
+once, in an order of its own. Sample i takes tokens i * s to i * s + s of that stream (s inputs and,
+shifted by one, s labels), across documents and, at the end of an epoch, into the next one; no token
+is dropped. The samples that start in one epoch are then shuffled among themselves. Nothing depends
+on how many samples a run asks for: a longer run begins with the same samples.
+"""
+
+import ctypes
+import hashlib
+import json
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from training.data.cache import IndexCache
+from training.data.indexed import IndexedTokens
+from training.data.sample_index import sample_index
+
+CACHE_FROM = 4096  # entries; a smaller index is built faster than it is looked up
+EPOCHS_KEPT = 4
+
+
+class Epoch(NamedTuple):
+    """The order of one epoch: documents, where each sample starts, samples as they are drawn."""
+
+    documents: np.ndarray  # int32 [documents]
+    starts: np.ndarray  # int32 [samples, 2]: place in documents, offset in tokens
+    shuffle: np.ndarray  # int32 [samples]
+
+
+class GPTDataset:
+    """The endless, shuffled samples of a range of documents of one file.
+
+    `sample(i)` is int64 [seq_length + 1]; `origin(i)` names its first token. Raises ValueError when
+    the range holds no token.
+    """
+
+    def __init__(
+        self,
+        data: IndexedTokens,
+        split: str,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        cache: IndexCache,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        self.name = data.prefix
+        self.seq_length = seq_length
+        self.tokens = int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        if self.tokens == 0:
+            raise ValueError(f"{data.prefix}: the {split} split holds no token")
+        self._data = data
+        self._documents = documents
+        self._cache = cache
+        self._library = library
+        self._facts = {
+            "format": 1,
+            "data": data.digest,
+            "split": split,
+            "documents": [documents.start, documents.stop],
+            "seq_length": seq_length,
+            "seed": seed,
+        }
+        self._epochs: dict[int, Epoch] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of everything that decides which tokens sample i holds."""
+        return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+
+    def sample(self, i: int) -> np.ndarray:
+        """Return the tokens of sample i, int64 [seq_length + 1]."""
+        out = np.empty(self.seq_length + 1, np.int64)
+        epoch, place, offset = self._start(i)
+        done = 0
+        while done < len(out):
+            documents = self._epoch(epoch).documents
+            for document in documents[place:]:
+                count = min(int(self._data.lengths[document]) - offset, len(out) - done)
+                out[done : done + count] = self._data.read(document, offset, count)
+                done, offset = done + count, 0
+                if done == len(out):
+                    break
+            epoch, place = epoch + 1, 0
+        return out
+
+    def origin(self, i: int) -> tuple[int, int, int]:
+        """Return (0, document, offset) of the first token of sample i."""
+        epoch, place, offset = self._start(i)
+        return 0, int(self._epoch(epoch).documents[place]), offset
+
+    def describe(self, i: int) -> str:
+        """Say where sample i comes from, for an error message."""
+        _, document, offset = self.origin(i)
+        return f"{self.name}: document {document}, from token {offset} on"
+
+    def _start(self, i: int) -> tuple[int, int, int]:
+        """Return (epoch, place in its documents, offset) of the first token of sample i."""
+        epoch = i * self.seq_length // self.tokens
+        order = self._epoch(epoch)
+        place, offset = order.starts[order.shuffle[i - self._first_sample(epoch)]]
+        return epoch, int(place), int(offset)
+
+    def _first_sample(self, epoch: int) -> int:
+        """Return the first sample that starts in an epoch: ceil(epoch * tokens / seq_length)."""
+        return -(-epoch * self.tokens // self.seq_length)
+
+    def _epoch(self, epoch: int) -> Epoch:
+        with self._lock:  # loader threads share this object
+            if epoch not in self._epochs:
+                while len(self._epochs) >= EPOCHS_KEPT:
+                    del self._epochs[min(self._epochs)]
+                self._epochs[epoch] = self._load(epoch)
+            return self._epochs[epoch]
+
+    def _load(self, epoch: int) -> Epoch:
+        d = len(self._documents)
+        n = self._first_sample(epoch + 1) - self._first_sample(epoch)
+        size = d + 3 * n
+        if size < CACHE_FROM:
+            stored = self._build(epoch, n)
+        else:
+            facts = {**self._facts, "epoch": epoch}
+            stored = self._cache.get(facts, size, lambda: self._build(epoch, n))
+        return Epoch(stored[:d], stored[d : d + 2 * n].reshape(n, 2), stored[d + 2 * n :])
+
+    def _build(self, epoch: int, n: int) -> np.ndarray:
+        """Draw one epoch's order; returns documents, starts and shuffle as one int32 array."""
+        documents = np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
+        shuffle = np.arange(n, dtype=np.int32)
+        seed, split = self._facts["seed"], self._facts["split"]
+        stable_rng(seed, split, epoch, "documents").shuffle(documents)
+        stable_rng(seed, split, epoch, "samples").shuffle(shuffle)
+        first = self._first_sample(epoch) * self.seq_length - epoch * self.tokens
+        starts = sample_index(
+            self._data.lengths, documents, first, self.seq_length, n, self._library
+        )
+        return np.concatenate((documents, starts.reshape(-1), shuffle))
+
+
+def stable_rng(*facts: object) -> np.random.RandomState:
+    """Return numpy's frozen generator (the same numbers in every version), seeded by `facts`."""
+    seed = hashlib.sha256(json.dumps(facts).encode()).digest()
+    return np.random.RandomState(np.frombuffer(seed, "<u4"))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut one global order of samples into micro-batches, each data-parallel rank taking its rows.
+
+There is one order, 0, 1, 2, ..., and a step consumes the next `global_batch_size` of it.
+Micro-batch k of rank r holds the b samples from consumed + (k D + r) b on. So a run sees the same
+global batches whatever D, b and the number of workers, and resumes from the number of consumed
+samples alone.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from training.data.batch import Batch, DocumentRules, make_batch
+
+AHEAD = 4  # micro-batches prepared ahead, for each worker
+
+
+class Dataset(Protocol):
+    """An endless, ordered collection of samples."""
+
+    seq_length: int
+
+    @property
+    def digest(self) -> str: ...
+
+    def sample(self, i: int) -> np.ndarray: ...
+
+    def origin(self, i: int) -> tuple[int, int, int]: ...
+
+    def describe(self, i: int) -> str: ...
+
+
+class Loader:
+    """Hand out this rank's micro-batches of a global batch.
+
+    `workers` threads read ahead (file reads and copies release Python's lock); with 0, batches are
+    made when asked for. What goes wrong in a worker is raised by the call that needed its batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        *,
+        vocab_size: int,
+        rules: DocumentRules,
+        workers: int = 0,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size
+        self.dataset = dataset
+        self._rows = micro_batch_size
+        self._first_row = dp_rank * micro_batch_size
+        self._stride = dp_size * micro_batch_size
+        self._vocab_size = vocab_size
+        self._rules = rules
+        self._workers = workers
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[Batch]] = deque()
+        self._next = 0  # the sample at which the micro-batch at the head of the queue begins
+
+    def next_global_batch(self, consumed: int, global_batch_size: int) -> list[Batch]:
+        """Return this rank's micro-batches of samples consumed to consumed + global_batch_size.
+
+        Any `consumed` may be asked for at any time; consecutive ones are read ahead.
+        """
+        if global_batch_size % self._stride or global_batch_size <= 0:
+            raise ValueError(
+                f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
+                f"times data-parallel ranks, {self._rows} x {self._stride // self._rows}"
+            )
+        starts = range(consumed, consumed + global_batch_size, self._stride)
+        if self._workers == 0:
+            return [self._make(start) for start in starts]
+        if consumed != self._next:
+            self.close()
+            self._next = consumed
+        self._read_ahead(len(starts) + AHEAD * self._workers)
+        try:
+            batches = [self._ahead.popleft().result() for _ in starts]
+        except BaseException:
+            self.close()
+            raise
+        self._next += global_batch_size
+        return batches
+
+    def global_batches(self, count: int, global_batch_size: int) -> Iterator[list[Batch]]:
+        """Yield the first `count` global batches: an evaluation, the same every time."""
+        for k in range(count):
+            yield self.next_global_batch(k * global_batch_size, global_batch_size)
+
+    def close(self) -> None:
+        """Stop reading ahead; the loader may be used again."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = None
+        self._ahead.clear()
+        self._next = -1
+
+    def _read_ahead(self, depth: int) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="weft-loader")
+        while len(self._ahead) < depth:
+            start = self._next + len(self._ahead) * self._stride
+            self._ahead.append(self._pool.submit(self._make, start))
+
+    def _make(self, start: int) -> Batch:
+        """Make the micro-batch of this rank whose global slice starts at sample `start`."""
+        first = start + self._first_row
+        rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
+        if rows.min() < 0 or rows.max() >= self._vocab_size:
+            bad = int(np.argmax(((rows < 0) | (rows >= self._vocab_size)).any(axis=1)))
+            worst = rows[bad].min() if rows[bad].min() < 0 else rows[bad].max()
+            raise ValueError(
+                f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
+                f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"
+            )
+        return make_batch(rows, self._rules, first)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find in which document of a shuffled stream each training sample starts.
+
+The C++ builder of csrc/sample_index.cpp does it in one pass; where no compiler was present, numpy
+does the same block by block. A test holds the two equal.
+"""
+
+import ctypes
+
+import numpy as np
+
+BLOCK = 1 << 20  # documents handled at a time in numpy
+
+
+def sample_index(
+    lengths: np.ndarray,
+    order: np.ndarray,
+    first: int,
+    step: int,
+    count: int,
+    library: ctypes.CDLL | None,
+) -> np.ndarray:
+    """Return int32 [count, 2]: place in `order` and offset of tokens first, first + step, ...
+
+    `lengths` is int32 [documents of the file]; `order` int32, the documents in the order in which
+    they are read. Every token asked for must lie in the stream. `library` is the compiled extension
+    (mpu.native.load()) or None.
+    """
+    build = getattr(library, "weft_sample_index", None)
+    if build is None:
+        return _sample_index_numpy(lengths, order, first, step, count)
+    lengths = np.require(lengths, np.int32, ["C", "A"])
+    order = np.require(order, np.int32, ["C", "A"])
+    places = np.empty((count, 2), np.int32)
+    build.restype = ctypes.c_int64
+    build.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
+    found = build(
+        lengths.ctypes.data, order.ctypes.data, len(order), first, step, count, places.ctypes.data
+    )
+    assert found == count, f"{found} of {count} samples lie in the stream"
+    return places
+
+
+def _sample_index_numpy(
+    lengths: np.ndarray, order: np.ndarray, first: int, step: int, count: int
+) -> np.ndarray:
+    places = np.empty((count, 2), np.int32)
+    begin = found = 0
+    for block in range(0, len(order), BLOCK):
+        ends = begin + np.cumsum(lengths[order[block : block + BLOCK]], dtype=np.int64)
+        last = max(found, min(count, -(-(int(ends[-1]) - first) // step)))
+        wanted = first + np.arange(found, last, dtype=np.int64) * step
+        place = np.searchsorted(ends, wanted, side="right")
+        starts = np.concatenate(([begin], ends[:-1]))
+        places[found:last, 0] = block + place
+        places[found:last, 1] = wanted - starts[place]
+        begin, found = int(ends[-1]), last
+    assert found == count, f"{found} of {count} samples lie in the stream"
+    return places
