@@ -36,9 +36,9 @@ class DocumentRules:
 class Batch:
     """`b` rows of `s` tokens, all [b, s]; an optional field is None where it says nothing.
 
-    tokens, labels: int64, labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss is
-    ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). document_ids: int32, counting from
-    0 in each row; a token attends to its own document only (None: to every earlier token).
+    tokens, labels: int64, labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
+    is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). document_ids: int32, counting
+    from 0 in each row; a token attends to its own document only (None: to every earlier token).
     first_sample: place of row 0 in the global order. token_count: tokens whose loss counts.
     """
 

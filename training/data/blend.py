@@ -2,10 +2,11 @@
 """Mix several datasets by weight, so that every prefix of the mixture keeps to the weights.
 
 Two datasets are easy: of the first n samples, the lighter one (share p <= 1/2) supplies
-floor(n p + 1/2), which is never half a sample off. More are mixed two by two, lightest first, as in
-a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent, so the error of
-a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many datasets and samples
-there are. Where sample i comes from is a formula: no table is built, stored or shared.
+floor(n p + 1/2), which is never more than half a sample off. More are mixed two by two, lightest
+first, as in a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent,
+so the error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many
+datasets and samples there are. Where sample i comes from is a formula: no table is built, stored or
+shared.
 """
 
 import hashlib

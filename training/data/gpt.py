@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut documents into training samples, in an order that depends on the data and the seed only.
 
-Think of an endless stream of tokens: epoch 0, epoch 1, ..., each holding every document of the split
-once, in an order of its own. Sample i takes tokens i * s to i * s + s of that stream (s inputs and,
-shifted by one, s labels), across documents and, at the end of an epoch, into the next one; no token
-is dropped. The samples that start in one epoch are then shuffled among themselves. Nothing depends
-on how many samples a run asks for: a longer run begins with the same samples.
+Think of an endless stream of tokens: epoch 0, epoch 1, ..., each holding every document of the
+split once, in an order of its own. Cut i takes tokens i * s to i * s + s of that stream (s inputs
+and, shifted by one, s labels), across documents and, at the end of an epoch, into the next one; no
+token is dropped. The cuts that start in one epoch are shuffled among themselves: these are the
+samples. Nothing depends on how many a run asks for: a longer run begins with the same samples.
 """
 
 import ctypes
