@@ -27,6 +27,7 @@ PACKAGES = [
     "mpu",
     "mpu.comm",
     "mpu.layers",
+    "mpu.zero",
     "training",
     "training.checkpoint",
     "training.data",

@@ -51,7 +51,7 @@ def check_interpreter():
         works = [path for path in others if path and probe(path) is not None] + ["..."]
         hint = "install one, then " * (len(works) == 1) + f"make setup PYTHON={works[0]}"
         raise SetupError(
-            f"Weft needs Python 3.11 or newer and {sys.executable} is "
+            f"Weft needs Python {MINIMUM[0]}.{MINIMUM[1]} or newer and {sys.executable} is "
             f"{sys.version_info[0]}.{sys.version_info[1]}: {hint}"
         )
     try:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Setting up a checkout: the native library, the refused wheel, the environment's rules, make."""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import setup_env
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_setup():
+    spec = importlib.util.spec_from_file_location("weft_setup_script", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sources(root, value=7):
+    (root / "csrc").mkdir(exist_ok=True)
+    (root / "csrc" / "a.cpp").write_text(f'extern "C" int weft_seven() {{ return {value}; }}\n')
+    (root / "csrc" / "b.cpp").write_text('extern "C" int weft_eight() { return 8; }\n')
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here"
+)
+
+
+@needs_compiler
+def test_every_source_goes_into_one_library_and_only_a_newer_one_builds_it_again(tmp_path):
+    build = load_setup().build_native
+    sources(tmp_path)
+    assert build(tmp_path).startswith("native library: built build/weft_native.so from 2 file(s)")
+    library = tmp_path / "build" / "weft_native.so"
+    loaded = ctypes.CDLL(str(library))
+    assert (loaded.weft_seven(), loaded.weft_eight()) == (7, 8)
+    assert list(library.parent.iterdir()) == [library]
+    before = library.stat().st_mtime_ns
+    assert build(tmp_path).endswith("newer than its sources, kept")
+    assert library.stat().st_mtime_ns == before
+    os.utime(tmp_path / "csrc" / "b.cpp", ns=(before + 10**9, before + 10**9))
+    assert build(tmp_path).startswith("native library: built")
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_says_why_and_leaves_no_library(tmp_path):
+    sources(tmp_path)
+    (tmp_path / "csrc" / "a.cpp").write_text("int broken( {\n")
+    said = load_setup().build_native(tmp_path)
+    assert said.startswith("native library: not built,") and "a.cpp:1" in said
+    assert not (tmp_path / "build" / "weft_native.so").exists()
+
+
+def test_no_compiler_is_a_printed_reason_and_no_failure(tmp_path):
+    sources(tmp_path)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    with_none = {**os.environ, "CXX": "/nonexistent/c++"}
+    command = [sys.executable, "setup.py", "--quiet", "build_native"]
+    done = subprocess.run(command, cwd=tmp_path, env=with_none, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "native library: not built, no C++ compiler (/nonexistent/c++)" in done.stdout
+
+
+def test_a_wheel_is_refused_in_one_sentence(tmp_path):
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Weft runs from its checkout" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_package_is_listed():
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in ("mpu", "model", "training")
+        for file in (ROOT / top).rglob("*.py")
+    }
+    assert found == set(load_setup().PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [
+        ("2.11.0", True),
+        ("2.13.1+cpu", True),
+        ("2.12.0a0+6bf3f2e", True),
+        ("2.10.0", False),
+        ("2.14.0", False),
+        ("3.11.0", False),
+        (None, False),
+    ],
+)
+def test_torch_versions_that_are_kept(version, good):
+    assert setup_env.supported(version) is good
+
+
+def test_probe_tells_python_and_torch_without_importing_it():
+    import torch
+
+    version, found, place = setup_env.probe(sys.executable)
+    assert tuple(version) == sys.version_info[:2]
+    assert (found, place) == (torch.__version__, torch.__file__)
+    assert setup_env.probe("/nonexistent/python") is None
+    assert setup_env.probe("/bin/false") is None
+
+
+def test_an_old_python_is_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(setup_env, "MINIMUM", (99, 0))
+    with pytest.raises(setup_env.SetupError, match="needs Python 99.0 or newer and .* is 3"):
+        setup_env.check_interpreter()
+
+
+def test_an_old_python_can_read_the_script():
+    """Python 3.6 is the oldest that a cluster's login node still gives as python3."""
+    import ast
+
+    ast.parse((ROOT / "tools" / "setup_env.py").read_text(), feature_version=(3, 6))
+
+
+def make(*arguments, **environment):
+    command = ["make", "--dry-run", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
+    said = make("explain", "TP=2", "ZERO=1").stdout
+    assert "tools/explain.py --tp 2" in said and "--zero 1" in said and "--dp" not in said
+    said = make("train", "DATA=a.txt b.jsonl", "ITERS=5", TP="4").stdout
+    assert "--data a.txt b.jsonl" in said and "--iters 5" in said and "--tp" not in said
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_alone_lists_every_command():
+    said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True).stdout
+    targets = "help setup train test prove explain lint bench gpu-check".split()
+    assert [line.split()[1] for line in said.splitlines()] == targets
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_without_python_is_one_sentence():
+    command = ["make", "setup", "PYTHON=/nonexistent/python3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "there is no /nonexistent/python3" in done.stdout
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    commands = [line for line in lines if line and not line.startswith("#")]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer gives back every text exactly, and a prompt may end in a space."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.train_tokenizer import check, train
+
+ROOT = Path(__file__).parents[2]
+CODE = "".join(
+    f"class Name{n}(Base):\n    def method_{n}(self, value):\n        return value + {n}\n\n\n"
+    for n in range(200)
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "code.txt").write_text(CODE)
+    assert train([folder / "code.txt"], folder / "weft", vocab_size=350) == 350
+    return folder / "weft.model"
+
+
+@pytest.fixture(scope="module")
+def processor(model):
+    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0▁")))
+def test_any_text_is_given_back(processor, text):
+    assert processor.decode(processor.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["  two\n\n\n   three  \n", "\t\ttabs\r\n", "x" * 5000, " ", "\n    \n        a\n"]
+)
+def test_white_space_is_given_back(processor, text):
+    assert processor.decode(processor.encode(text)) == text
+
+
+def test_the_sign_for_a_space_alone_comes_back_as_one(processor):
+    assert processor.decode(processor.encode("a▁b")) == "a b"
+
+
+def test_code_costs_few_tokens_and_its_indentation_one(processor):
+    pieces = processor.encode("\n        return value", out_type=str)
+    assert pieces[0] == "\n" + "▁" * 8
+    assert "".join(pieces[1:]) == "return▁value" and len(pieces) <= 4
+
+
+def test_a_prompt_that_ends_in_a_space_is_a_prefix_of_its_continuation(processor):
+    prompt, whole = processor.encode("def "), processor.encode("def method_1(self")
+    assert whole[: len(prompt)] == prompt
+
+
+def test_a_small_text_gets_a_smaller_vocabulary(tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd\n")
+    size = train([tmp_path / "a.txt"], tmp_path / "t", vocab_size=2000)
+    assert 256 < size < 300
+    assert check(tmp_path / "t.model", [tmp_path / "a.txt"]) > 0
+
+
+def test_training_twice_gives_the_same_file(model, tmp_path):
+    train([model.parent / "code.txt"], tmp_path / "again", vocab_size=350)
+    first = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    second = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "again.model"))
+    pieces = [[p.id_to_piece(i) for i in range(p.get_piece_size())] for p in (first, second)]
+    assert pieces[0] == pieces[1]
+
+
+def test_a_tokenizer_that_changes_a_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some words  with  runs\n of spaces\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "a.txt"),
+        model_prefix=str(tmp_path / "bad"),
+        vocab_size=30,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    with pytest.raises(ValueError, match="--check: text 1 is not given back as it was"):
+        check(tmp_path / "bad.model", [tmp_path / "a.txt"])
+
+
+def run(*arguments):
+    command = [sys.executable, "tools/train_tokenizer.py", *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def test_command_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": CODE}) + "\n")
+    done = run(
+        "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "t", "--vocab-size", 350
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tokenizer: 350 pieces, ") and done.stdout.count("\n") == 1
+    assert (tmp_path / "t.model").exists()
+
+
+def test_a_missing_input_is_one_sentence(tmp_path):
+    done = run("--input", tmp_path / "no.txt", "--output-prefix", tmp_path / "t")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "no.txt: cannot be read" in done.stderr
