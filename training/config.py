@@ -15,6 +15,10 @@ from typing import Any
 import torch
 
 
+class UsageError(ValueError):
+    """A mistake of the user, in one readable sentence: the flag, its value and the rule."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The Llama: sizes of the full model, whatever the layout."""
@@ -262,11 +266,11 @@ class Config:
     def with_vocab(self, tokenizer_vocab: int) -> "Config":
         """Return the config for a tokenizer of that many entries; a larger --vocab-size stands.
 
-        Raises ValueError where the tokenizer has more entries than --vocab-size gives the model.
+        Raises UsageError where the tokenizer has more entries than --vocab-size gives the model.
         """
         stated = self.model.vocab_size
         if stated is not None and stated < tokenizer_vocab:
-            raise ValueError(
+            raise UsageError(
                 f"--vocab-size {stated} is smaller than the tokenizer, which has {tokenizer_vocab} "
                 "entries: give at least that many, or leave --vocab-size out"
             )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say how many samples a step takes, and turn steps into samples and back, also when that varies.
+
+The clock of a run is the number of samples consumed. A batch size is a step function of it: a pure
+function, so that a resumed run needs no other state, and the same for any layout.
+"""
+
+import math
+
+from training.config import Config, UsageError
+
+_SUFFIX = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+Schedule = tuple[tuple[int, int], ...]
+
+
+def parse_schedule(text: str, seq_length: int) -> Schedule:
+    """Read "0:768 250B:1536" into ((first sample, batch size), ...), sorted.
+
+    A threshold counts tokens and may end in K, M, B or T; it becomes samples by floor division with
+    `seq_length`. Raises UsageError unless the first threshold is 0, they grow by at least a sample,
+    and the sizes are at least 1.
+    """
+    steps = []
+    for entry in text.strip("'\" ").replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise _wrong(text, f"{entry} is not TOKENS:SAMPLES")
+        steps.append((_count(text, threshold) // seq_length, _count(text, size)))
+    steps.sort()
+    if not steps or steps[0][0] != 0:
+        raise _wrong(text, "the first threshold must be 0")
+    if min(size for _, size in steps) < 1:
+        raise _wrong(text, "a batch holds at least 1 sample")
+    for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
+        if before == after:
+            raise _wrong(
+                text, f"two thresholds fall on sample {after} (a sample has {seq_length} tokens)"
+            )
+    return tuple(steps)
+
+
+def _count(text: str, word: str) -> int:
+    """Read 250B, 1.5K or 768."""
+    factor = _SUFFIX.get(word[-1:].upper(), 1)
+    try:
+        value = float(word[:-1] if factor > 1 else word) * factor
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise _wrong(text, f"{word} is not a count such as 768, 300K or 250B")
+    return int(value)
+
+
+def _wrong(text: str, why: str) -> UsageError:
+    return UsageError(f'--step-batch-size-schedule "{text}": {why}')
+
+
+def schedule(config: Config) -> Schedule:
+    """Return the run's steps; a constant batch is a schedule of one."""
+    batch = config.batch
+    return batch.step_batch_size_schedule or ((0, batch.global_batch_size),)
+
+
+def global_batch_size(config: Config, consumed: int) -> int:
+    """Return how many samples the step takes that starts after `consumed` samples."""
+    return [size for first, size in schedule(config) if first <= consumed][-1]
+
+
+def micro_batches(config: Config, consumed: int) -> int:
+    """Return how many micro-batches each rank takes in the step that starts there."""
+    one = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    return global_batch_size(config, consumed) // one
+
+
+def samples_after(config: Config, iterations: int) -> int:
+    """Return how many samples `iterations` steps from the start consume.
+
+    Closed form, one line a size: within a size the steps are equal, and a size ends with the first
+    step that reaches the next threshold.
+    """
+    consumed, left = 0, iterations
+    steps = schedule(config)
+    for (_, size), following in zip(steps, [*steps[1:], (None, 0)], strict=True):
+        taken = left if following[0] is None else -(-(following[0] - consumed) // size)
+        taken = min(left, max(0, taken))
+        consumed, left = consumed + taken * size, left - taken
+    return consumed
+
+
+def iterations_at(config: Config, samples: int) -> int:
+    """Return how many steps it takes to consume at least `samples`."""
+    consumed = iterations = 0
+    steps = schedule(config)
+    for (_, size), following in zip(steps, [*steps[1:], (None, 0)], strict=True):
+        end = samples if following[0] is None else min(samples, following[0])
+        taken = max(0, -(-(end - consumed) // size))
+        consumed, iterations = consumed + taken * size, iterations + taken
+    return iterations
+
+
+def total_iterations(config: Config) -> int:
+    """Return the number of steps of the run.
+
+    --train-samples with a constant batch leaves out an incomplete last step, as in Megatron-LM;
+    with a schedule the last step may go past it, as there.
+    """
+    batch = config.batch
+    if batch.train_iters is not None:
+        return batch.train_iters
+    assert batch.train_samples is not None, "parse() lets no run through without a length"
+    if batch.step_batch_size_schedule is None:
+        return batch.train_samples // batch.global_batch_size
+    return iterations_at(config, batch.train_samples)
+
+
+def total_samples(config: Config) -> int:
+    """Return the number of samples the run consumes."""
+    return samples_after(config, total_iterations(config))

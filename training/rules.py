@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold the flags against each other: what must divide what, what excludes what, what must exist.
+
+Each rule raises UsageError with the flag, its value and the rule. Nothing here writes, and nothing
+waits for another rank: a mistake is answered before the first collective.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from training import batch_schedule
+from training.config import Config, ParallelConfig, UsageError
+from training.data.blend import parse_blend
+from training.data.split import parse_split
+
+REQUIRED = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--micro-batch-size",
+    "--lr",
+)
+# Two flags that say the same thing twice, or two things at once.
+EXCLUDE = (
+    ("--train-iters", "--train-samples"),
+    ("--bf16", "--fp64"),
+    ("--global-batch-size", "--step-batch-size-schedule"),
+    ("--mock-data", "--data-path"),
+    ("--mock-data", "--train-data-path"),
+    ("--data-path", "--train-data-path"),
+    ("--data-path", "--valid-data-path"),
+    ("--data-path", "--test-data-path"),
+    ("--split", "--train-data-path"),
+    ("--train-iters", "--lr-decay-samples"),
+    ("--train-iters", "--lr-wsd-decay-samples"),
+    ("--train-iters", "--lr-warmup-samples"),
+    ("--train-samples", "--lr-decay-iters"),
+    ("--train-samples", "--lr-wsd-decay-iters"),
+    ("--train-samples", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-samples"),
+)
+# A flag that means nothing without another, and the line that says so.
+IDLE = (
+    ("--rope-scaling-factor", "--use-rope-scaling"),
+    ("--profile-step-start", "--profile"),
+    ("--profile-step-end", "--profile"),
+    ("--profile-ranks", "--profile"),
+    ("--manual-gc-interval", "--manual-gc"),
+    ("--wandb-exp-name", "--wandb-project"),
+    ("--decoupled-min-lr", "--decoupled-lr"),
+    ("--finetune", "--load"),
+    ("--no-load-optim", "--load"),
+    ("--exit-on-missing-checkpoint", "--load"),
+)
+
+
+def check_given(given: dict[str, Any]) -> None:
+    """Refuse a line that leaves out what has no default, or gives what excludes each other."""
+    for name in REQUIRED:
+        if name not in given:
+            raise UsageError(f"{name} is missing: it has no default")
+    if "--train-iters" not in given and "--train-samples" not in given:
+        raise UsageError("--train-iters or --train-samples is missing: give one of them")
+    for one, other in EXCLUDE:
+        # An off-value (0 steps of warm-up) excludes nothing.
+        if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
+            raise UsageError(f"{one} and {other} exclude each other: give one of them")
+    heads, hidden = given["--num-attention-heads"], given["--hidden-size"]
+    if "--kv-channels" not in given and hidden % heads:
+        raise UsageError(
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
+            "give the head size as --kv-channels"
+        )
+    groups = given.get("--num-query-groups", heads)
+    if groups != heads and "--group-query-attention" not in given:
+        raise UsageError(
+            f"--num-query-groups {groups} needs --group-query-attention, without which "
+            "Megatron-LM ignores it"
+        )
+
+
+def idle(given: dict[str, Any]) -> Iterator[str]:
+    """Say which given flags have nothing to act on."""
+    for name, needs in IDLE:
+        if name in given and needs not in given:
+            yield f"{name} has nothing to act on without {needs}"
+    if given.get("--lr-decay-style") != "WSD":
+        for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
+            if name in given:
+                yield f"{name} has nothing to act on without --lr-decay-style WSD"
+
+
+def check_world(layout: ParallelConfig) -> None:
+    """Refuse a world that does not hold a whole number of model copies."""
+    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
+        raise UsageError(
+            f"WORLD_SIZE {layout.world_size} is not a multiple of --tensor-model-parallel-size "
+            f"{layout.tensor_model_parallel_size}: every copy of the model needs that many ranks"
+        )
+
+
+def check(config: Config) -> None:
+    """Hold a whole config against every rule."""
+    _shapes(config)
+    _layout(config)
+    _batch(config)
+    _learning_rate(config)
+    _data(config)
+    _run(config)
+
+
+def _divides(what: str, value: int, by: str, divisor: int, why: str) -> None:
+    if value % divisor:
+        raise UsageError(f"{what} {value} is not a multiple of {by} {divisor}: {why}")
+
+
+def _shapes(config: Config) -> None:
+    m = config.model
+    if m.kv_channels % 2:
+        raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
+    _divides(
+        f"--num-attention-heads {m.num_attention_heads}",
+        f"--num-query-groups {m.num_query_groups}",
+        "each key/value head serves the same number of query heads",
+    )
+    if m.ffn_hidden_size < 1:
+        raise UsageError(
+            f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
+            "derive it from"
+        )
+    if m.seq_length > m.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
+            f"{m.max_position_embeddings}"
+        )
+
+
+def _divides(what: str, by: str, why: str) -> None:
+    """Refuse unless the number that ends `what` is a multiple of the one that ends `by`."""
+    value, divisor = int(what.split()[-1]), int(by.split()[-1])
+    if value % divisor:
+        raise UsageError(f"{what} is not a multiple of {by}: {why}")
+
+
+def _layout(config: Config) -> None:
+    m, p = config.model, config.parallel
+    tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
+    whole = "each rank holds whole"
+    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{whole} query heads")
+    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{whole} key/value heads")
+    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{whole} channels")
+    if p.sequence_parallel:
+        _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
+    if p.distributed_backend == "nccl" and p.device == "cpu":
+        raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
+    if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this process sees no CUDA device")
+    _recompute(config)
+
+
+def _recompute(config: Config) -> None:
+    p = config.parallel
+    if p.recompute_granularity != "full":
+        for flag, value in (
+            ("--recompute-method", p.recompute_method),
+            ("--recompute-num-layers", p.recompute_num_layers),
+        ):
+            if value is not None:
+                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
+    elif p.recompute_num_layers > config.model.num_layers:
+        raise UsageError(
+            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
+            f"{config.model.num_layers}"
+        )
+
+
+def _batch(config: Config) -> None:
+    batch, dp = config.batch, config.parallel.data_parallel_size
+    flag = "--global-batch-size"
+    if batch.step_batch_size_schedule is not None:
+        flag = "--step-batch-size-schedule's batch of"
+    for _, size in batch_schedule.schedule(config):
+        if size % (batch.micro_batch_size * dp):
+            raise UsageError(
+                f"{flag} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} "
+                f"x {dp} data-parallel ranks = {batch.micro_batch_size * dp}"
+            )
+    if batch_schedule.total_iterations(config) < 1:
+        raise UsageError(
+            f"--train-samples {batch.train_samples} is less than one batch of "
+            f"{batch.global_batch_size} samples"
+        )
+
+
+def _learning_rate(config: Config) -> None:
+    o = config.optimizer
+    pairs = [
+        ("--min-lr", o.min_lr, "--lr", o.lr),
+        ("--lr-warmup-init", o.lr_warmup_init, "--lr", o.lr),
+    ]
+    if o.decoupled_lr is not None:
+        floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
+        pairs.append((name, floor, "--decoupled-lr", o.decoupled_lr))
+        pairs.append(("--lr-warmup-init", o.lr_warmup_init, "--decoupled-lr", o.decoupled_lr))
+    for low, a, high, b in pairs:
+        if a > b:
+            raise UsageError(f"{low} {a} is more than {high} {b}")
+    unit = "iters" if config.batch.train_iters is not None else "samples"
+    warmup = getattr(o, f"lr_warmup_{unit}")
+    decay = getattr(o, f"lr_decay_{unit}") or getattr(config.batch, f"train_{unit}")
+    if warmup >= decay:
+        raise UsageError(
+            f"--lr-warmup-{unit} {warmup} must be less than the decay's length "
+            f"(--lr-decay-{unit}, or else --train-{unit}), {decay}"
+        )
+    if o.lr_decay_style == "WSD":
+        last = getattr(o, f"lr_wsd_decay_{unit}")
+        if last is None:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} is missing: --lr-decay-style WSD needs the length of its "
+                "last part"
+            )
+        if last > decay:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} {last} is more than the decay's length, {decay}"
+            )
+
+
+def _data(config: Config) -> None:
+    d, dry = config.data, config.run.dry_run
+    blends = {
+        name: getattr(d, name)
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    }
+    if not d.mock_data and not d.data_path and not d.train_data_path and not dry:
+        raise UsageError("no data: give --data-path, --train-data-path or --mock-data")
+    for name, paths in blends.items():
+        if paths:
+            _blend("--" + name.replace("_", "-"), paths, dry)
+    shares = _split(d.split) if d.split is not None else (1.0, 1.0, 0.0)
+    if config.run.eval_interval is not None and config.run.eval_iters > 0:
+        if shares[1] == 0 or (d.train_data_path and not d.valid_data_path):
+            raise UsageError(
+                f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: give the "
+                "second number of --split a share, or --valid-data-path"
+            )
+    if d.tokenizer_type is None and not dry:
+        raise UsageError(
+            "--tokenizer-type is missing: it says how large the vocabulary is and which token "
+            "ends a document"
+        )
+    if d.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        raise UsageError("--vocab-size is missing: NullTokenizer has no file that says it")
+    if d.tokenizer_type not in (None, "NullTokenizer"):
+        if d.tokenizer_model is None:
+            raise UsageError(f"--tokenizer-model is missing: {d.tokenizer_type} reads that file")
+        if not os.path.exists(d.tokenizer_model) and not dry:
+            raise UsageError(
+                f"--tokenizer-model {d.tokenizer_model}: no such file (nothing is downloaded)"
+            )
+
+
+def _split(text: str) -> tuple[float, float, float]:
+    try:
+        return parse_split(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
+    """Refuse a blend that cannot be read, or a prefix without its two files."""
+    try:
+        prefixes, _ = parse_blend(paths, flag)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for prefix in prefixes:
+        for ending in (".bin", ".idx"):
+            if prefix.endswith(ending):
+                raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
+            if not dry and not os.path.isfile(prefix + ending):
+                raise UsageError(
+                    f"{flag} {prefix}: there is no file {prefix}{ending} "
+                    "(tools/preprocess_data.py makes a .bin/.idx pair)"
+                )
+
+
+def _run(config: Config) -> None:
+    log, checkpoint = config.log, config.checkpoint
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load, where it lies")
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        raise UsageError(f"--save-interval {checkpoint.save_interval} needs --save, where to")
+    if log.profile:
+        if log.profile_step_start >= log.profile_step_end:
+            raise UsageError(
+                f"--profile-step-end {log.profile_step_end} must be more than "
+                f"--profile-step-start {log.profile_step_start}"
+            )
+        for rank in log.profile_ranks:
+            if rank >= config.parallel.world_size:
+                raise UsageError(
+                    f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
+                )
+    if config.run.dry_run:
+        return
+    directories = {
+        "--save": checkpoint.save,
+        "--tensorboard-dir": log.tensorboard_dir,
+        "--data-cache-path": config.data.data_cache_path,
+        "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
+    }
+    for flag, path in directories.items():
+        if path:
+            _writable(flag, path)
+    if log.log_json and os.path.isdir(log.log_json):
+        raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
+
+
+def _writable(flag: str, path: str) -> None:
+    """Refuse a directory that could not be made or written. Makes nothing."""
+    standing = os.path.abspath(path)
+    while not os.path.lexists(standing):
+        standing = os.path.dirname(standing)
+    if not os.path.isdir(standing):
+        raise UsageError(f"{flag} {path}: {standing} is not a directory")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag} {path}: {standing} is not writable by this user")
