@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the loss of a run from its --log-json file, as a picture one would put in a README.
+
+    python tools/plot_loss.py runs/quickstart/tp2/log.jsonl --output loss.png \\
+        --reference 5.9 "unigram entropy" --title "Llama, 3.4 M parameters, TP 2"
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+Curve = list[tuple[int, float]]
+
+
+def read_log(path: Path) -> dict[str, Curve]:
+    """Return the curves {"loss": [(iteration, loss)], "validation_loss": ...} of a run as it went.
+
+    Where a resumed run repeats iterations, the later line counts and what it replaces is dropped.
+    """
+    curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
+    last = 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            iteration = int(record["iteration"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
+        if iteration < last:
+            for curve in curves.values():
+                for late in [i for i in curve if i >= iteration]:
+                    del curve[late]
+        last = iteration
+        for name, curve in curves.items():
+            if record.get(name) is not None:
+                curve[iteration] = record[name]
+    return {name: sorted(curve.items()) for name, curve in curves.items()}
+
+
+def smooth(curve: Curve, memory: float = 0.9) -> Curve:
+    """Return the exponential moving average of a curve, without bias at its beginning."""
+    total = weight = 0.0
+    out = []
+    for iteration, value in curve:
+        total, weight = memory * total + (1 - memory) * value, memory * weight + 1 - memory
+        out.append((iteration, total / weight))
+    return out
+
+
+def draw(
+    curves: dict[str, Curve], output: Path, title: str, references: list[tuple[float, str]]
+) -> None:
+    """Write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#888888",
+        "axes.grid": True,
+        "grid.color": "#e6e6e6",
+        "axes.axisbelow": True,
+    }
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+        blue, orange = "#1f5fa8", "#d9691b"
+        loss, validation = curves["loss"], curves["validation_loss"]
+        axes.plot(*zip(*loss, strict=True), color=blue, alpha=0.25, linewidth=0.8)
+        axes.plot(*zip(*smooth(loss), strict=True), color=blue, linewidth=1.8, label="train")
+        if validation:
+            label = f"validation, {validation[-1][1]:.2f} at the end"
+            axes.plot(
+                *zip(*validation, strict=True), "o-", color=orange, markersize=4.5, label=label
+            )
+        for value, name in references:
+            axes.axhline(value, color="#666666", linewidth=1.2, linestyle=(0, (5, 4)))
+            axes.annotate(
+                f"{name}, {value:.2f}",
+                (loss[-1][0], value),
+                xytext=(0, 5),
+                textcoords="offset points",
+                ha="right",
+                color="#444444",
+            )
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("loss (nats a token)")
+        axes.set_xlim(0, loss[-1][0])
+        axes.legend(frameon=False, loc="center right")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+        pyplot.close(figure)
+
+
+def main() -> None:
+    """Read the log and draw it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("log", type=Path, help="the file given to --log-json")
+    parser.add_argument("--output", type=Path, required=True, help="the .png to write")
+    parser.add_argument("--title", default="Loss", help="title of the picture")
+    parser.add_argument(
+        "--reference",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("VALUE", "NAME"),
+        help="a dashed line at a loss to compare with, in nats",
+    )
+    args = parser.parse_args()
+    try:
+        references = [(float(value), name) for value, name in args.reference]
+        curves = read_log(args.log)
+        if not curves["loss"]:
+            raise ValueError(f"{args.log}: holds no loss yet")
+        draw(curves, args.output, args.title, references)
+    except (ValueError, OSError) as error:
+        sys.exit(f"plot_loss.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
