@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make train` does: corpus, tokenizer, tokens, a Llama pretrained on 2 ranks, and a sample.
+
+    make train                                      the standard library's sources, TP 2, 3 minutes
+    make train DATA="a.txt b.jsonl" TP=1 ITERS=500  your own text, one process, 500 iterations
+
+Each stage runs one command, which is printed so that you can run it yourself. A stage whose input
+has not changed is reused. The training resumes from its last checkpoint: a call that was stopped
+goes on to where it was headed, and a call after a finished one trains ITERS iterations more.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from training.data.indexed import IndexedTokens
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+VOCABULARY = 2048
+ITERATIONS = 600
+MODEL = {
+    "num-layers": 4,
+    "hidden-size": 256,
+    "ffn-hidden-size": 704,
+    "num-attention-heads": 8,
+    "num-query-groups": 4,
+    "seq-length": 256,
+    "max-position-embeddings": 256,
+    "micro-batch-size": 8,
+    "global-batch-size": 8,
+    "lr": 2e-3,
+    "min-lr": 2e-4,
+    "lr-decay-style": "cosine",
+    "lr-warmup-iters": 40,
+    "weight-decay": 0.1,
+    "adam-beta2": 0.95,
+    "clip-grad": 1.0,
+    "log-interval": 10,
+    "eval-iters": 10,
+}
+SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
+FIXED = {"normalization": "RMSNorm", "position-embedding-type": "rope"}
+
+
+def command_line(flags: dict, switches: list[str]) -> list[str]:
+    """Return {"num-layers": 4} and ["swiglu"] as ["--num-layers", "4", "--swiglu"]."""
+    pairs = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return pairs + [f"--{name}" for name in switches]
+
+
+def show(command: list[str], threads: int | None = None) -> None:
+    """Print a command as one would type it in the checkout, two flags or so a line."""
+    words = [str(os.path.relpath(word)) if os.path.isabs(word) else word for word in command]
+    lines = [f"OMP_NUM_THREADS={threads}"] if threads else []
+    for word in words:
+        if not lines or word.startswith("--") and len(lines[-1]) + len(word) > 70:
+            lines.append("")
+        lines[-1] += " " * bool(lines[-1]) + shlex.quote(word)
+    print("\n  $ " + " \\\n      ".join(lines), flush=True)
+
+
+def run(command: list[str], threads: int = CORES, **how) -> str:
+    """Run a command of this checkout and return what it says on stdout, if that is caught.
+
+    It runs in a session of its own, so that Ctrl-C reaches it once, from here, and the ranks under
+    it have the time to finish their step and save.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, start_new_session=True, **how
+    ) as child:
+        try:
+            said = child.communicate()[0]
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise
+    if child.returncode:
+        raise SystemExit(f"make train: {Path(command[1]).name} failed, as it says above")
+    return said
+
+
+def digest(*things: object) -> str:
+    """Return a short hash of what a stage depends on."""
+    return hashlib.sha256(json.dumps(things, default=str).encode()).hexdigest()[:16]
+
+
+def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str:
+    """Run a stage that writes `outputs` in `folder`, or reuse what it wrote; return its own key."""
+    script = (ROOT / command[1]).read_bytes()
+    key, stamp = digest(key, command, hashlib.sha256(script).hexdigest()), folder / "stage.json"
+    try:
+        done = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        done = {}
+    if done.get("key") == key and all((folder / name).exists() for name in outputs):
+        print(f"reused {done['said']}", flush=True)
+        return key
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    show(command)
+    said = run([sys.executable, *command[1:]], stdout=subprocess.PIPE).strip()
+    print(said, flush=True)
+    stamp.write_text(json.dumps({"key": key, "said": said.splitlines()[-1]}))
+    return key
+
+
+def prepare(data: list[Path], out: Path) -> str:
+    """Make corpus, tokenizer and token files; return the key of all three."""
+    if data:
+        source = [(file.resolve(), file.stat().st_size, file.stat().st_mtime_ns) for file in data]
+        given = ["--input", *(str(file.resolve()) for file in data)]
+    else:
+        source, given = (platform.python_version(), sysconfig.get_path("stdlib")), []
+    python, corpus, model = str(BIN / "python"), out / "corpus", out / "tokenizer" / "weft.model"
+    train, heldout = corpus / "train.jsonl", corpus / "heldout.jsonl"
+    command = [python, "tools/build_corpus.py", "--output-dir", str(corpus), *given]
+    key = stage(corpus, digest(source), command, ["train.jsonl", "heldout.jsonl"])
+    command = [python, "tools/train_tokenizer.py", "--input", str(train), "--check", str(heldout)]
+    command += ["--vocab-size", str(VOCABULARY), "--output-prefix", str(model.with_suffix(""))]
+    key = stage(model.parent, key, command, ["weft.model"])
+    for file in (train, heldout):
+        folder = out / "tokens" / file.stem
+        command = [python, "tools/preprocess_data.py", "--input", str(file), "--append-eod"]
+        command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+        command += ["--output-prefix", str(folder / "text")]
+        stage(folder, key, command, ["text.bin", "text.idx"])
+    return key
+
+
+def unigram_entropy(prefix: Path) -> float:
+    """Return the entropy of a token file's own frequencies, in nats a token.
+
+    No model that knows only how frequent each token is can have a lower loss on these tokens.
+    """
+    counts = np.bincount(np.asarray(IndexedTokens(str(prefix)).tokens, dtype=np.int64))
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def parameters() -> int:
+    """Count the model's parameters, head and embedding being one matrix."""
+    h, f, layers = MODEL["hidden-size"], MODEL["ffn-hidden-size"], MODEL["num-layers"]
+    groups = MODEL["num-query-groups"] / MODEL["num-attention-heads"]
+    return int(layers * (2 * h * h * (1 + groups) + 3 * h * f + 2 * h) + h + VOCABULARY * h)
+
+
+def records(log: Path) -> list[dict]:
+    """Return the lines of a --log-json file, less one that a kill left torn."""
+    if not log.exists():
+        return []
+    whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+def launch(flags: dict, tp: int, quiet: bool = False) -> None:
+    """Pretrain: torchrun with `tp` ranks, or one plain process that has all the cores."""
+    switches, threads = list(SWITCHES), max(1, CORES // tp)
+    command = [str(BIN / "python"), "pretrain_llama.py"]
+    if tp > 1:
+        command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(tp)]
+        command.append("pretrain_llama.py")
+        flags = {"tensor-model-parallel-size": tp, **flags}
+        switches.insert(0, "sequence-parallel")
+    command += command_line({**flags, "device": "cpu", "distributed-backend": "gloo"}, switches)
+    if quiet:
+        run(command, threads, stdout=subprocess.DEVNULL)
+    else:
+        show(command, threads)
+        print(flush=True)
+        run(command, threads)
+
+
+def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
+    """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
+    folder = out / f"tp{tp}"
+    about = folder / "run.json"
+    wanted = digest(key, MODEL, FIXED, SWITCHES)
+    if about.exists() and json.loads(about.read_text())["key"] != wanted:
+        raise SystemExit(
+            f"make train: {folder} holds a run of another model or other text;"
+            f" rm -r {folder} to start anew, or give OUT=another/folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    about.write_text(json.dumps({"key": wanted}))
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    done = int(tracker.read_text()) if tracker.exists() else 0
+    target = (done // iterations + 1) * iterations
+    flags = {
+        **MODEL,
+        **FIXED,
+        "train-iters": target,
+        "train-data-path": out / "tokens" / "train" / "text",
+        "valid-data-path": out / "tokens" / "heldout" / "text",
+        "tokenizer-type": "SentencePieceTokenizer",
+        "tokenizer-model": out / "tokenizer" / "weft.model",
+    }
+    rounds = {
+        "eval-interval": max(1, iterations // 6),
+        "save-interval": max(1, iterations // 6),
+        "save": folder / "checkpoints",
+        "load": folder / "checkpoints",
+        "log-json": folder / "log.jsonl",
+        "tensorboard-dir": folder / "tensorboard",
+    }
+    start = f"resuming after iteration {done}" if done else "starting"
+    print(f"\n{start}: a Llama of {parameters() / 1e6:.1f} M parameters, to iteration {target}")
+    launch({**flags, **rounds}, tp)
+    return flags, folder
+
+
+def one_process_speed(out: Path, flags: dict) -> float:
+    """Return the tokens/s of the same training in one process with all the cores; measured once."""
+    kept = out / "one_process.json"
+    key = digest(MODEL, CORES)
+    if kept.exists() and json.loads(kept.read_text())["key"] == key:
+        return json.loads(kept.read_text())["tokens_per_second"]
+    print("\nmeasuring one process with all the cores, 20 steps ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        short = {"train-iters": 20, "log-interval": 1, "eval-iters": 0, "log-json": log}
+        launch({**flags, **short}, tp=1, quiet=True)
+        speed = statistics.median(r["tokens_per_second"] for r in records(log)[4:])
+    kept.write_text(json.dumps({"key": key, "tokens_per_second": speed}))
+    return speed
+
+
+def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
+    """Say what came out: loss against unigram entropy, picture, speed, a sample."""
+    lines = records(folder / "log.jsonl")
+    loss = [r["validation_loss"] for r in lines if "validation_loss" in r][-1]
+    steps = [r for r in lines if "loss" in r]
+    entropy = unigram_entropy(out / "tokens" / "heldout" / "text")
+    picture = folder / "loss.png"
+    layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
+    title = f"Llama, {parameters() / 1e6:.1f} M parameters, {layout}, CPU"
+    command = [sys.executable, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
+    command += [str(picture), "--reference", str(entropy), "unigram entropy", "--title", title]
+    run(command)
+    print(f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})")
+    print(f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent")
+    print("                 each held-out token is could reach")
+    if tp > 1:
+        ours = statistics.median(r["tokens_per_second"] for r in steps[-20:])
+        alone = one_process_speed(out, flags)
+        print(f"\nspeed            {ours:,.0f} tokens/s, {layout}")
+        print(f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores")
+        print("                 Both have the same cores, so the ranks cannot be faster by having")
+        print("                 more of them: this shows what cutting a model costs, not a gain.")
+    command = [str(BIN / "python"), "tools/generate.py", "--load", str(folder / "checkpoints")]
+    command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.7"]
+    show(command)
+    print(flush=True)
+    run([sys.executable, *command[1:]])
+    print(f"\npicture          {os.path.relpath(picture)}")
+    print(f"TensorBoard      .venv/bin/tensorboard --logdir {os.path.relpath(folder)}")
+    print(f"checkpoint       {os.path.relpath(folder / 'checkpoints')}")
+    print("make train       once more trains on from here", flush=True)
+
+
+def main() -> None:
+    """Run every stage that is due."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help=".txt or .jsonl(.gz)")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that share the model")
+    parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
+    parser.add_argument("--out", type=Path, help="folder for everything that is written")
+    args = parser.parse_args()
+    if args.tp < 1 or args.iters < 1:
+        sys.exit("make train: TP and ITERS are 1 or more")
+    missing = [str(file) for file in args.data if not file.is_file()]
+    if missing:
+        sys.exit(f"make train: DATA names {missing[0]}, which is no file")
+    name = f"quickstart-{digest(sorted(map(Path.resolve, args.data)))[:8]}"
+    out = (args.out or Path("runs", name if args.data else "quickstart")).resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    try:
+        key = prepare(args.data, out)
+        flags, folder = train(out, args.tp, args.iters, key)
+        finish(out, folder, flags, args.tp)
+    except KeyboardInterrupt:
+        print("\nstopped; make train goes on from here", flush=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
