@@ -78,7 +78,7 @@ class ParallelConfig:
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
     overlap_grad_reduce: bool = False
-    ddp_bucket_size: int | None = None  # elements; None: max(40e6, 1e6 x data-parallel size)
+    ddp_bucket_size: int | None = None  # elements; None: an eighth, at most 40e6
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
@@ -94,11 +94,6 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Count the copies of the model, D."""
         return self.world_size // self.model_parallel_size
-
-    @property
-    def bucket_size(self) -> int:
-        """Return the gradient bucket in elements, with the default filled in."""
-        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.data_parallel_size)
 
 
 @dataclass(frozen=True)

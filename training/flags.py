@@ -48,7 +48,7 @@ LIVE = """
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
 --recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers recomputed (block)
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
---ddp-bucket-size | int>=1 | elements; default: max(40e6, 1e6 x data-parallel size) | gradients reduced in one collective
+--ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int>=1 | samples; required | samples of one forward on one rank, b

@@ -100,7 +100,8 @@ CHECKED = """
 --empty-unused-memory-level | int>=0 | 0,1,2 | ! the allocator keeps its memory; speed and peak may differ, numbers do not
 --no-manual-gc-eval --disable-manual-gc-eval | switch | any | ! garbage is collected around an evaluation
 --train-sync-interval | int>=1 | any | ! the loss is read once a --log-interval, which synchronises
---exit-signal-handler | switch | any | ! this version does not save on a signal; a restart resumes from the last --save-interval
+--exit-signal-handler --exit-signal-handler-for-training | switch | any | SIGTERM always ends the run after the current step, saved
+--exit-signal | text | SIGTERM | SIGTERM and SIGINT end the run after the current step, saved
 --dataloader-type | text | single | samples are read once, in one global order
 --no-mmap-bin-files | switch | any | ! .bin files are mapped into memory: the same tokens
 --no-create-attention-mask-in-dataloader | switch | any | no mask is ever built in the loader
@@ -465,9 +466,9 @@ REFUSED = (
         """,
     ),
     (
-        "use --exit-interval or --exit-duration-in-mins; signals are not handled in this version",
+        "loader workers leave signals to the trainer; leave it out",
         """
---exit-signal --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
+--exit-signal-handler-for-dataloader
         """,
     ),
     (
