@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the newest checkpoint that is whole, the same one on every rank, and say why newer ones are
+not.
+
+What counts is what stands in the directories: a name under which a save was renamed, a manifest,
+sizes and hashes that agree. Each rank hashes the files that it will read, so the work is spread. A
+checkpoint that is sound but of another model is refused, not skipped: an older one would be of that
+model too.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu.grid import Grid
+from training.checkpoint.agree import first_error, together
+from training.checkpoint.errors import CheckpointError, MismatchError
+from training.checkpoint.load import Checkpoint
+from training.checkpoint.manifest import MANIFEST, STEP
+from training.checkpoint.pieces import NamedPiece
+
+FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt", "modelopt_state")
+
+
+def find_latest(
+    root: str | os.PathLike[str],
+    grid: Grid,
+    *,
+    pieces: Sequence[NamedPiece] = (),
+    expect: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    cast: bool = False,
+    note: Callable[[str], None] = print,
+    device: torch.device | None = None,
+) -> Checkpoint | None:
+    """Return the newest whole checkpoint under `root` (or `root` itself, a step's directory), or
+    None.
+
+    pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
+    (`cast` lets dtypes differ). expect: the model's hf_config; its fields are compared. step: only
+    that one. note is called on rank 0 with a line for each newer directory that is passed over.
+    Raises, on every rank: MismatchError for another model; CheckpointError where there are
+    checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
+    """
+    outcomes = together(
+        lambda: candidates(Path(root), step) if grid.rank == 0 else [], grid, device
+    )
+    failed = first_error(outcomes)
+    if failed is not None:
+        raise CheckpointError(failed.error)
+    names, leftovers = outcomes[0].value or ([], [])
+
+    def tell(line: str) -> None:
+        if grid.rank == 0:
+            note(line)
+
+    for name in leftovers:
+        tell(f"checkpoint {name} is passed over: its save did not finish")
+    for name in names:
+        opened: list[Checkpoint] = []
+
+        def check(name: str = name, opened: list[Checkpoint] = opened) -> None:
+            checkpoint = Checkpoint(Path(name))
+            checkpoint.check_model(expect or {})
+            checkpoint.check_tensors(pieces, cast)
+            if grid.rank == 0:
+                checkpoint.check_sizes()
+            checkpoint.verify(pieces)
+            opened.append(checkpoint)
+
+        failed = first_error(together(check, grid, device))
+        if failed is None:
+            return opened[0]
+        if failed.mismatch:
+            raise MismatchError(f"--load: {failed.error}")
+        tell(f"checkpoint {name} is passed over: rank {failed.rank}: {failed.error}")
+    if names:
+        raise CheckpointError(
+            f"--load {root}: none of its {len(names)} checkpoints is whole (the last, "
+            f"{Path(names[-1]).name}: {failed.error if failed else ''}); move them away to start "
+            "afresh"
+        )
+    return None
+
+
+def candidates(root: Path, step: int | None) -> tuple[list[str], list[str]]:
+    """List what might be loaded, newest first, and the directories of saves that never finished.
+
+    Raises CheckpointError where `root` is no directory, holds another program's checkpoint, or
+    lacks `step`.
+    """
+    if not os.path.lexists(root):
+        if step is not None:
+            raise CheckpointError(f"--ckpt-step {step}: {root} does not exist")
+        return [], []
+    if not root.is_dir():
+        raise CheckpointError(f"--load {root} is not a directory")
+    if (root / MANIFEST).exists() or STEP.fullmatch(root.name):
+        return [str(root.resolve())], []
+    entries = sorted(entry.name for entry in os.scandir(root))
+    refuse_foreign(root, entries)
+    found: list[tuple[int, bool, str]] = []
+    leftovers = []
+    for name in entries:
+        match = STEP.fullmatch(name)
+        if match and not (root / name).is_symlink():
+            found.append((int(match[1]), match[2] is None, str(root / name)))
+        elif match:
+            leftovers.append(f"{root / name} (a link)")
+        elif STEP.fullmatch(name.partition(".tmp-")[0]):
+            leftovers.append(str(root / name))
+    found.sort(reverse=True)
+    if step is not None:
+        have = sorted({n for n, _, _ in found})
+        found = [f for f in found if f[0] == step]
+        if not found:
+            raise CheckpointError(f"--ckpt-step {step}: {root} has the steps {have}, not this one")
+    newest = found[0][2] if found else ""
+    return [path for _, _, path in found], [name for name in leftovers if name > newest]
+
+
+def refuse_foreign(root: Path, entries: Sequence[str]) -> None:
+    """Raise CheckpointError for a directory that Megatron-LM or Hugging Face wrote, naming the way
+    here."""
+    megatron = [
+        name
+        for name in entries
+        if name in FOREIGN_MEGATRON
+        or name.startswith(("mp_rank_", "iter_"))
+        or name.endswith(".distcp")
+    ]
+    if megatron:
+        raise CheckpointError(
+            f"--load {root} holds a Megatron-LM checkpoint ({megatron[0]}), not read here: "
+            "convert it to Hugging Face format with Megatron's own tools, then run "
+            "tools/convert.py --from-hf DIR --save DIR"
+        )
+    if "config.json" in entries:
+        raise CheckpointError(
+            f"--load {root} is a Hugging Face directory: run tools/convert.py --from-hf {root} "
+            "--save DIR and load that"
+        )

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fill local tensors from whatever files hold their rectangles, whoever wrote them.
+
+A checkpoint knows tensors and rectangles, not ranks: a wanted rectangle is met with every stored
+one of the same tensor, and only what they share is read. In the layout that saved, the bits come
+back as they were.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mpu.grid import Grid
+from training.checkpoint.agree import first_error, together
+from training.checkpoint.errors import CheckpointError, MismatchError
+from training.checkpoint.files import check_file, check_size
+from training.checkpoint.manifest import (
+    INDEX,
+    STATE,
+    check_index,
+    intersection,
+    read_manifest,
+    read_part,
+    volume,
+)
+from training.checkpoint.pieces import KINDS, NamedPiece, dtype_name
+
+# What may differ between a checkpoint's model and the one that loads it: no tensor depends on it.
+FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")
+FLAGS = {
+    "vocab_size": "--vocab-size or the tokenizer",
+    "hidden_size": "--hidden-size",
+    "intermediate_size": "--ffn-hidden-size",
+    "num_hidden_layers": "--num-layers",
+    "num_attention_heads": "--num-attention-heads",
+    "num_key_value_heads": "--num-query-groups",
+    "head_dim": "--kv-channels",
+    "rope_theta": "--rotary-base",
+    "rope_scaling": "--use-rope-scaling",
+    "rms_norm_eps": "--norm-epsilon",
+    "tie_word_embeddings": "--untie-embeddings-and-output-weights",
+}
+
+
+class Checkpoint:
+    """One directory, its JSON files read and checked. Raises CheckpointError where it is not whole.
+
+    state: what save() was given. index: {tensor: {"dtype", "shape", "parts"}}.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.step = int(self.manifest["step"])
+        self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
+        self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
+        check_index(self.index, self.manifest)
+
+    def check_sizes(self) -> None:
+        """Compare every file's size with the manifest: cheap, so one rank does it for all files."""
+        for name, info in self.manifest["files"].items():
+            check_size(self.directory / name, info["size"])
+
+    def check_model(self, expect: Mapping[str, Any]) -> None:
+        """Raise MismatchError at the first field in which the saved model differs from `expect`."""
+        saved = self.state.get("hf_config", {})
+        for field, value in expect.items():
+            if field in saved and field not in FREE_FIELDS and saved[field] != value:
+                raise MismatchError(
+                    f"{self.directory} is a checkpoint of another model: {field} is "
+                    f"{saved[field]!r} there and {value!r} here ({FLAGS.get(field, 'model')})"
+                )
+
+    def check_tensors(self, pieces: Iterable[NamedPiece], cast: bool) -> None:
+        """Raise MismatchError at the first piece that is missing, has another shape or, unless
+        `cast`, dtype."""
+        for piece in pieces:
+            entry = self.index.get(piece.name)
+            if entry is None:
+                state = piece.name.endswith(tuple(f".{kind}" for kind in KINDS))
+                way = (
+                    "it has no such optimizer state: give --finetune or --no-load-optim"
+                    if state
+                    else "it is of another model"
+                )
+                raise MismatchError(f"{self.directory} has no tensor {piece.name}: {way}")
+            if tuple(entry["shape"]) != piece.shape:
+                raise MismatchError(
+                    f"{self.directory} is a checkpoint of another model: {piece.name} has shape "
+                    f"{entry['shape']} there and {list(piece.shape)} here"
+                )
+            here = dtype_name(piece.tensor.dtype)
+            if entry["dtype"] != here and not cast:
+                raise MismatchError(
+                    f"{self.directory}: {piece.name} was saved in {entry['dtype']} and this run "
+                    f"keeps it in {here}: resume in the saved precision, or give --finetune"
+                )
+
+    def parts(self, piece: NamedPiece) -> list[list[Any]]:
+        """List the stored rectangles that meet a piece: [file, key, starts, sizes]."""
+        return [
+            part
+            for part in self.index[piece.name]["parts"]
+            if intersection(part[2], part[3], piece.starts, piece.sizes) is not None
+        ]
+
+    def verify(self, pieces: Iterable[NamedPiece]) -> None:
+        """Hash every file that the pieces need. Raises CheckpointError naming the bad one."""
+        for name in sorted({part[0] for piece in pieces for part in self.parts(piece)}):
+            check_file(self.directory / name, self.manifest["files"][name])
+
+    @torch.no_grad()
+    def read(self, pieces: Iterable[NamedPiece]) -> None:
+        """Fill the pieces' tensors, converting dtype where they differ. Files must be verified
+        before."""
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for piece in pieces:
+                filled = 0
+                for file, key, starts, sizes in self.parts(piece):
+                    try:
+                        if file not in files:
+                            opened = safe_open(str(self.directory / file), framework="pt")
+                            files[file] = stack.enter_context(opened)
+                        filled += _fill(piece, files[file], key, starts, sizes)
+                    except (OSError, SafetensorError) as error:
+                        raise CheckpointError(f"{self.directory / file}: {key}: {error}") from None
+                if filled != piece.tensor.numel():
+                    raise CheckpointError(
+                        f"{self.directory}: {INDEX} covers {filled} of the {piece.tensor.numel()} "
+                        f"elements of {piece.name}"
+                    )
+
+
+def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any) -> int:
+    """Copy what a stored rectangle shares with a piece; return how many elements that is."""
+    shared = intersection(starts, sizes, piece.starts, piece.sizes)
+    assert shared is not None
+    stored = file.get_slice(key)
+    if list(stored.get_shape()) != list(sizes):
+        raise CheckpointError(f"{key} has shape {stored.get_shape()} where {INDEX} says {sizes}")
+    at = tuple(slice(a - b, a - b + n) for a, n, b in zip(*shared, starts, strict=True))
+    data: Tensor = stored[at]
+    target = piece.tensor
+    for dim, (start, size) in enumerate(zip(*shared, strict=True)):
+        target = target.narrow(dim, start - piece.starts[dim], size)
+    target.copy_(data)
+    return volume(shared[1])
+
+
+def load(
+    checkpoint: Checkpoint,
+    pieces: Sequence[NamedPiece],
+    grid: Grid,
+    device: torch.device | None = None,
+) -> None:
+    """Fill the pieces of every rank. Collective: raises CheckpointError everywhere if one rank
+    fails."""
+    failed = first_error(together(lambda: checkpoint.read(pieces), grid, device))
+    if failed is not None:
+        raise CheckpointError(f"rank {failed.rank}: {failed.error}")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a checkpoint's JSON files hold, and read them back without trusting them.
+
+The manifest names every other file with its size and SHA-256 and carries a SHA-256 of itself, so an
+edit, a flipped bit or a lost tail anywhere is found. (Hashes beside the data prove that it is
+whole, not who wrote it.)
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.errors import CheckpointError, MismatchError
+from training.checkpoint.files import read_checked
+
+FORMAT, VERSION = "weft-checkpoint", 1
+MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+STEP = re.compile(
+    r"step_(\d{8,})(\.old-[0-9a-f]+)?"
+)  # .old: set aside while its successor is renamed
+PLAIN = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}"
+)  # a file's name: no separator, no leading dot
+LIMIT = 1 << 28  # bytes of JSON anyone may make us read
+
+
+def step_name(step: int) -> str:
+    """Name the directory of a step."""
+    return f"step_{step:08d}"
+
+
+def self_digest(manifest: dict[str, Any]) -> str:
+    """Hash a manifest without its own digest."""
+    rest = {k: v for k, v in manifest.items() if k != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parse(data: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object or raise CheckpointError."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} does not hold a JSON object")
+    return value
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read and check manifest.json. Raises CheckpointError; MismatchError for a newer format."""
+    path = directory / MANIFEST
+    try:
+        if path.is_symlink() or path.stat().st_size > LIMIT:
+            raise CheckpointError(f"{MANIFEST} is a link or larger than {LIMIT} bytes")
+        manifest = parse(path.read_bytes(), MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST}: {error.strerror}") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        raise MismatchError(
+            f"{directory}: format version {manifest.get('version')!r}; this program reads {VERSION}"
+        )
+    if manifest.get("digest") != self_digest(manifest):
+        raise CheckpointError(f"{MANIFEST} was changed after it was written (its digest differs)")
+    step = STEP.fullmatch(directory.name)
+    if step and int(step[1]) != manifest.get("step"):
+        raise CheckpointError(
+            f"{MANIFEST} says step {manifest.get('step')!r} in a directory named {directory.name}"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not {INDEX, STATE} <= files.keys():
+        raise CheckpointError(f"{MANIFEST}: 'files' does not list {INDEX} and {STATE}")
+    for name, info in files.items():
+        size = info.get("size") if isinstance(info, dict) else None
+        if not PLAIN.fullmatch(name) or type(size) is not int or size < 0 or "sha256" not in info:
+            raise CheckpointError(f"{MANIFEST}: bad entry for the file {name!r}")
+    return manifest
+
+
+def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    """Read index.json or state.json after checking its hash."""
+    if manifest["files"][name]["size"] > LIMIT:
+        raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
+    return parse(read_checked(directory / name, manifest["files"][name]), name)
+
+
+def check_index(index: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Raise CheckpointError unless every rectangle lies in its tensor and in a listed file."""
+    for name, entry in index.items():
+        try:
+            shape, parts = entry["shape"], entry["parts"]
+            sound = isinstance(entry["dtype"], str) and all(type(n) is int for n in shape)
+            for file, key, starts, sizes in parts:
+                sound &= file in manifest["files"] and isinstance(key, str)
+                for n, start, size in zip(shape, starts, sizes, strict=True):
+                    sound &= type(start) is type(size) is int and 0 <= start <= start + size <= n
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            raise CheckpointError(f"{INDEX}: bad entry for the tensor {name!r}")
+
+
+def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
+    """Merge what each rank wrote, rows [name, dtype, shape, file, key, starts, sizes], into one
+    index.
+
+    Raises CheckpointError unless the rectangles of each tensor tile it exactly.
+    """
+    index: dict[str, Any] = {}
+    for rows in parts:
+        for name, dtype, shape, file, key, starts, sizes in rows:
+            entry = index.setdefault(name, {"dtype": dtype, "shape": shape, "parts": []})
+            if (entry["dtype"], entry["shape"]) != (dtype, shape):
+                raise CheckpointError(f"ranks disagree about the dtype or shape of {name}")
+            entry["parts"].append([file, key, starts, sizes])
+    for name, entry in index.items():
+        rectangles = [(starts, sizes) for _, _, starts, sizes in entry["parts"]]
+        if sum(volume(sizes) for _, sizes in rectangles) != volume(entry["shape"]) or any(
+            intersection(*a, *b) is not None
+            for i, a in enumerate(rectangles)
+            for b in rectangles[:i]
+        ):
+            raise CheckpointError(f"the ranks' pieces do not tile {name} {entry['shape']}")
+    return index
+
+
+def volume(sizes: Any) -> int:
+    """Count the elements of a rectangle."""
+    n = 1
+    for size in sizes:
+        n *= size
+    return n
+
+
+def intersection(
+    starts_a: Any, sizes_a: Any, starts_b: Any, sizes_b: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return (starts, sizes) of what two rectangles share, or None."""
+    starts, sizes = [], []
+    for a, n, b, m in zip(starts_a, sizes_a, starts_b, sizes_b, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        starts.append(low)
+        sizes.append(high - low)
+    return tuple(starts), tuple(sizes)

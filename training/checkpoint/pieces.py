@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a rank holds in the terms of a checkpoint: rectangles of canonical tensors.
+
+A checkpoint never speaks of ranks, fused sections or padding, so any layout can read what any other
+wrote. Optimizer state stands beside its parameter: `model.norm.weight.exp_avg` has the shape of
+`model.norm.weight`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.grid import Axis, Grid
+from mpu.param import placement_of
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")  # optimizer state that has its parameter's shape
+
+
+@dataclass(frozen=True, eq=False)
+class NamedPiece:
+    """One rectangle of the canonical tensor `name` of full `shape`.
+
+    starts, sizes: where it lies, one number a dimension. tensor: the local data, shaped `sizes` (a
+    view is fine: loading writes through it). holders: the axes over which other ranks hold the very
+    same rectangle; one of them writes it. fetch: gives the data of a piece whose `tensor` is on the
+    meta device, when its turn to be written comes (tools/convert.py, in bounded memory).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+    holders: tuple[Axis, ...] = ()
+    fetch: Callable[[], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        assert tuple(self.tensor.shape) == self.sizes, (self.name, self.tensor.shape, self.sizes)
+        assert len(self.shape) == len(self.starts) == len(self.sizes), self.name
+
+    @property
+    def key(self) -> str:
+        """Name inside a safetensors file: the canonical one where the tensor is whole."""
+        if self.sizes == self.shape:
+            return self.name
+        return f"{self.name}@{','.join(map(str, self.starts))}"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def data(self) -> Tensor:
+        """Return the values to write."""
+        return self.tensor if self.fetch is None else self.fetch()
+
+
+def whole(name: str, tensor: Tensor, fetch: Callable[[], Tensor] | None = None) -> NamedPiece:
+    """Make the piece that is all of its tensor."""
+    shape = tuple(tensor.shape)
+    return NamedPiece(name, shape, (0,) * len(shape), shape, tensor, (), fetch)
+
+
+def parameter_pieces(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    names: Mapping[str, Sequence[str]],
+    grid: Grid,
+) -> list[NamedPiece]:
+    """List the rectangles of this rank's parameters.
+
+    parameters: mpu.param.unique_parameters(model). names: the model's table from parameter name to
+    the canonical names of its fused sections (hf_names(model)).
+    """
+    return [
+        piece
+        for name, param in parameters
+        for piece in _cut(param, param.detach(), names[name], "", grid)
+    ]
+
+
+def state_pieces(
+    named_state: Iterable[tuple[str, str, Tensor]],
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    names: Mapping[str, Sequence[str]],
+    grid: Grid,
+) -> list[NamedPiece]:
+    """List the rectangles of this rank's optimizer state.
+
+    named_state: (parameter name, kind, tensor shaped like the local parameter), kind one of KINDS.
+    """
+    by_name = dict(parameters)
+    found = []
+    for name, kind, tensor in named_state:
+        assert kind in KINDS, kind
+        found += _cut(by_name[name], tensor.detach(), names[name], f".{kind}", grid)
+    return found
+
+
+def _cut(
+    param: nn.Parameter, tensor: Tensor, names: Sequence[str], suffix: str, grid: Grid
+) -> list[NamedPiece]:
+    """Cut a tensor shaped like the local parameter by the parameter's placement; padding is left
+    out."""
+    place = placement_of(param)
+    holders = (grid.data,) if place.dim is not None else (grid.data, place.axis)
+    found = []
+    for piece in place.pieces(names):
+        if piece.size == 0:
+            continue
+        starts, sizes = [0] * len(piece.shape), list(piece.shape)
+        starts[piece.dim], sizes[piece.dim] = piece.start, piece.size
+        view = tensor.narrow(piece.dim, piece.local, piece.size)
+        found.append(
+            NamedPiece(piece.name + suffix, piece.shape, tuple(starts), tuple(sizes), view, holders)
+        )
+    return found
+
+
+def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
+    """Choose the pieces that this rank writes: each exactly once over its holders, bytes in
+    balance.
+
+    Every holder walks the same list and gives each piece to whoever has the fewest bytes so far, so
+    no message is needed. Pieces with the same holders must come in the same order on all of them.
+    """
+    mine: list[NamedPiece] = []
+    loads: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for piece in pieces:
+        axes = [axis for axis in piece.holders if axis.size > 1]
+        me, count = 0, 1
+        for axis in axes:
+            me, count = me * axis.size + axis.rank, count * axis.size
+        load = loads.setdefault(tuple(axis.ranks for axis in axes), [0] * count)
+        writer = load.index(min(load))
+        load[writer] += piece.nbytes
+        if writer == me:
+            mine.append(piece)
+    return mine
+
+
+def into_files(pieces: Sequence[NamedPiece], limit: int) -> list[list[NamedPiece]]:
+    """Group pieces, in order, into files of at most `limit` bytes; a larger piece has a file of its
+    own."""
+    files: list[list[NamedPiece]] = []
+    room = 0
+    for piece in pieces:
+        if not files or piece.nbytes > room:
+            files.append([])
+            room = limit
+        files[-1].append(piece)
+        room -= piece.nbytes
+    return files
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as safetensors does."""
+    return DTYPES[dtype]
+
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}

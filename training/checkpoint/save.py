@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a checkpoint that is complete or absent.
+
+    every rank   writes its rectangles under step_00000123.tmp-<random>/, fsync
+    rank 0       checks sizes and that the rectangles tile each tensor; index, state, manifest;
+    fsync rank 0       rename to step_00000123/, fsync of the parent: from here on the checkpoint
+    exists
+
+After each line the ranks exchange how it went. A failure removes the directory written aside and
+raises SaveError on every rank; what was there before is not touched until the rename. `latest` is
+for people: nothing reads it.
+"""
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu.grid import Grid
+from training.checkpoint.agree import first_error, together
+from training.checkpoint.errors import SaveError
+from training.checkpoint.files import (
+    Hook,
+    check_size,
+    fsync_directory,
+    write_bytes,
+    write_json,
+    write_safetensors,
+)
+from training.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    STATE,
+    STEP,
+    VERSION,
+    merge_index,
+    self_digest,
+    step_name,
+)
+from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
+
+FILE_BYTES = 4 << 30  # a file's limit: hashing and reading go by files, so several can go at once
+
+
+def save(
+    root: str | os.PathLike[str],
+    *,
+    step: int,
+    pieces: Sequence[NamedPiece],
+    state: Mapping[str, Any],
+    grid: Grid,
+    device: torch.device | None = None,
+    attach: Mapping[str, bytes] | None = None,
+    file_bytes: int = FILE_BYTES,
+    hook: Hook = lambda phase: None,
+) -> Path:
+    """Save collectively; return the new directory.
+
+    pieces: all that this rank holds (parameter_pieces + state_pieces); of what several ranks hold
+    one writes. state: JSON, the same on every rank; rank 0's is written, with step, layout and
+    torch version added. device: where the world's collectives need their tensors (nccl: the rank's
+    GPU). attach: small files to keep beside (rank 0). hook(phase): "start", "piece" before each
+    tensor, "shards", "manifest", "aside" (an older directory of this step was set aside),
+    "renamed"; for tests. Raises SaveError, on every rank, naming the rank, the path and the cause.
+    """
+    directory, first = Path(root), grid.rank == 0
+    aside: Path | None = None
+
+    def phase(work: Any) -> list[Any]:
+        outcomes = together(work, grid, device)
+        failed = first_error(outcomes)
+        if failed is None:
+            return [o.value for o in outcomes]
+        if first and aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise SaveError(
+            f"the checkpoint of step {step} was not saved: {directory}: rank {failed.rank}: "
+            f"{failed.error}; every rank must be able to write there (earlier checkpoints are "
+            "untouched)"
+        )
+
+    mine = into_files(share(pieces), file_bytes)
+    need = sum(phase(lambda: sum(p.nbytes for file in mine for p in file)))
+    hook("start")
+    name = phase(lambda: _begin(directory, step, need) if first else None)[0]
+    aside = directory / name
+    answers = phase(lambda: _write(directory / name, mine, grid.rank, hook))
+    hook("shards")
+    facts = {
+        **state,
+        "step": step,
+        "layout": layout(grid),
+        "torch_version": torch.__version__,
+    }
+    phase(lambda: _commit(directory, name, facts, answers, attach or {}, hook) if first else None)
+    return directory / step_name(step)
+
+
+def layout(grid: Grid) -> dict[str, int]:
+    """Return the sizes of the grid, to be told, never to be needed."""
+    return {
+        "world_size": grid.world_size,
+        "tp": grid.tp_size,
+        "cp": grid.cp_size,
+        "dp": grid.dp_size,
+        "pp": grid.pp_size,
+    }
+
+
+def _begin(root: Path, step: int, need: int) -> str:
+    """Make the directory to write aside in; clear away what a killed save left. One run, one
+    directory."""
+    _make_root(root)
+    for entry in os.scandir(root):
+        stem, dot, _ = entry.name.partition(".")
+        killed = entry.name.startswith(f"{stem}.tmp-") and STEP.fullmatch(stem)
+        replaced = entry.name.startswith(f"{stem}.old-") and (root / stem / MANIFEST).exists()
+        if dot and entry.is_dir(follow_symlinks=False) and (killed or replaced):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    _check_room(root, need)
+    name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"
+    os.mkdir(root / name, 0o700)
+    return name
+
+
+def _make_root(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def _check_room(root: Path, need: int) -> None:
+    free = shutil.disk_usage(root).free
+    if free < need:
+        raise OSError(
+            errno.ENOSPC, f"a checkpoint has {_size(need)} and {_size(free)} are free", str(root)
+        )
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def _write(directory: Path, files: list[list[NamedPiece]], rank: int, hook: Hook) -> dict[str, Any]:
+    """Write this rank's files. Returns {"files": {name: info}, "rows": rows of the index}."""
+    infos, rows = {}, []
+    for i, pieces in enumerate(files):
+        name = f"rank_{rank:05d}-{i:03d}.safetensors"
+        infos[name] = write_safetensors(directory / name, pieces, hook)
+        rows += [
+            [p.name, dtype_name(p.tensor.dtype), list(p.shape), name, p.key]
+            + [list(p.starts), list(p.sizes)]
+            for p in pieces
+        ]
+    return {"files": infos, "rows": rows}
+
+
+def _commit(
+    root: Path,
+    name: str,
+    state: dict[str, Any],
+    answers: list[dict[str, Any]],
+    attach: Mapping[str, bytes],
+    hook: Hook,
+) -> None:
+    """Write index, state and manifest, then make the directory exist under its name."""
+    aside = root / name
+    files = {file: info for answer in answers for file, info in answer["files"].items()}
+    for file, info in files.items():
+        check_size(aside / file, info["size"])
+    for file, data in attach.items():
+        files[file] = write_bytes(aside / file, data)
+    index = merge_index([answer["rows"] for answer in answers])
+    files[INDEX] = write_bytes(aside / INDEX, json.dumps(index, separators=(",", ":")).encode())
+    files[STATE] = write_json(aside / STATE, state)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": state["step"],
+        "consumed_samples": state.get("consumed_samples", 0),
+        "config_digest": state.get("config_digest", ""),
+        "layout": state["layout"],
+        "torch_version": state["torch_version"],
+        "files": files,
+    }
+    write_json(aside / MANIFEST, {**manifest, "digest": self_digest(manifest)})
+    fsync_directory(aside)
+    hook("manifest")
+    final = root / step_name(state["step"])
+    old = root / f"{final.name}.old-{secrets.token_hex(8)}"
+    replacing = os.path.lexists(final)
+    if replacing:  # a resumed run reached this step again; find.py reads `old` if we die right here
+        os.rename(final, old)
+        hook("aside")
+    try:
+        os.rename(aside, final)
+    except OSError:
+        if replacing:
+            os.rename(old, final)
+        raise
+    fsync_directory(root)
+    hook("renamed")
+    _hint(root, final.name)
+    if replacing and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _hint(root: Path, name: str) -> None:
+    """Tell people which directory is the newest. Failing at it harms nothing."""
+    try:
+        aside = root / f".latest-{secrets.token_hex(8)}"
+        write_bytes(aside, f"{name}\n".encode())
+        os.replace(aside, root / "latest")
+    except OSError:
+        return
+
+
+def check_writable(
+    root: str | os.PathLike[str],
+    grid: Grid,
+    pieces: Sequence[NamedPiece] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Find out before the first step whether a checkpoint of `pieces` could be saved under `root`.
+
+    Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Raises
+    SaveError.
+    """
+    directory = Path(root)
+
+    def check(work: Any) -> list[Any]:
+        outcomes = together(work, grid, device)
+        failed = first_error(outcomes)
+        if failed is not None:
+            raise SaveError(
+                f"--save {directory}: rank {failed.rank}: {failed.error}; the directory must be "
+                "writable from every node and have room for a checkpoint"
+            )
+        return [o.value for o in outcomes]
+
+    def probe() -> None:
+        path = directory / f".probe-{secrets.token_hex(8)}"
+        write_bytes(path, b"weft")
+        path.unlink()
+
+    need = sum(check(lambda: sum(p.nbytes for p in share(pieces))))
+    check(lambda: _make_root(directory) if grid.rank == 0 else None)
+    check(lambda: _check_room(directory, need) if grid.rank == 0 else None)
+    check(lambda: probe() if grid.launch.local_rank == 0 else None)
