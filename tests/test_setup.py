@@ -117,6 +117,19 @@ def test_an_old_python_is_told_what_to_do(monkeypatch):
         setup_env.check_interpreter()
 
 
+def test_a_python_without_venv_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    package = f"apt install python3.{sys.version_info[1]}-venv"
+    with pytest.raises(setup_env.SetupError, match=package):
+        setup_env.check_interpreter()
+
+
+def test_windows_is_sent_to_wsl(monkeypatch):
+    monkeypatch.setattr(setup_env.sys, "platform", "cygwin")
+    with pytest.raises(setup_env.SetupError, match="WSL"):
+        setup_env.check_interpreter()
+
+
 def test_an_old_python_can_read_the_script():
     """Python 3.6 is the oldest that a cluster's login node still gives as python3."""
     import ast

@@ -92,7 +92,8 @@ def run(command: list[str], threads: int = CORES, **how) -> str:
             child.wait()
             raise
     if child.returncode:
-        raise SystemExit(f"make train: {Path(command[1]).name} failed, as it says above")
+        script = next(Path(word).name for word in command if word.endswith(".py"))
+        raise SystemExit(f"make train: {script} failed, as it says above")
     return said
 
 
@@ -174,8 +175,10 @@ def launch(flags: dict, tp: int, quiet: bool = False) -> None:
     switches, threads = list(SWITCHES), max(1, CORES // tp)
     command = [str(BIN / "python"), "pretrain_llama.py"]
     if tp > 1:
-        command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(tp)]
-        command.append("pretrain_llama.py")
+        # An environment that borrows its torch from outside has no torchrun of its own.
+        own = (BIN / "torchrun").exists()
+        command = [str(BIN / "torchrun")] if own else [*command[:1], "-m", "torch.distributed.run"]
+        command += ["--standalone", "--nproc-per-node", str(tp), "pretrain_llama.py"]
         flags = {"tensor-model-parallel-size": tp, **flags}
         switches.insert(0, "sequence-parallel")
     command += command_line({**flags, "device": "cpu", "distributed-backend": "gloo"}, switches)

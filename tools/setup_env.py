@@ -167,7 +167,8 @@ def prepare(chosen):
     check_interpreter()
     stamp, wanted = read_stamp(), key()
     present = probe(PYTHON)
-    here = os.path.realpath(sys.executable)
+    # The installation, not its executable: python3 and python3.11 are one, a venv's own is another.
+    here = "Python {}.{} of {}".format(*sys.version_info[:2], sys.prefix)
     if chosen and stamp and present and stamp.get("python") != here:
         raise SetupError(
             f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it anew"
