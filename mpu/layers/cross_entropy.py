@@ -69,11 +69,11 @@ class _CrossEntropy(torch.autograd.Function):
         at = torch.arange(len(rows), device=rows.device)
         for i in range(0, len(rows), ROWS):
             some = slice(i, i + ROWS)
-            chunk = rows[some, : f.real].to(log_sum.dtype)
-            chunk = (chunk - log_sum[some, None]).exp_().mul_(weight[some, None])
+            chunk = rows[some, : f.real].to(log_sum.dtype)  # a view of the logits where dtypes agree
+            chunk.sub_(log_sum[some, None]).exp_().mul_(weight[some, None])
             if f.real:
-                here = at[: len(chunk)]
-                chunk[here, target[some]] -= weight[some] * mine[some]
-            rows[some, : f.real] = chunk
+                chunk[at[: len(chunk)], target[some]] -= weight[some] * mine[some]
+            if chunk.dtype != rows.dtype:
+                rows[some, : f.real] = chunk
         rows[:, f.real :] = 0
         return logits, None, None, None

@@ -39,16 +39,18 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(f, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
-        # xhat = x * inverse;  dw = sum dy * xhat;  g = dy * w;  dx = inverse * (g - xhat * mean(g * xhat))
+        # with r = 1 / sqrt(mean(x^2) + eps) and p = dy * x, over n rows of h:
+        #   dw = sum_n r p;   dx = r (dy * w) - x r^3 (p . w) / h
         layer: RMSNorm = f.layer
-        ctx = layer.ctx
+        ctx, kind = layer.ctx, layer.ctx.accumulate
         x, inverse = f.saved_tensors
-        xhat = x.to(ctx.accumulate) * inverse
-        g = dy.to(ctx.accumulate) * ctx.sink.materialize(layer.weight)
-        ctx.sink.release(layer.weight)
-        product = dy * xhat
-        ctx.sink.add(layer.weight, product.flatten(0, -2).sum(0))
+        h = x.shape[-1]
+        weight = ctx.sink.materialize(layer.weight).to(kind)
+        rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
+        p = grads * rows
+        ctx.sink.add(layer.weight, torch.mv(p.t(), r[:, 0]))
         ctx.sink.done(layer.weight)
-        mean = product.mul_(layer.weight).mean(-1, keepdim=True)
-        dx = g.sub_(xhat.mul_(mean)).mul_(inverse)
-        return dx.to(x.dtype), None, None
+        pull = torch.mv(p, weight)[:, None].mul_(r.pow(3)).div_(h)
+        dx = torch.mul(grads, weight, out=p).mul_(r).addcmul_(rows, pull, value=-1.0)
+        ctx.sink.release(layer.weight)
+        return dx.view(x.shape).to(x.dtype), None, None

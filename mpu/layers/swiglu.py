@@ -27,5 +27,5 @@ class _SwiGLU(torch.autograd.Function):
         d_gate, d_up = grad.chunk(2, -1)
         torch.mul(dy, F.silu(gate), out=d_up)
         torch.mul(dy, up, out=d_gate)
-        d_gate.copy_(torch.ops.aten.silu_backward(d_gate, gate))
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return grad
