@@ -206,7 +206,8 @@ def _assemble(
         text = batch["step_batch_size_schedule"]
         steps = batch_schedule.parse_schedule(text, model["seq_length"])
         batch |= {"step_batch_size_schedule": steps, "global_batch_size": steps[0][1]}
-    batch.setdefault("global_batch_size", batch["micro_batch_size"] * layout.data_parallel_size)
+    one = batch.setdefault("micro_batch_size", 1) * layout.data_parallel_size
+    batch.setdefault("global_batch_size", one)
 
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
     run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32

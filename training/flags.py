@@ -51,7 +51,7 @@ LIVE = """
 --ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
---micro-batch-size | int>=1 | samples; required | samples of one forward on one rank, b
+--micro-batch-size | int>=1 | samples | samples of one forward on one rank, b
 --global-batch-size | int>=1 | samples; default: micro x data-parallel size | samples of one step over all ranks
 --step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch from a token count on: "0:768 250B:1536"
 --train-iters | int>=1 | steps; this or --train-samples | length of the run

@@ -666,3 +666,77 @@ REFUSED = (
         """,
     ),
 )
+
+DIFFERENCES = (
+    (
+        "--calculate-per-token-loss",
+        "off: the mean of the micro-batches' means",
+        "always on: the mean over the tokens of the global batch that count",
+    ),
+    (
+        "--make-vocab-size-divisible-by",
+        "padded entries take part in the softmax, so tp can change the loss",
+        "padded entries are masked out; the loss does not depend on tp",
+    ),
+    (
+        "--seed",
+        "the initial weights depend on tp and pp",
+        "they do not: each weight is drawn from (seed, its name); data order from seed and data alone",
+    ),
+    (
+        "--swiglu --normalization --position-embedding-type --disable-bias-linear",
+        "default to a GPT: GELU, LayerNorm, learned positions, biases",
+        "always a Llama, given or not",
+    ),
+    ("--hidden-dropout --attention-dropout", "0.1", "0, and nothing else"),
+    ("--apply-layernorm-1p", "norms hold gamma - 1", "norms hold gamma; the same function"),
+    ("--max-position-embeddings", "required", "--seq-length where left out"),
+    ("--micro-batch-size", "required", "1 where left out"),
+    ("--log-interval", "100 steps", "10 steps"),
+    ("--distributed-backend", "nccl", "nccl on CUDA, gloo on a CPU"),
+    (
+        "--use-distributed-optimizer --overlap-param-gather --tp-comm-overlap --async-save",
+        "shard, overlap, write in the background",
+        "accepted; not in this version, the numbers are the same",
+    ),
+    ("--grad-reduce-in-bf16", "gradients are reduced in bf16", "in fp32"),
+    (
+        "--ddp-bucket-size",
+        "max(40e6, 1e6 x data-parallel size) where left out",
+        "an eighth of the gradients, 1e6 to 40e6",
+    ),
+    (
+        "--recompute-granularity",
+        "full needs --recompute-method",
+        "full alone is uniform, one layer a chunk",
+    ),
+    (
+        "--train-iters with --step-batch-size-schedule",
+        "the learning rate counts micro-batch x data-parallel samples a step",
+        "it counts the samples those steps consume",
+    ),
+    (
+        "--lr-wsd-decay-style, other --lr-* flags",
+        "stored in a checkpoint and compared",
+        "always the flags'",
+    ),
+    ("--save-interval", "needed with --save", "left out: one checkpoint at the end"),
+    (
+        "--ckpt-format",
+        "torch_dist",
+        "safetensors and JSON; through Hugging Face to and from Megatron",
+    ),
+    (
+        "--exit-signal-handler",
+        "off: SIGTERM kills",
+        "always on: SIGTERM or Ctrl-C saves after the current step",
+    ),
+    (
+        "--no-check-for-nan-in-loss-and-grad",
+        "NaN raises before the update",
+        "the update is skipped on every rank, and the run stops one step later unless given",
+    ),
+    ("--profile", "nsys, or torch with --use-pytorch-profiler", "always a torch trace"),
+    ("--num-query-groups", "ignored without --group-query-attention", "refused without it"),
+    ("--rampup-batch-size", "ignored", "refused"),
+)

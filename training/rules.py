@@ -21,7 +21,6 @@ REQUIRED = (
     "--hidden-size",
     "--num-attention-heads",
     "--seq-length",
-    "--micro-batch-size",
     "--lr",
 )
 # Two flags that say the same thing twice, or two things at once.

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config: derived sizes, and what its digests see and do not see."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from training.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    UsageError,
+    differing_keys,
+)
+
+MODEL = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=6, seq_length=32)
+CONFIG = Config(MODEL)
+
+
+def test_sizes_that_follow():
+    assert (MODEL.ffn_hidden_size, MODEL.num_query_groups, MODEL.kv_channels) == (256, 6, 16)
+    assert MODEL.max_position_embeddings == 32
+    # Megatron's size for a gated unit
+    assert ModelConfig(1, 4096, 32, 8).ffn_hidden_size == 10880
+
+
+@pytest.mark.parametrize("vocab,tp,padded", [(1000, 1, 1024), (128256, 8, 129024), (256, 2, 256)])
+def test_padded_vocabulary(vocab, tp, padded):
+    assert replace(MODEL, vocab_size=vocab).padded_vocab_size(tp) == padded
+
+
+def test_layout_counts():
+    layout = ParallelConfig(world_size=16, tensor_model_parallel_size=4)
+    assert (layout.model_parallel_size, layout.data_parallel_size) == (4, 4)
+
+
+def test_digest_sees_what_changes_the_numbers():
+    changed = [
+        replace(CONFIG, model=replace(MODEL, norm_epsilon=1e-6)),
+        replace(CONFIG, batch=BatchConfig(global_batch_size=2)),
+        replace(CONFIG, data=DataConfig(split="9,1,0")),
+        replace(CONFIG, run=RunConfig(seed=1)),
+        replace(CONFIG, run=RunConfig(dtype=torch.bfloat16)),
+    ]
+    assert len({c.digest() for c in [CONFIG, *changed]}) == len(changed) + 1
+
+
+def test_digest_does_not_see_layout_log_and_loader():
+    same = [
+        replace(CONFIG, parallel=ParallelConfig(world_size=4, tensor_model_parallel_size=2)),
+        replace(CONFIG, batch=BatchConfig(micro_batch_size=4)),
+        replace(CONFIG, data=DataConfig(num_workers=0, data_cache_path="/tmp/x")),
+        replace(CONFIG, log=LogConfig(log_interval=1)),
+        replace(CONFIG, notes=("said",)),
+    ]
+    assert {c.digest() for c in same} == {CONFIG.digest()}
+
+
+def test_all_ranks_compare_everything_but_local_places():
+    other = replace(
+        CONFIG,
+        log=LogConfig(log_interval=1, tensorboard_dir="/node7"),
+        optimizer=replace(CONFIG.optimizer, lr=1e-4),
+    )
+    assert other.digest_all() != CONFIG.digest_all()
+    assert differing_keys(CONFIG.canonical_json(), other.canonical_json()) == {
+        "log.log_interval": (10, 1),
+        "optimizer.lr": (3e-4, 1e-4),
+    }
+    local = replace(CONFIG, log=LogConfig(tensorboard_dir="/node7", log_json="a"))
+    assert local.digest_all() == CONFIG.digest_all()
+
+
+def test_flat_names_every_field_of_every_part():
+    parts = [f.name for f in fields(Config) if f.name not in ("extra", "notes")]
+    expected = {f"{p}.{f.name}" for p in parts for f in fields(getattr(CONFIG, p))}
+    assert set(CONFIG.flat()) == expected
+    assert replace(CONFIG, extra=(("my_flag", 3),)).flat()["extra.my_flag"] == 3
+
+
+def test_vocabulary_comes_from_the_tokenizer_unless_stated_larger():
+    assert CONFIG.with_vocab(1000).model.vocab_size == 1000
+    stated = replace(CONFIG, model=replace(MODEL, vocab_size=1024))
+    assert stated.with_vocab(1000).model.vocab_size == 1024
+    with pytest.raises(UsageError, match="--vocab-size 1024 is smaller than the tokenizer.*1025"):
+        stated.with_vocab(1025)
