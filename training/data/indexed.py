@@ -175,12 +175,22 @@ class IndexedWriter:
         self._bin = self._opened.__enter__()
         return self
 
+    @property
+    def documents(self) -> int:
+        """Count the documents so far."""
+        return len(self._documents) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens so far."""
+        return self._bin.tell() // self.dtype.itemsize
+
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append one document of one sequence."""
         wide = np.asarray(tokens, dtype=np.int64)
         if wide.size and (wide.min() < self._range.min or wide.max() > self._range.max):
             raise ValueError(
-                f"{self.prefix}.bin: document {len(self._documents) - 1} holds token ids from "
+                f"{self.prefix}.bin: document {self.documents} holds token ids from "
                 f"{wide.min()} to {wide.max()}, outside of {self.dtype.name}"
             )
         self._bin.write(wide.astype(self.dtype).tobytes())

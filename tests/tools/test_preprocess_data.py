@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to .bin/.idx: the same bytes whatever the workers, shards and interruptions."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import preprocess_data
+from tools.preprocess_data import main, preprocess
+from training.data.indexed import IndexedTokens
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Write number texts: a .jsonl of 60 documents with two keys, a .jsonl.gz and a .txt."""
+    rows = [{"text": " ".join(map(str, range(i))), "title": str(i)} for i in range(60)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[:3]).encode()))
+    (tmp_path / "c.txt").write_text("7 8\n9\n")
+    return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
+
+
+def null(inputs, output, **options):
+    options = {"append_eod": True, "report": lambda line: None, **options}
+    return preprocess(inputs, str(output), "NullTokenizer", vocab_size=100, **options)
+
+
+def pair(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+def test_documents_come_in_order_and_end(tmp_path, inputs):
+    (summary,) = null(inputs, tmp_path / "out")
+    assert summary.prefix == str(tmp_path / "out_text_document")
+    data = IndexedTokens(summary.prefix)
+    documents = [data.read(i, 0, data.lengths[i]).tolist() for i in range(len(data))]
+    counted = [[*range(i), 100] for i in range(1, 60)]  # a document without text is left out
+    assert documents == [*counted, *counted[:2], [7, 8, 9, 100]]
+    assert (summary.documents, summary.tokens) == (62, sum(map(len, documents)))
+
+
+def test_keys_lines_and_no_eod(tmp_path, inputs):
+    text, title = null(inputs[:2], tmp_path / "out", json_keys=["text", "title"], append_eod=False)
+    assert title.prefix == str(tmp_path / "out_title_document")
+    data = IndexedTokens(title.prefix)
+    assert data.tokens.tolist() == [*range(60), 0, 1, 2] and text.documents == 61
+    (lines,) = null(inputs[2:], tmp_path / "lines", lines=True)
+    assert IndexedTokens(lines.prefix).tokens.tolist() == [7, 8, 100, 9, 100]
+
+
+@pytest.mark.parametrize(("workers", "size"), [(1, 100), (1, 1001), (2, 1500)])
+def test_workers_and_shards_change_nothing(tmp_path, inputs, workers, size):
+    (once,) = null(inputs, tmp_path / "once")
+    (cut,) = null(inputs, tmp_path / "cut", workers=workers, shard_bytes=size)
+    assert pair(cut.prefix) == pair(once.prefix)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_goes_on_behind_complete_shards(tmp_path, inputs, monkeypatch):
+    (once,) = null(inputs, tmp_path / "once")
+    run, calls = preprocess_data.Task.run, []
+
+    def interrupted(task):
+        calls.append(task.prefix)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return run(task)
+
+    monkeypatch.setattr(preprocess_data.Task, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        null(inputs, tmp_path / "out", shard_bytes=1000)
+    assert not list(tmp_path.glob("out_text*")) and len(list(tmp_path.glob("out.*.parts"))) == 1
+    torn = next(tmp_path.glob("out.*.parts/000000_text.bin"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    said = []
+    (resumed,) = null(inputs, tmp_path / "out", shard_bytes=1000, report=said.append)
+    assert said[0].startswith("2 of ") and said[0].endswith("shards were complete already")
+    assert pair(resumed.prefix) == pair(once.prefix)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_parts_of_another_run_are_not_taken(tmp_path, inputs, monkeypatch):
+    """Other flags or a changed file start afresh, and the old parts go."""
+    folders = set()
+
+    def stop(task):
+        folders.update(path.name for path in tmp_path.glob("out.*.parts"))
+        folders.add(Path(task.prefix).parent.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preprocess_data.Task, "run", stop)
+    changes = [{}, {"append_eod": False}, {"shard_bytes": 99}, {"lines": True}]
+    for options in changes:
+        with pytest.raises(KeyboardInterrupt):
+            null(inputs, tmp_path / "out", **options)
+    Path(inputs[0]).write_text('{"text": "1"}\n')
+    with pytest.raises(KeyboardInterrupt):
+        null(inputs, tmp_path / "out")
+    assert len(folders) == 5 and len(list(tmp_path.glob("out.*.parts"))) <= 1
+
+
+def test_a_failure_leaves_the_old_output(tmp_path, inputs):
+    (once,) = null(inputs, tmp_path / "out")
+    before = pair(once.prefix)
+    with open(inputs[0], "a") as file:
+        file.write('{"text": "1 2 x"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl, line 61: NullTokenizer reads numbers"):
+        null(inputs, tmp_path / "out", workers=2, shard_bytes=1000)
+    assert pair(once.prefix) == before
+
+
+def test_what_a_user_is_told(tmp_path, inputs):
+    def refused(match, given, **options):
+        with pytest.raises(ValueError, match=match):
+            null(given, tmp_path / "out", **options)
+
+    refused("--workers 0 must be at least 1", inputs, workers=0)
+    refused("--input .*nothing.txt: cannot be read", [str(tmp_path / "nothing.txt")])
+    refused("a.csv: neither .txt nor .jsonl", [str(tmp_path / "a.csv")])
+    refused("line 1: no JSON object with a text 'body'", inputs, json_keys=["body"])
+    (tmp_path / "empty.txt").write_text("")
+    refused("no document with text in 1 file", [str(tmp_path / "empty.txt")])
+    assert not list(tmp_path.glob("out_*"))
+
+
+def command(*flags):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    return subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *map(str, flags)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_the_command(tmp_path, inputs):
+    (once,) = null(inputs, tmp_path / "once")
+    flags = ["--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
+    flags += ["--vocab-size", 100, "--append-eod", "--workers", 2]
+    done = command("--input", *inputs, *flags)
+    out, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (0, "")
+    assert "out_text_document: 62 documents" in out and "tokens/s with 2 worker(s)" in out
+    assert pair(tmp_path / "out_text_document") == pair(once.prefix)
+    assert main(["--input", "nothing.txt", *map(str, flags)]) == 1
+
+
+def workers_of(process):
+    """Return the process ids of the workers a command has started."""
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("workers", "stop", "status", "says"),
+    [
+        (1, "interrupt", 130, "interrupted; the same command goes on from here"),
+        (2, "interrupt", 130, "interrupted; the same command goes on from here"),
+        (2, "kill a worker", 1, "a worker was killed (out of memory?); the same command goes on"),
+        (2, "kill", -signal.SIGKILL, "leaked semaphore"),  # Python's own epitaph
+    ],
+)
+def test_a_stopped_run_keeps_what_is_complete(tmp_path, workers, stop, status, says):
+    """Stop a run behind its first part, and let the same command finish it."""
+    inputs = [tmp_path / f"{i:02}.txt" for i in range(30)]
+    for path in inputs:
+        path.write_text("1 " * 100_000)
+    flags = ["--input", *inputs, "--output-prefix", tmp_path / "out", "--workers", workers]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
+    running = command(*flags)
+    while not list(tmp_path.glob("out.*.parts/*.idx")):
+        assert running.poll() is None
+    if stop == "kill a worker":
+        os.kill(int(workers_of(running)[0]), signal.SIGKILL)
+    else:
+        running.send_signal(signal.SIGINT if stop == "interrupt" else signal.SIGKILL)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == status and says in err
+    assert err.count("\n") == 1 or stop == "kill"
+    assert not list(tmp_path.glob("out_*"))
+    again = command(*flags)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0 and "of 30 shards were complete already" in out, err
+    assert "30 documents, 3,000,000 tokens" in out

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn text into the .bin/.idx pair that training reads, with Megatron's flags and file names.
+
+    python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
+        --append-eod --workers 8
+
+writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
+(--json-keys); a .txt file is one document, with --lines each of its lines; both also as .gz.
+
+The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
+is interrupted, the same command goes on behind the shards that are complete. The two files appear
+at the end, whole.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+
+from tqdm import tqdm
+
+from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from training.data.shards import Shard, cut_files, kind_of
+from training.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+
+SHARD = 16 << 20  # bytes of input a worker takes at a time
+QUIET = 10.0  # seconds between progress lines in a log
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all shards have in common; the fields are the flags of these names."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    vocab_size: int | None
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    lines: bool
+
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer, once a process."""
+        return _tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one output pair holds."""
+
+    prefix: str
+    documents: int
+    tokens: int
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    *,
+    json_keys: Sequence[str] = ("text",),
+    append_eod: bool = False,
+    lines: bool = False,
+    workers: int = 1,
+    shard_bytes: int = SHARD,
+    report: Callable[[str], None] = print,
+) -> list[Summary]:
+    """Tokenize files into {output_prefix}_{key}_document.bin/.idx, one pair for each key.
+
+    The result does not depend on workers, shards or interruptions. Raises ValueError naming flag,
+    file or line for what cannot be tokenized; what is complete by then is kept for the next call.
+    """
+    if workers < 1:
+        raise ValueError(f"--workers {workers} must be at least 1")
+    job = Job(tokenizer_type, tokenizer_model, vocab_size, tuple(json_keys), append_eod, lines)
+    tokenizer = job.tokenizer()
+    if append_eod and tokenizer.eod is None:
+        raise ValueError("--append-eod: this tokenizer has no end-of-document token")
+    folder = _folder(job, inputs, output_prefix, shard_bytes)
+    shards = cut_files(inputs, lines, shard_bytes)
+    tasks = [Task(job, shard, os.path.join(folder, f"{i:06}")) for i, shard in enumerate(shards)]
+    missing = [task for task in tasks if not task.done()]
+    if len(missing) < len(tasks):
+        report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
+    started = time.monotonic()
+    tokens = _run_all(missing, workers, report)
+    seconds = time.monotonic() - started
+    summaries = []
+    for key in job.json_keys:
+        prefix = f"{output_prefix}_{key}_document"
+        with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+            for task in tasks:
+                writer.add_file(task.output(key))
+            if writer.documents == 0:
+                raise ValueError(f"--input: no document with text in {len(inputs)} file(s)")
+        written = IndexedTokens(prefix)
+        summaries.append(Summary(prefix, len(written), len(written.tokens)))
+        report(f"{prefix}: {len(written):,} documents, {len(written.tokens):,} tokens")
+    shutil.rmtree(folder)
+    if missing:
+        report(f"{tokens / seconds:,.0f} tokens/s with {workers} worker(s), {seconds:.1f} s")
+    return summaries
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard to tokenize, and where its pairs go: {prefix}_{key}.bin and .idx."""
+
+    job: Job
+    shard: Shard
+    prefix: str
+
+    def output(self, key: str) -> str:
+        """Return the prefix of the pair of a key."""
+        return f"{self.prefix}_{key}"
+
+    def done(self) -> bool:
+        """Return whether every pair is there, whole."""
+        try:
+            for key in self.job.json_keys:
+                IndexedTokens(self.output(key))
+        except ValueError:
+            return False
+        return True
+
+    def run(self) -> int:
+        """Tokenize the shard; returns the number of tokens."""
+        tokenizer = self.job.tokenizer()
+        tokens = 0
+        for key in self.job.json_keys:
+            with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:
+                for number, text in self.shard.texts(key, self.job.lines):
+                    try:
+                        ids = tokenizer.encode(text, bos=tokenizer.starts_with_bos)
+                    except ValueError as error:
+                        raise ValueError(f"{self.shard.place(number)}: {error}") from error
+                    if text and ids:
+                        writer.add([*ids, tokenizer.eod] if self.job.append_eod else ids)
+                tokens += writer.tokens
+        return tokens
+
+
+def _run_all(tasks: Sequence[Task], workers: int, report: Callable[[str], None]) -> int:
+    """Run tasks in this process or in several; returns the number of tokens."""
+    total = sum(task.shard.size for task in tasks)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    done = tokens = 0
+    spoken = time.monotonic()
+    with bar:
+        for task, count in _each(tasks, workers):
+            done, tokens = done + task.shard.size, tokens + count
+            bar.update(task.shard.size)
+            if bar.disable and time.monotonic() - spoken >= QUIET:
+                spoken = time.monotonic()
+                report(f"{done / max(total, 1):6.1%} of {total:,} bytes, {tokens:,} tokens")
+    return tokens
+
+
+def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
+    """Yield tasks as they are done, each with its number of tokens."""
+    if workers == 1 or len(tasks) < 2:
+        for task in tasks:
+            yield task, task.run()
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
+    try:
+        futures = {pool.submit(task.run): task for task in tasks}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # a shard that was begun is finished and kept
+
+
+def _folder(job: Job, inputs: Sequence[str], output_prefix: str, size: int) -> str:
+    """Name the folder of parts after all that they depend on; remove those of other runs."""
+    files = []
+    for path in inputs:
+        kind_of(path)
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise ValueError(f"--input {path}: cannot be read ({error.strerror})") from error
+        files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
+    facts = [asdict(job), job.tokenizer().digest(), files, size]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    parent, base = os.path.split(os.path.abspath(output_prefix))
+    folder = os.path.join(parent, f"{base}.{name}.parts")
+    if os.path.isdir(parent):
+        for other in os.listdir(parent):
+            if re.fullmatch(re.escape(base) + r"\.[0-9a-f]{16}\.parts", other):
+                if other != os.path.basename(folder):
+                    shutil.rmtree(os.path.join(parent, other))
+    return folder
+
+
+@functools.cache
+def _tokenizer(kind: str, model: str | None, vocab_size: int | None) -> Tokenizer:
+    return build_tokenizer(kind, model, vocab_size)
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the main process, which lets begun shards be finished; die when it dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the flags and tokenize; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=".txt or .jsonl files, also with .gz")
+    add("--output-prefix", required=True, help="path of the output; _KEY_document is appended")
+    add("--json-keys", nargs="+", default=["text"], help="keys to read (default: text)")
+    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    add("--tokenizer-model", help="the tokenizer's file; NullTokenizer has none")
+    add("--vocab-size", type=int, help="for NullTokenizer: ids below this are tokens")
+    add("--append-eod", action="store_true", help="end each document with its own token")
+    add("--lines", action="store_true", help="take each line of a .txt as a document")
+    add("--workers", type=int, default=1, help="processes (default: 1)")
+    args = vars(parser.parse_args(argv))
+    try:
+        preprocess(args.pop("input"), **args)
+    except (ValueError, OSError) as error:
+        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        return 1
+    except BrokenProcessPool:
+        print("a worker was killed (out of memory?); the same command goes on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
