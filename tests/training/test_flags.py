@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of flags: each of Megatron-LM has a class, and adding a live one is a decision."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from training import config
+from training.arguments import build_parser
+from training.flags import UsageError, headings, live, suggest, table
+from training.megatron_flags import CHECKED, DIFFERENCES
+
+# Frozen on purpose: a new live flag is added here together with the reason in its commit.
+LIVE = """
+--adam-beta1 --adam-beta2 --adam-eps --bf16 --ckpt-step --clip-grad --data-cache-path --data-path
+--ddp-bucket-size --decoupled-lr --decoupled-min-lr --deterministic-mode --device
+--distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
+--eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
+--ffn-hidden-size --finetune --fp64 --global-batch-size --hidden-size --init-method-std
+--kv-channels --load --log-interval --log-json --log-params-norm --lr --lr-decay-iters
+--lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init --lr-warmup-iters
+--lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples --lr-wsd-decay-style
+--make-vocab-size-divisible-by --manual-gc --manual-gc-interval --max-position-embeddings
+--micro-batch-size --min-lr --mock-data --no-check-for-nan-in-loss-and-grad --no-load-optim
+--norm-epsilon --num-attention-heads --num-layers --num-query-groups --num-workers
+--overlap-grad-reduce --profile --profile-ranks --profile-step-end --profile-step-start
+--recompute-granularity --recompute-method --recompute-num-layers --reset-attention-mask
+--reset-position-ids --rope-scaling-factor --rotary-base --save --save-interval --seed
+--seq-length --sequence-parallel --split --step-batch-size-schedule
+--tensor-model-parallel-size --tensorboard-dir --test-data-path --tokenizer-model
+--tokenizer-type --train-data-path --train-iters --train-samples
+--untie-embeddings-and-output-weights --use-rope-scaling --valid-data-path --vocab-size
+--wandb-exp-name --wandb-project --weight-decay
+""".split()
+OURS = {"--device", "--dry-run", "--fp64", "--log-json"}
+# Of older Megatron-LM, still in launch scripts.
+OLDER = """
+--DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
+--log-learning-rate-to-tensorboard --no-async-tensor-model-parallel-allreduce
+--no-log-learnig-rate-to-tensorboard --no-query-key-layer-scaling --use-flash-attn-v2
+""".split()
+
+
+def test_the_list_of_live_flags_is_frozen():
+    assert sorted(flag.name for flag in live()) == sorted(LIVE)
+
+
+def test_every_spelling_of_megatron_lm_0_20_has_a_class():
+    assert len(set(table()) - OURS - set(OLDER)) == 876
+
+
+@pytest.mark.parametrize(
+    "name,kind",
+    [
+        ("--swiglu", "checked"),
+        ("--use-distributed-optimizer", "checked"),
+        ("--num-experts", "checked"),
+        ("--moe-router-topk", "refused"),
+        ("--use-torch-fsdp2", "refused"),
+        ("--rampup-batch-size", "refused"),
+        ("--fp16", "refused"),
+        ("--trust-remote-code", "refused"),
+        ("--lr", "live"),
+    ],
+)
+def test_classes(name, kind):
+    assert table()[name].kind == kind
+
+
+def test_every_flag_says_why_in_a_sentence():
+    for flag in table().values():
+        assert len(flag.text) > 3 and not flag.text.endswith("."), flag.name
+
+
+def test_live_flags_and_config_fields_are_the_same_list():
+    """A live flag nobody can read, or a field nobody can set, is a mistake of ours."""
+    sections = {
+        f.name: {g.name for g in fields(getattr(config, f.type.__name__))}
+        for f in fields(config.Config)
+        if inspect.isclass(f.type) and f.type.__module__ == config.__name__
+    }
+    assert set(sections) == set(headings())
+    named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
+    held = {section: set() for section in sections}
+    for flag in live():
+        held[flag.group].add(named.get(flag.dest, flag.dest))
+    # Sizes of axes that are not cut in this version, and the world, have no live flag.
+    held["parallel"] |= {
+        "world_size",
+        "context_parallel_size",
+        "pipeline_model_parallel_size",
+    }
+    assert held == sections
+
+
+def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
+    with pytest.raises(SystemExit) as stop:
+        build_parser().parse_args(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for heading in headings().values():
+        assert heading + ":" in text
+    for flag in live():
+        start = text.index(f"{flag.name} ")
+        while text[start - 1] not in " ":  # a longer flag of the same ending
+            start = text.index(f"{flag.name} ", start + 1)
+        line = text[text.index(flag.text[:20].replace("%%", "%"), start) :]
+        tail = line[line.index("[") + 1 : line.index("]", line.index("["))]
+        assert tail.startswith(flag.unit[:20]), flag.name
+        assert any(word in tail for word in ("default", "off", "required", "with", "this or")), tail
+
+
+def test_an_unknown_flag_gets_close_ones():
+    assert suggest("--num-layer").startswith("did you mean --num-layers")
+    assert "--help" in suggest("--xyzzy")
+
+
+@pytest.mark.parametrize(
+    "name,text,value",
+    [
+        ("--lr", "1e-3", 1e-3),
+        ("--num-layers", "3", 3),
+        ("--rotary-base", "500000", 500000.0),
+        ("--adam-beta2", "0", 0.0),
+        ("--profile-ranks", ["0", "3"], (0, 3)),
+        ("--data-path", ["0.3", "a"], ("0.3", "a")),
+        ("--lr-decay-style", "WSD", "WSD"),
+        ("--save", "out", "out"),
+    ],
+)
+def test_values(name, text, value):
+    assert table()[name].convert(text) == value
+
+
+@pytest.mark.parametrize(
+    "name,text,rule",
+    [
+        ("--lr", "-0.1", "a number >= 0"),
+        ("--lr", "nan", "a number >= 0"),
+        ("--lr", "inf", "a number >= 0"),
+        ("--lr", "fast", "a number >= 0"),
+        ("--norm-epsilon", "0", "a number > 0"),
+        ("--num-layers", "0", "a whole number >= 1"),
+        ("--num-layers", "2.5", "a whole number >= 1"),
+        ("--seed", "-1", "a whole number >= 0"),
+        ("--adam-beta1", "1", "a number from 0 to below 1"),
+        ("--lr-decay-style", "wsd", "one of constant, linear, cosine, inverse-square-root, WSD"),
+        ("--save", " ", "leave the flag out instead"),
+    ],
+)
+def test_a_wrong_value_names_flag_value_and_rule(name, text, rule):
+    with pytest.raises(UsageError) as mistake:
+        table()[name].convert(text)
+    assert str(mistake.value).startswith(name) and rule in str(mistake.value)
+    assert text.strip() in str(mistake.value)
+
+
+def test_checked_lines_and_differences_are_whole():
+    assert all(line.count(" | ") == 3 for line in CHECKED.strip().splitlines())
+    assert all(len(row) == 3 and all(row) for row in DIFFERENCES)
+    for flags, _, _ in DIFFERENCES:
+        names = [
+            word.strip(",") for word in flags.split() if word.startswith("--") and "*" not in word
+        ]
+        assert names and set(names) <= set(table()), flags
