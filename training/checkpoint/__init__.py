@@ -2,18 +2,19 @@
 """Save a run and find it again: a directory that is complete or absent, in safetensors and JSON.
 
     step_00000123/
-      manifest.json          format version, step, samples, layout, size and SHA-256 of every other
-      file index.json             each canonical tensor: dtype, full shape, which file holds which
-      rectangle state.json             everything that is not a tensor: progress, config, tokenizer,
-      model sizes rank_00000-000.safetensors ...
+      manifest.json     format version, step, samples, layout; size and SHA-256 of every other file
+      index.json        each canonical tensor: dtype, full shape, which file holds which rectangle
+      state.json        all that is not a tensor: progress, config, tokenizer, model sizes
+      rank_00000-000.safetensors ...
 
-pieces.py  what a rank holds, in rectangles of canonical tensors, and which of its holders writes
-one files.py   bytes that are on disk when the call returns, with their SHA-256
-manifest.py  what the three JSON files say, checked when read
-agree.py   one failure on one rank becomes everybody's
-save.py    write aside, then rename
-find.py    the newest directory that is whole, the same on every rank, or why not
-load.py    fill local tensors from whatever files hold their rectangles
+pieces       what a rank holds, as rectangles of canonical tensors; which holder writes one
+files        bytes that are on disk when the call returns, with their SHA-256
+manifest     what the three JSON files say, checked when read
+agree        one failure on one rank becomes everybody's
+save         write aside, then rename
+find         the newest directory that is whole, the same on every rank, or why not
+load         fill local tensors from whatever files hold their rectangles
+huggingface  the weights of a Hugging Face directory (tools/convert.py)
 """
 
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError

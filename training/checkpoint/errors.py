@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name what can go wrong with a checkpoint. Each message is one sentence for the person at the
-terminal."""
+"""Name what can go wrong with a checkpoint. Each message is one sentence for whoever started us."""
 
 
 class CheckpointError(ValueError):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the newest checkpoint that is whole, the same one on every rank, and say why newer ones are
-not.
+"""Find the newest checkpoint that is whole, the same on every rank, and say why newer ones are not.
 
 What counts is what stands in the directories: a name under which a save was renamed, a manifest,
 sizes and hashes that agree. Each rank hashes the files that it will read, so the work is spread. A
@@ -36,12 +35,13 @@ def find_latest(
     note: Callable[[str], None] = print,
     device: torch.device | None = None,
 ) -> Checkpoint | None:
-    """Return the newest whole checkpoint under `root` (or `root` itself, a step's directory), or
-    None.
+    """Return the newest whole checkpoint under `root` (or at `root`, a step's directory), or None.
 
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
-    (`cast` lets dtypes differ). expect: the model's hf_config; its fields are compared. step: only
-    that one. note is called on rank 0 with a line for each newer directory that is passed over.
+        (`cast` lets dtypes differ).
+    expect: the model's hf_config; its fields are compared.
+    step: only that one.
+    note: called on rank 0 with a line for each newer directory that is passed over.
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
     checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
     """

@@ -17,12 +17,10 @@ from training.checkpoint.files import read_checked
 
 FORMAT, VERSION = "weft-checkpoint", 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
-STEP = re.compile(
-    r"step_(\d{8,})(\.old-[0-9a-f]+)?"
-)  # .old: set aside while its successor is renamed
-PLAIN = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}"
-)  # a file's name: no separator, no leading dot
+# .old: set aside while its successor is renamed
+STEP = re.compile(r"step_(\d{8,})(\.old-[0-9a-f]+)?")
+# a file's name: no separator, no leading dot
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 LIMIT = 1 << 28  # bytes of JSON anyone may make us read
 
 

@@ -2,9 +2,8 @@
 """Write a checkpoint that is complete or absent.
 
     every rank   writes its rectangles under step_00000123.tmp-<random>/, fsync
-    rank 0       checks sizes and that the rectangles tile each tensor; index, state, manifest;
-    fsync rank 0       rename to step_00000123/, fsync of the parent: from here on the checkpoint
-    exists
+    rank 0       checks that the rectangles tile each tensor; index, state, manifest; fsync
+    rank 0       rename to step_00000123/, fsync of the parent: now the checkpoint exists
 
 After each line the ranks exchange how it went. A failure removes the directory written aside and
 raises SaveError on every rank; what was there before is not touched until the rename. `latest` is
@@ -64,11 +63,13 @@ def save(
     """Save collectively; return the new directory.
 
     pieces: all that this rank holds (parameter_pieces + state_pieces); of what several ranks hold
-    one writes. state: JSON, the same on every rank; rank 0's is written, with step, layout and
-    torch version added. device: where the world's collectives need their tensors (nccl: the rank's
-    GPU). attach: small files to keep beside (rank 0). hook(phase): "start", "piece" before each
-    tensor, "shards", "manifest", "aside" (an older directory of this step was set aside),
-    "renamed"; for tests. Raises SaveError, on every rank, naming the rank, the path and the cause.
+        one writes.
+    state: JSON, the same on every rank; rank 0's is written, with step, layout, torch version.
+    device: where the world's collectives need their tensors (nccl: the rank's GPU).
+    attach: small files to keep beside, as rank 0 has them.
+    hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
+        directory of this step was set aside), "renamed"; tests stop a save there.
+    Raises SaveError, on every rank, naming the rank, the path and the cause.
     """
     directory, first = Path(root), grid.rank == 0
     aside: Path | None = None

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Continue a prompt with a checkpoint, on one process or cut over several (tensor parallelism).
+
+    python tools/generate.py --load runs/llama --prompt "def " --max-new-tokens 200 --temperature
+    0.8 torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
+
+The checkpoint knows its model and its tokenizer; --tokenizer-type and --tokenizer-model replace the
+latter. Every rank sees the same logits and draws with the same seed, so all pick the same token
+without being told.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.llama import Llama, from_hf_config, hf_names
+from mpu.comm.collectives import all_gather
+from mpu.context import LayerContext
+from mpu.grid import Axis, Grid, Launch
+from mpu.param import unique_parameters
+from training.checkpoint import find_latest, load, parameter_pieces
+from training.checkpoint.huggingface import BY_NAME
+from training.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+
+
+def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
+    """Put the last position's vocabulary together: logits [n, b, V/t] -> [b, V], padding cut
+    off."""
+    last = logits[-1].t().contiguous()  # [V/t, b]
+    return all_gather(last, tp)[0].t()[:, :vocab_size]  # [b, V]
+
+
+def pick(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """Choose the next token of each row: logits [b, V] -> [b].
+
+    Temperature 0 takes the likeliest. Otherwise softmax(logits / temperature), of the top_k
+    likeliest (0: all), then of the fewest whose probabilities reach top_p, drawn on the CPU.
+    """
+    logits = logits.to("cpu", torch.float64)
+    if temperature == 0:
+        return logits.argmax(-1)
+    order = logits.argsort(-1, descending=True, stable=True)
+    p = (logits.gather(-1, order) / temperature).softmax(-1)
+    if top_k:
+        p[:, top_k:] = 0
+    p = p / p.sum(-1, keepdim=True)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
+    drawn = torch.multinomial(p, 1, generator=generator)
+    return order.gather(-1, drawn)[:, 0]
+
+
+@torch.inference_mode()
+def generate(
+    model: Llama,
+    prompt: Sequence[int],
+    *,
+    samples: int = 1,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1234,
+    stop: int | None = None,
+) -> list[list[int]]:
+    """Return `samples` continuations of the token ids `prompt`, each cut before the token
+    `stop`."""
+    config, device = model.config, model.ctx.device
+    generator = torch.Generator().manual_seed(seed)
+    caches: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
+    model.rope(None, len(prompt) + max_new_tokens)  # once, at full length
+    tokens = torch.tensor([list(prompt)] * samples, device=device)  # [b, n]
+    position = 0
+    ended = torch.zeros(samples, dtype=torch.bool)
+    chosen: list[Tensor] = []
+    while len(chosen) < max_new_tokens and not ended.all():
+        logits = model.decode(tokens, position, caches)  # [n, b, V/t]
+        position += tokens.shape[1]
+        logits = gather_logits(logits, model.ctx.tp, config.vocab_size)
+        new = pick(logits, temperature, top_k, top_p, generator)
+        chosen.append(new)
+        if stop is not None:
+            ended |= new == stop
+        tokens = new[:, None].to(device)
+    rows = torch.stack(chosen, 1).tolist() if chosen else [[] for _ in range(samples)]
+    return [row[: row.index(stop)] if stop in row else row for row in rows]
+
+
+def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Path) -> Tokenizer:
+    """Build the tokenizer of the flags, or the one the checkpoint names; refuse one that
+    changed."""
+    stored = state.get("tokenizer") or {}
+    own = args.tokenizer_type is not None or args.tokenizer_model is not None
+    kind = args.tokenizer_type or stored.get("tokenizer_type")
+    path = args.tokenizer_model or stored.get("tokenizer_model")
+    if kind is None:
+        raise ValueError(
+            f"{directory} names no tokenizer: give --tokenizer-type and --tokenizer-model"
+        )
+    if path and not own and (directory / path).is_file():
+        path = str(directory / path)
+    # NullTokenizer is told its numbers and counts one more, the end of a document
+    size = stored.get("vocab_size", state["hf_config"]["vocab_size"])
+    tokenizer = build_tokenizer(kind, path, size - 1)
+    if not own and stored.get("sha256") not in (None, tokenizer.digest()):
+        raise ValueError(
+            f"the tokenizer {path} is not the one {directory} was trained with (its SHA-256 "
+            "differs); give --tokenizer-type and --tokenizer-model to use it all the same"
+        )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
+    """Return the ids to start from; an empty prompt starts a document."""
+    ids = tokenizer.encode(prompt, bos=tokenizer.starts_with_bos)
+    if not ids:
+        first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
+        if first is None:
+            raise ValueError("--prompt is empty and the tokenizer has no token to begin with")
+        ids = [first]
+    if len(ids) + new > room:
+        raise ValueError(
+            f"the prompt's {len(ids)} tokens and --max-new-tokens {new} are more than the model's "
+            f"max_position_embeddings ({room})"
+        )
+    return ids
+
+
+def load_model(
+    root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None
+) -> tuple[Llama, dict[str, Any], Path]:
+    """Build the checkpoint's model on this rank and fill it. Returns (model, state, directory)."""
+    at = device if grid.world.size > 1 else None
+    newest = find_latest(root, grid, note=lambda line: None, device=at)
+    if newest is None:
+        raise ValueError(f"--load {root}: there is no checkpoint")
+    sizes = newest.state.get("hf_config")
+    if not isinstance(sizes, dict):
+        raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
+    stored = BY_NAME[newest.index["model.embed_tokens.weight"]["dtype"]]
+    ctx = LayerContext(
+        grid,
+        dtype=dtype or stored,
+        accumulate=torch.float64 if (dtype or stored) == torch.float64 else torch.float32,
+        device=device,
+    )
+    model = Llama(from_hf_config(sizes), ctx).requires_grad_(False)
+    for param in model.parameters():
+        param.zero_()  # the padding of the vocabulary is in no file
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    checkpoint = find_latest(
+        root, grid, pieces=pieces, expect=sizes, cast=True, note=note, device=at
+    )
+    assert checkpoint is not None
+    load(checkpoint, pieces, grid, at)
+    return model, checkpoint.state, checkpoint.directory
+
+
+def parse(argv: Iterable[str] | None) -> argparse.Namespace:
+    """Read the flags."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
+    add("--prompt", default="", help="text to continue; left out: begin a document")
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="tokens a sample (200)")
+    add("--num-samples", type=int, default=1, metavar="N", help="continuations (1)")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
+    add("--top-k", type=int, default=0, help="draw among the k likeliest tokens (0: all)")
+    add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
+    add("--seed", type=int, default=1234, help="of the draws (1234)")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="left out: the checkpoint's")
+    add("--tokenizer-model", metavar="PATH", help="left out: the checkpoint's")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
+    add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
+    args = parser.parse_args(None if argv is None else list(argv))
+    rules = {
+        "--max-new-tokens": (args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
+        "--num-samples": (args.num_samples, args.num_samples >= 1, "at least 1"),
+        "--temperature": (args.temperature, 0 <= args.temperature < 1e9, "0 or more"),
+        "--top-k": (args.top_k, args.top_k >= 0, "0 or more"),
+        "--top-p": (args.top_p, 0 < args.top_p <= 1, "in (0, 1]"),
+    }
+    for flag, (value, good, rule) in rules.items():
+        if not good:
+            parser.error(f"{flag} {value} must be {rule}")
+    return args
+
+
+def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
+    """Load, generate, and print on rank 0."""
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model, state, directory = load_model(args.load, grid, device, dtype)
+    tokenizer = tokenizer_of(args, state, directory)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
+    ids = encode(tokenizer, args.prompt, model.config.max_position_embeddings, args.max_new_tokens)
+    begin = time.perf_counter()
+    rows = generate(
+        model,
+        ids,
+        samples=args.num_samples,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop=tokenizer.eod,
+    )
+    seconds = time.perf_counter() - begin
+    if grid.rank != 0:
+        return
+    start = ids[tokenizer.bos == ids[0] :]  # bos is no text
+    for i, row in enumerate(rows):
+        if len(rows) > 1:
+            print(f"--- {i + 1} of {len(rows)}")
+        print(tokenizer.decode([*start, *row]), flush=True)
+    count = sum(map(len, rows))
+    print(f"{directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    """Start the ranks' group where there are several; a refusal is one sentence and exit code 2."""
+    args = parse(argv)
+    launch, timeout = Launch.from_env(), timedelta(minutes=5)
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
+    grid = Grid(launch.world, tp_size=launch.world, launch=launch)
+    try:
+        if launch.world > 1:
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world, timeout))
+            grid.connect(device, store, timeout)
+        run(args, grid, device)
+    except ValueError as error:
+        if launch.rank == 0:
+            print(f"generate: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        grid.close()
+
+
+if __name__ == "__main__":
+    main()
