@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back: one small interface over the tokenizers that Llamas come with.
 
-    --tokenizer-type        --tokenizer-model
-    SentencePieceTokenizer  a SentencePiece .model
-    Llama2Tokenizer         the same; documents also begin with <s>, as in Megatron
-    TikTokenizer            Llama 3's tokenizer.model: lines of base64 token and rank
-    HuggingFaceTokenizer    tokenizer.json, or a directory that holds one
-    NullTokenizer           none: text is numbers below --vocab-size, and --vocab-size itself ends a
-                            document (so its vocabulary has one entry more, as in Megatron)
+    --tokenizer-type           --tokenizer-model
+    SentencePieceTokenizer     a SentencePiece .model
+    GPTSentencePieceTokenizer  the same, another name
+    Llama2Tokenizer            the same; documents also begin with <s>, as in Megatron
+    TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
+    HuggingFaceTokenizer       tokenizer.json, or a directory that holds one
+    NullTokenizer              none: text is numbers below --vocab-size, and --vocab-size itself
+                               ends a document (one entry more in its vocabulary, as in Megatron)
 
 Tokenizers are read from local files only; none of them can bring code along.
 """
@@ -206,6 +207,7 @@ class NullTokenizer:
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
     "HuggingFaceTokenizer",

@@ -84,6 +84,8 @@ def test_sentencepiece(sentencepiece_path):
     assert llama2.starts_with_bos and llama2.name == "Llama2Tokenizer"
     assert llama2.encode("hello") == tokenizer.encode("hello")
     assert llama2.digest() == tokenizer.digest()
+    gpt = build_tokenizer("GPTSentencePieceTokenizer", sentencepiece_path, None)
+    assert gpt.encode("hello") == tokenizer.encode("hello") and not gpt.starts_with_bos
 
 
 def test_sentencepiece_without_control_tokens(tmp_path):

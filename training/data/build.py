@@ -16,13 +16,11 @@ from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Dataset, Loader
 from training.data.mock import MockDataset
-from training.data.split import SPLITS, parse_split, split_documents
+from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 
 if TYPE_CHECKING:
     from training.config import Config
     from training.tokenizer import Tokenizer
-
-DEFAULT_SPLIT = "969,30,1"  # Megatron's, where --split is not given
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 import math
 
 SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"  # Megatron's, where --split is not given
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print which samples each step of a run consumes, without running it.
+
+    WORLD_SIZE=16 python tools/ledger.py --first-step 100 --steps 3 -- <flags of pretrain_llama.py>
+
+For each step: the samples consumed before it, its batch size, and a SHA-256 of the (sample,
+dataset, document, offset) of all its rows, as the loaders of all data-parallel ranks hand them out.
+The lines depend on data, seed, sequence length and batch size only: whatever the number of ranks,
+the micro-batch, the workers and the point of resumption, they must be the same. `--rows` also lists
+the rows.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from training.arguments import parse
+from training.batch_schedule import global_batch_size, samples_after
+from training.config import Config
+from training.data.build import build_loaders
+from training.tokenizer import Tokenizer, build_tokenizer
+
+Row = tuple[int, int, int, int]  # sample, dataset, document, offset
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One step: samples consumed before it, and where each of its rows begins."""
+
+    step: int
+    consumed: int
+    rows: tuple[Row, ...]
+
+    def line(self) -> str:
+        """Return the step as one line, its rows as a hash."""
+        digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
+        return f"step {self.step}  consumed {self.consumed}  batch {len(self.rows)}  {digest}"
+
+
+def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry]:
+    """Yield the entry of each step (counted from 1), by asking the loaders of all ranks.
+
+    Raises ValueError if the ranks together do not hand out every sample of a step exactly once.
+    """
+    size = config.parallel.data_parallel_size
+    loaders = [
+        build_loaders(config, tokenizer, rank, size, report=lambda line: None).train
+        for rank in range(size)
+    ]
+    for step in steps:
+        consumed = samples_after(config, step - 1)
+        count = global_batch_size(config, consumed)
+        samples = sorted(
+            batch.first_sample + i
+            for loader in loaders
+            for batch in loader.next_global_batch(consumed, count)
+            for i in range(len(batch.tokens))
+        )
+        if samples != list(range(consumed, consumed + count)):
+            raise ValueError(f"step {step}: the ranks hand out samples {samples}")
+        dataset = loaders[0].dataset
+        yield Entry(step, consumed, tuple((i, *dataset.origin(i)) for i in samples))
+    for loader in loaders:
+        loader.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the flags and print the ledger; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--first-step", type=int, default=1, help="step to begin with, from 1")
+    parser.add_argument("--steps", type=int, default=10, help="number of steps")
+    parser.add_argument("--rows", action="store_true", help="list the rows of each step")
+    parser.add_argument("flags", nargs="*", help="after --: the flags of pretrain_llama.py")
+    args = parser.parse_args(argv)
+    try:
+        if args.first_step < 1 or args.steps < 0:
+            raise ValueError("--first-step counts from 1 and --steps from 0")
+        config = parse(args.flags, int(os.environ.get("WORLD_SIZE", "1")))
+        tokenizer = build_tokenizer(
+            config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size
+        )
+        for entry in ledger(
+            config, tokenizer, range(args.first_step, args.first_step + args.steps)
+        ):
+            print(entry.line())
+            for row in entry.rows if args.rows else ():
+                print("  sample {}  dataset {}  document {}  offset {}".format(*row))
+    except ValueError as error:
+        print(f"ledger.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
