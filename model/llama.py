@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 2, 3, 3.1 and 3.2, the whole architecture in one file, written parallel. Copy it and change it.
+"""Llama 2, 3, 3.1 and 3.2, the whole architecture in one file, written parallel. Copy it and change
+it.
 
-    s sequence   b micro-batch   h hidden   a query heads   g key/value groups   d head size   f ffn hidden
-    V vocabulary   t tensor-parallel size; under sequence parallelism (SP) hidden states are [s/t, b, h]
+    s sequence   b micro-batch   h hidden   a query heads   g key/value groups   d head size
+    f ffn hidden   V vocabulary   t tensor-parallel size
+    under sequence parallelism (SP) hidden states are [s/t, b, h]
 
-    tokens [b, s] -> embedding [s/t, b, h] -> L x { norm, attention, +;  norm, SwiGLU MLP, + } -> norm
-    -> head [s, b, V/t] -> vocabulary-parallel cross entropy [s, b]
+    tokens [b, s] -> embedding [s/t, b, h] -> L x { norm, attention, +;  norm, SwiGLU MLP, + }
+    -> norm -> head [s, b, V/t] -> vocabulary-parallel cross entropy [s, b]
 
-Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul, RowParallelLinear
-reduce-scatters after it, the embedding reduce-scatters once, the loss gathers three numbers a token.
+Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul,
+RowParallelLinear reduce-scatters after it, the embedding reduce-scatters once, the loss gathers
+three numbers a token.
 """
 
 import math
@@ -56,24 +59,33 @@ class LlamaConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
 
-def _size(v: int, h: int, f: int, layers: int, a: int, g: int, n: int, base: float, **more) -> LlamaConfig:
-    return LlamaConfig(v, h, f, layers, a, g, 0, n, base, **more)
+def _size(
+    v: int,
+    h: int,
+    f: int,
+    layers: int,
+    a: int,
+    g: int,
+    positions: int,
+    base: float,
+    scaling: float = 0.0,
+    tied: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(v, h, f, layers, a, g, 0, positions, base, scaling, tied=tied)
 
 
-#                        V       h      f      L    a    g   positions  rope base
+#                          V       h      f      L    a    g  positions  rope base
 SIZES = {
-    "llama2-7b":   _size(32000,  4096,  11008, 32,  32,  32, 4096,   10000.0),
-    "llama2-13b":  _size(32000,  5120,  13824, 40,  40,  40, 4096,   10000.0),
-    "llama2-70b":  _size(32000,  8192,  28672, 80,  64,  8,  4096,   10000.0),
-    "llama3-8b":   _size(128256, 4096,  14336, 32,  32,  8,  8192,   500000.0),
-    "llama3-70b":  _size(128256, 8192,  28672, 80,  64,  8,  8192,   500000.0),
-    "llama3.1-8b": _size(128256, 4096,  14336, 32,  32,  8,  131072, 500000.0, rope_scaling_factor=8.0),
-    "llama3.1-70b": _size(128256, 8192, 28672, 80,  64,  8,  131072, 500000.0, rope_scaling_factor=8.0),
-    "llama3.1-405b": _size(128256, 16384, 53248, 126, 128, 8, 131072, 500000.0, rope_scaling_factor=8.0),
-    "llama3.2-1b": _size(128256, 2048,  8192,  16,  32,  8,  131072, 500000.0, rope_scaling_factor=32.0,
-                         tied=True),
-    "llama3.2-3b": _size(128256, 3072,  8192,  28,  24,  8,  131072, 500000.0, rope_scaling_factor=32.0,
-                         tied=True),
+    "llama2-7b":     _size(32000,  4096,  11008, 32,  32,  32, 4096,   10000.0),
+    "llama2-13b":    _size(32000,  5120,  13824, 40,  40,  40, 4096,   10000.0),
+    "llama2-70b":    _size(32000,  8192,  28672, 80,  64,  8,  4096,   10000.0),
+    "llama3-8b":     _size(128256, 4096,  14336, 32,  32,  8,  8192,   500000.0),
+    "llama3-70b":    _size(128256, 8192,  28672, 80,  64,  8,  8192,   500000.0),
+    "llama3.1-8b":   _size(128256, 4096,  14336, 32,  32,  8,  131072, 500000.0, 8.0),
+    "llama3.1-70b":  _size(128256, 8192,  28672, 80,  64,  8,  131072, 500000.0, 8.0),
+    "llama3.1-405b": _size(128256, 16384, 53248, 126, 128, 8,  131072, 500000.0, 8.0),
+    "llama3.2-1b":   _size(128256, 2048,  8192,  16,  32,  8,  131072, 500000.0, 32.0, True),
+    "llama3.2-3b":   _size(128256, 3072,  8192,  28,  24,  8,  131072, 500000.0, 32.0, True),
 }  # fmt: skip
 
 
@@ -86,8 +98,8 @@ class Attention(nn.Module):
         a, g = config.num_attention_heads, config.num_query_groups
         if a % t or g % t:
             raise ValueError(
-                f"{a} attention heads in {g} query groups do not divide over tensor-parallel size {t}: "
-                "both must be multiples of it"
+                f"{a} attention heads in {g} query groups do not divide over "
+                f"tensor-parallel size {t}: both must be multiples of it"
             )
         self.heads, self.groups, self.head_size = a // t, g // t, d
         self.core = recompute.attention_core
@@ -101,7 +113,7 @@ class Attention(nn.Module):
         return self.proj(y)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[Tensor]) -> Tensor:
-        """Attend from new tokens x [n, b, h] to all so far, kept in `cache` (no SP, no gradient)."""
+        """Attend from new tokens x [n, b, h] to all so far, kept in `cache`. No SP, no gradient."""
         n, b, _ = x.shape
         a, g = self.heads, self.groups
         qkv = apply_rope(self.qkv(x).view(n, b, a + 2 * g, -1), cos, sin, a + g)
@@ -147,7 +159,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The model. Raises ValueError where a size does not divide over the tensor-parallel ranks."""
 
-    def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute | None = None) -> None:
+    def __init__(
+        self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute | None = None
+    ) -> None:
         super().__init__()
         recompute = recompute or Recompute()
         self.config, self.ctx, self.recompute = config, ctx, recompute
@@ -160,7 +174,7 @@ class Llama(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        """Return cos, sin for arange(length), or for positions [b, s]; the table grows as needed."""
+        """Return cos, sin for arange(length), or for positions [b, s]; the table grows."""
         if self._rope is None or len(self._rope[0]) < length:
             c = self.config
             frequencies = rope_frequencies(
@@ -182,7 +196,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
-        document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2, ...
+        document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
+        ...
         """
         cos, sin = self.rope(position_ids, tokens.shape[1])
         mask = None if document_ids is None else document_mask(document_ids)
@@ -195,7 +210,7 @@ class Llama(nn.Module):
         return loss.t()  # [b, s]
 
     def decode(self, tokens: Tensor, position: int, caches: list[list[Tensor]]) -> Tensor:
-        """Continue: new tokens [b, n] at `position` -> logits [n, b, V/t]; one cache list a layer."""
+        """Continue: new tokens [b, n] at `position` -> logits [n, b, V/t]; a cache a layer."""
         cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
         h = self.embedding(tokens)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -206,9 +221,9 @@ class Llama(nn.Module):
     def initialize(self, seed: int) -> "Llama":
         """Draw the weights: the same model for every layout.
 
-            norms                          1
-            embedding, head, qkv, gate_up  N(0, std)
-            proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
+        norms                          1
+        embedding, head, qkv, gate_up  N(0, std)
+        proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
         """
         std, table = self.config.init_method_std, hf_names(self)
         for name, param in unique_parameters(self):
@@ -222,7 +237,9 @@ class Llama(nn.Module):
 
 
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
-    """Map each parameter to its Hugging Face tensors, one a fused section. The canonical names of checkpoints."""
+    """Map each parameter to its Hugging Face tensors, one a fused section. The canonical names of
+    checkpoints.
+    """
     table: dict[str, tuple[str, ...]] = {
         "embedding.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
@@ -238,7 +255,9 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
     }
     for i in range(model.config.num_layers):
         for ours, theirs in inside.items():
-            table[f"layers.{i}.{ours}.weight"] = tuple(f"model.layers.{i}.{n}.weight" for n in theirs)
+            table[f"layers.{i}.{ours}.weight"] = tuple(
+                f"model.layers.{i}.{n}.weight" for n in theirs
+            )
     return {name: table[name] for name, _ in unique_parameters(model)}
 
 
@@ -289,7 +308,9 @@ def from_hf_config(hf: dict) -> LlamaConfig:
     }
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
-            raise ValueError(f"config.json: {field} is {hf[field]!r}, which this Llama does not have")
+            raise ValueError(
+                f"config.json: {field} is {hf[field]!r}, which this Llama does not have"
+            )
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -297,7 +318,9 @@ def from_hf_config(hf: dict) -> LlamaConfig:
     if not plain and (
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
-        raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is supported")
+        raise ValueError(
+            f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is supported"
+        )
     a = hf["num_attention_heads"]
     return LlamaConfig(
         vocab_size=hf["vocab_size"],
@@ -325,9 +348,9 @@ def decays(name: str, param: nn.Parameter) -> bool:
 def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
     """Count the model's floating-point operations a trained token, without recomputation.
 
-    6 for each weight in a matmul (2 forward, 4 backward) and 6 L s a d for causal attention's two products
-    (half of the s^2 square); embedding look-ups and elementwise work are not counted (Chowdhery et al. 2022,
-    appendix B, with the causal half).
+    6 for each weight in a matmul (2 forward, 4 backward) and 6 L s a d for causal attention's two
+    products (half of the s^2 square); embedding look-ups and elementwise work are not counted
+    (Chowdhery et al. 2022, appendix B, with the causal half).
     """
     c, d = config, config.head_size
     attention = c.hidden_size * d * (2 * c.num_attention_heads + 2 * c.num_query_groups)

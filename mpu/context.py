@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerContext: the one frozen object a layer is given. There is no other way to learn of ranks or devices."""
+"""LayerContext: the one frozen object a layer is given. There is no other way to learn of ranks or
+devices.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +13,12 @@ from mpu.param import GradientSink, WeightGradientQueue
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer may know of the world: axes, sequence parallelism, dtype, device, and where gradients go.
+    """What a layer may know of the world: axes, sequence parallelism, dtype, device, and where
+    gradients go.
 
-    dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and loss (fp32,
-    or fp64 for proofs). sequence_parallel cuts activations between the tensor-parallel regions along s.
+    dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
+    loss (fp32, or fp64 for proofs). sequence_parallel cuts activations between the tensor-parallel
+    regions along s.
     """
 
     grid: Grid = field(default_factory=Grid)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay the ranks out on axes: who is my tensor-parallel peer, who my data-parallel one.
 
-The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest, so that its
-ranks sit on one node. An axis is a row of that array; a product axis is a plane of it, where something is
-summed or counted over several axes at once.
+The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest,
+so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane of it,
+where something is summed or counted over several axes at once.
 
-Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3] [4,6] [5,7];
-pp rows [0,4] [1,5] [2,6] [3,7]; model planes (tp x pp) [0,1,4,5] [2,3,6,7].
+Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
+[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7]; model planes (tp x pp) [0,1,4,5] [2,3,6,7].
 """
 
 import os
@@ -25,9 +25,10 @@ NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 class Axis:
     """One row of ranks that talk to each other, as this rank sees it.
 
-    `ranks` are global ranks in axis order; `rank` is this rank's place among them. `group` is None at size 1
-    and in a dry run. `trace`, when set, is told of every collective (see tools/explain.py). `staged` makes
-    collectives pass through host memory (gloo groups that carry CUDA tensors).
+    `ranks` are global ranks in axis order; `rank` is this rank's place among them. `group` is None
+    at size 1 and in a dry run. `trace`, when set, is told of every collective (see
+    tools/explain.py). `staged` makes collectives pass through host memory (gloo groups that carry
+    CUDA tensors).
     """
 
     name: str
@@ -50,7 +51,9 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a plain `python` run is a world of one."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a plain `python` run is a world of
+        one.
+        """
         e = os.environ
         world = int(e.get("WORLD_SIZE", "1"))
         return cls(
@@ -63,7 +66,8 @@ class Launch:
 
 @dataclass
 class Grid:
-    """Hold every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds the groups.
+    """Hold every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds the
+    groups.
 
     Raises ValueError where the sizes do not factor the world.
     """
@@ -79,8 +83,9 @@ class Grid:
         parts = self.tp_size * self.cp_size * self.pp_size
         if min(self.tp_size, self.cp_size, self.pp_size) < 1 or self.world_size % parts:
             raise ValueError(
-                f"the world of {self.world_size} ranks does not divide into tensor {self.tp_size} x "
-                f"context {self.cp_size} x pipeline {self.pp_size} (= {parts} ranks a model copy)"
+                f"the world of {self.world_size} ranks does not divide into tensor "
+                f"{self.tp_size} x context {self.cp_size} x pipeline {self.pp_size} "
+                f"(= {parts} ranks a model copy)"
             )
         self.dp_size = self.world_size // parts
         self.rank = self.launch.rank
@@ -99,9 +104,10 @@ class Grid:
         )
         kept = [i for i, n in enumerate(NAMES) if n not in names]
         moved = array.permute(*kept, *[i for i, n in enumerate(NAMES) if n in names])
+        sizes = dict(zip(NAMES, array.shape, strict=True))
         size = 1
         for n in names:
-            size *= {"tp": self.tp_size, "cp": self.cp_size, "dp": self.dp_size, "pp": self.pp_size}[n]
+            size *= sizes[n]
         return [tuple(row) for row in moved.reshape(-1, size).tolist()]
 
     def _axis(self, *names: str) -> Axis:
@@ -114,7 +120,9 @@ class Grid:
     AXES = ("tp", "cp", "dp", "pp", "data", "model", "world")
 
     def connect(self, device: torch.device, store: dist.Store, timeout: timedelta) -> "Grid":
-        """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for CPU."""
+        """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
+        CPU.
+        """
         if self.world_size == 1:
             return self
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the compiled library of csrc/ (plain C functions, no torch or Python headers) through ctypes.
+"""Load the compiled library of csrc/ (plain C functions, no torch or Python headers) through
+ctypes.
 
-`make setup` builds build/weft_native.so where a C++ compiler is present. Everything that uses it has a twin in
-Python with the same results, so its absence costs time, never function.
+`make setup` builds build/weft_native.so where a C++ compiler is present. Everything that uses it
+has a twin in Python with the same results, so its absence costs time, never function.
 """
 
 import ctypes

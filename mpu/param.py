@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what a parameter knows of its place, and where its gradient goes.
 
-A layer never touches `.grad`. In backward it hands its weight gradient to a GradientSink, which knows the
-buckets, the micro-batches and the data-parallel ranks. What must still be summed afterwards, and over whom, is
-written on the parameter itself as a Placement.
+A layer never touches `.grad`. In backward it hands its weight gradient to a GradientSink, which
+knows the buckets, the micro-batches and the data-parallel ranks. What must still be summed
+afterwards, and over whom, is written on the parameter itself as a Placement.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,9 @@ from mpu.grid import Axis
 class Piece:
     """A rectangle of a canonical tensor that this rank holds.
 
-    Rows [start, start + size) along `dim` of the tensor `name` of full `shape` stand in the local parameter at
-    rows [local, local + size) along `dim`. `size` may be 0 where only padding falls to this rank.
+    Rows [start, start + size) along `dim` of the tensor `name` of full `shape` stand in the local
+    parameter at rows [local, local + size) along `dim`. `size` may be 0 where only padding falls to
+    this rank.
     """
 
     name: str
@@ -38,10 +39,12 @@ class Placement:
     shape: full logical shape, unpadded, sections stacked along dim 0.
     dim: the cut dimension; None where every rank holds all of it.
     axis: the axis that cuts it.
-    sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up); each is cut on its own,
+    sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up); each is cut
+    on its own,
         so a checkpoint can speak of q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included.
-    reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence parallelism).
+    reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence
+    parallelism).
     """
 
     shape: tuple[int, ...]
@@ -98,7 +101,7 @@ def parameter(placement: Placement, dtype: torch.dtype, device: torch.device) ->
 
 
 def placement_of(param: nn.Parameter) -> Placement:
-    """Return the parameter's placement; a plain nn.Parameter is replicated and its gradient whole."""
+    """Return the parameter's placement; a plain nn.Parameter is replicated, its gradient whole."""
     return getattr(param, "placement", None) or Placement(tuple(param.shape))
 
 
@@ -111,8 +114,9 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int) -> None:
     """Fill with N(0, std^2) drawn per (seed, canonical name) on the unpadded full shape, then cut.
 
-    The initial model is thus the same, bit for bit, for every layout (per device type and torch version).
-    The draw goes by blocks of rows with a generator each, so a rank only draws blocks it holds. Padding is 0.
+    The initial model is thus the same, bit for bit, for every layout (per device type and torch
+    version). The draw goes by blocks of rows with a generator each, so a rank only draws blocks it
+    holds. Padding is 0.
     """
     param.zero_()
     for piece in placement_of(param).pieces(names):
@@ -148,8 +152,9 @@ def _hash(seed: int, name: str, block: int) -> int:
 class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
 
-    This base class keeps each in a tensor of its own and knows nothing of other ranks; mpu/zero/buckets.py
-    keeps them in flat buckets and reduces a bucket when its last gradient of the last micro-batch is done.
+    This base class keeps each in a tensor of its own and knows nothing of other ranks;
+    mpu/zero/buckets.py keeps them in flat buckets and reduces a bucket when its last gradient of
+    the last micro-batch is done.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -165,7 +170,7 @@ class GradientSink:
         """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
 
     def begin_step(self) -> None:
-        """Forget the old gradients: the first contribution of the step overwrites, no zeroing pass."""
+        """Forget the old gradients: the step's first contribution overwrites, no zeroing pass."""
         self._written.clear()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
@@ -182,8 +187,8 @@ class GradientSink:
     def accumulate(self, param: nn.Parameter, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x: x [n, in], dy [n, out] -> main gradient [out, in].
 
-        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in fp32; on
-        CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
+        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in
+        fp32; on CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
         """
         main, fresh = self.main_grad(param), self._fresh(param)
         if x.dtype == main.dtype:
@@ -230,14 +235,17 @@ class _Use(torch.autograd.Function):
 
 
 def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
-    """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a fork."""
+    """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a
+    fork.
+    """
     return _Use.apply(param, sink)  # type: ignore[no-any-return]
 
 
 class WeightGradientQueue:
     """Run weight gradients at once, or keep them until the pipeline engine says W.
 
-    Order is kept: gradients are added in the order of the micro-batches, so deferring changes no bit.
+    Order is kept: gradients are added in the order of the micro-batches, so deferring changes no
+    bit.
     """
 
     def __init__(self) -> None:

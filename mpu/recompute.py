@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recomputation: keep the inputs of a function, run it again in backward (Chen et al. 2016).
+"""Activation recomputation: keep the inputs of a function, run it again in backward (Chen et al.
+2016).
 
-`full` wraps whole blocks, `selective` only the attention core, whose activations are large and cheap to make
-again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no generator state to restore.
+`full` wraps whole blocks, `selective` only the attention core, whose activations are large and
+cheap to make again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no
+generator state to restore.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return run(*inputs), saving only `inputs`; parameters inside still send their gradients to the sink.
+    """Return run(*inputs), saving only `inputs`; parameters inside still send their gradients to
+    the sink.
 
     At least one tensor input must require grad, else nothing inside gets a gradient.
     """

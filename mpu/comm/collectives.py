@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speak the raw verbs: (tensor, axis, async_op) -> (out, handle). No autograd here.
 
-Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut dim 0, so a
-shard is contiguous. Every reduction is a SUM, and `reduce_scatter` and `all_reduce_in_order` add the ranks'
-contributions in rank order on CPU: gloo's own reduce-scatter does not, puts twice the bytes on the wire and is
-slower than the all-to-all used here (docs/numerics.md).
+Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut
+dim 0, so a shard is contiguous. Every reduction is a SUM; `reduce_scatter` and
+`all_reduce_in_order` add the ranks' contributions in rank order on CPU. gloo's own reduce-scatter
+does not, puts twice the bytes on the wire, and is slower than the all-to-all used here
+(docs/numerics.md).
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class CommunicationError(RuntimeError):
 
 
 class Handle:
-    """A collective in flight. `wait()` orders the current stream after it and keeps its tensors alive."""
+    """A collective in flight, with its tensors. `wait()` orders the current stream after it."""
 
     def __init__(
         self,
@@ -53,9 +54,13 @@ class Handle:
 
 DONE = Handle()
 
+# torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _wire_bytes(verb: str, tensor: Tensor, size: int) -> int:
-    """Count the bytes one rank sends for a verb on `tensor` (its input), with the ideal algorithm."""
+    """Count the bytes one rank sends for a verb on its input `tensor`, by the ideal algorithm."""
     n = tensor.numel() * tensor.element_size()
     if verb == "all_gather":
         return n * (size - 1)
@@ -76,7 +81,9 @@ def _start(
     """Issue one collective, record it, and wait for it unless `async_op`."""
     event = None
     if axis.trace is not None:
-        event = axis.trace.issued(verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op)
+        event = axis.trace.issued(
+            verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op
+        )
     what = f"{verb} over {axis.name} (ranks {list(axis.ranks)})"
     try:
         work = call()
@@ -123,7 +130,7 @@ def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, H
             result.copy_(out)
 
     def call() -> Any:
-        return dist.all_gather_into_tensor(out, wire, group=axis.group, async_op=True)
+        return _all_gather(out, wire, group=axis.group, async_op=True)
 
     return result, _start("all_gather", axis, x, call, (wire, out), finish, async_op)
 
@@ -142,7 +149,7 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tenso
     if x.is_cuda and not axis.staged:
 
         def call() -> Any:
-            return dist.reduce_scatter_tensor(out, wire, group=axis.group, async_op=True)
+            return _reduce_scatter(out, wire, group=axis.group, async_op=True)
 
         return out, _start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
 
@@ -158,7 +165,7 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tenso
 
 
 def _sum_in_order(parts: Tensor, out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts are added in fp32, rounded once."""
+    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
     if parts.element_size() >= 4 or len(parts) == 2:
         if out.device == parts.device:
             torch.add(parts[0], parts[1], out=out)
@@ -174,7 +181,8 @@ def _sum_in_order(parts: Tensor, out: Tensor) -> None:
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:
-    """Sum x over the axis in place, in rank order on CPU: the same bits however x is cut or batched.
+    """Sum x over the axis in place, in rank order on CPU: the same bits however x is cut or
+    batched.
 
     A reduce-scatter and an all-gather, padded to the axis size.
     """

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show the conjugate pairs on one screen: what forward does, and what backward must do for it.
 
-    forward                          backward                         used where
-    copy_to_parallel     identity    all-reduce                       x enters a column-parallel region, no SP
-    reduce_from_parallel all-reduce  identity                         y leaves a row-parallel region, no SP
-    gather_from_sequence all-gather  reduce-scatter                   x enters a parallel region under SP
-    scatter_to_sequence  reduce-sc.  all-gather                       y leaves a parallel region under SP
-    (Shoeybi et al. 2019, the f and g operators; Korthikanti et al. 2022, the g and g-bar operators.)
+                         forward     backward        used where
+    copy_to_parallel     identity    all-reduce      x enters a column-parallel region, no SP
+    reduce_from_parallel all-reduce  identity        y leaves a row-parallel region, no SP
+    gather_from_sequence all-gather  reduce-scatter  x enters a parallel region under SP
+    scatter_to_sequence  reduce-sc.  all-gather      y leaves a parallel region under SP
+    (Shoeybi et al. 2019, the f and g operators; Korthikanti et al. 2022, the g and g-bar
+    operators.)
 
-The linear layers fuse these with their matmuls (mpu/layers/linear.py); everything else calls them here.
+The linear layers fuse these with their matmuls (mpu/layers/linear.py); everything else calls them
+here.
 """
 
 from collections.abc import Callable
@@ -52,7 +54,9 @@ class _Pair(torch.autograd.Function):
         return f.back(dy, f.axis), None, None, None
 
 
-def _pair(x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Tensor:
+def _pair(
+    x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
+) -> Tensor:
     return x if axis.size == 1 else _Pair.apply(x, axis, there, back)  # type: ignore[no-any-return]
 
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find who failed first, and tell everyone: the one failure channel.
 
-A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close theirs; soon every
-rank blames another. So each rank holds one TCP connection to a hub in rank 0 that carries nothing but life signs:
-the kernel closes it the moment a process dies, whatever killed it. The hub decides on ONE first cause and sends
-it to all. If the hub itself goes, rank 0 is the first cause.
+A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close
+theirs; soon every rank blames another. So each rank holds one TCP connection to a hub in rank 0
+that carries nothing but life signs: the kernel closes it the moment a process dies, whatever killed
+it. The hub decides on ONE first cause and sends it to all. If the hub itself goes, rank 0 is the
+first cause.
 
-    rank r   --- hello, beats with the current action, "failed: why", goodbye --->   hub (a thread of rank 0)
+    rank r   --- hello, beats with the current action, "failed", goodbye --->  hub (a thread of rank 0)
     rank r   <--- first cause: {rank, action, why} ---------------------------------  hub
 
-An end of file without goodbye is a death and counts at once. A report that only says "a collective failed" waits
-`grace` seconds for a better explanation. No beat for `silence` seconds (a stopped process) is a cause too.
+An end of file without goodbye is a death and counts at once. A report that only says "a collective
+failed" waits `grace` seconds for a better explanation. No beat for `silence` seconds (a stopped
+process) is a cause too.
 """
 
 import json
@@ -123,7 +125,9 @@ class _Hub(threading.Thread):
         for line in lines:
             if not line.left and line.rank >= 0 and now - line.last > self.silence:
                 line.left = True
-                self._decide(Cause(line.rank, line.action, f"no sign of life for {self.silence:.0f} s"))
+                self._decide(
+                    Cause(line.rank, line.action, f"no sign of life for {self.silence:.0f} s")
+                )
         if self.weak is not None and now - self.weak[0] > self.grace:
             self._decide(self.weak[1])
 
@@ -135,10 +139,10 @@ class _Hub(threading.Thread):
 class Watch:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
-    Use as a context manager round the whole run: an exception that leaves it is published, and one that only
-    says a peer is gone is replaced by the first cause. A rank told of a failure while it is stuck in a
-    collective prints the cause and leaves with exit code 1 after `unwind` seconds.
-    At world size 1 it only carries `action`.
+    Use as a context manager round the whole run: an exception that leaves it is published, and one
+    that only says a peer is gone is replaced by the first cause. A rank told of a failure while it
+    is stuck in a collective prints the cause and leaves with exit code 1 after `unwind` seconds. At
+    world size 1 it only carries `action`.
     """
 
     def __init__(
@@ -221,6 +225,7 @@ class Watch:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._said = True
             self._line.send(bye=True)
+            self._line.sock.close()
             if self._hub is not None:
                 self._hub.join(timeout=60)  # the hub leaves last, so that nobody sees it die
             return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written parallel layers: what is cut, what is gathered, and when, in forward and backward."""
+"""Hand-written parallel layers: what is cut, what is gathered, and when, each way."""

@@ -27,7 +27,12 @@ def attention_core(
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
     """q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
     y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return y.permute(2, 0, 1, 3).flatten(2)
 

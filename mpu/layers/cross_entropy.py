@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take the cross entropy of logits whose vocabulary is cut: full-vocabulary logits never exist on one rank.
+"""Take the cross entropy of logits whose vocabulary is cut: full-vocabulary logits never exist on
+one rank.
 
-loss = log(sum_v exp(l_v - m)) + m - l_target. Each rank finds, over its own columns, the maximum, the sum of
-exponentials under that maximum, and the target's logit; ONE all-gather of these three numbers a token lets every
-rank combine them, in rank order. Padded columns (beyond vocab_size) are masked: they enter neither the softmax nor
-its gradient, so the loss does not depend on the tensor-parallel size.
+loss = log(sum_v exp(l_v - m)) + m - l_target. Each rank finds, over its own columns, the maximum,
+the sum of exponentials under that maximum, and the target's logit; ONE all-gather of these three
+numbers a token lets every rank combine them, in rank order. Padded columns (beyond vocab_size) are
+masked: they enter neither the softmax nor its gradient, so the loss does not depend on the
+tensor-parallel size.
 """
 
 import torch
@@ -69,7 +71,9 @@ class _CrossEntropy(torch.autograd.Function):
         at = torch.arange(len(rows), device=rows.device)
         for i in range(0, len(rows), ROWS):
             some = slice(i, i + ROWS)
-            chunk = rows[some, : f.real].to(log_sum.dtype)  # a view of the logits where dtypes agree
+            chunk = rows[some, : f.real].to(
+                log_sum.dtype
+            )  # a view of the logits where dtypes agree
             chunk.sub_(log_sum[some, None]).exp_().mul_(weight[some, None])
             if f.real:
                 chunk[at[: len(chunk)], target[some]] -= weight[some] * mine[some]

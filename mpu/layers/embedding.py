@@ -14,12 +14,14 @@ from mpu.param import parameter
 class VocabParallelEmbedding(nn.Module):
     """tokens [b, s] -> [s/t, b, h] under SP, else [s, b, h].
 
-    Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to `pad_to`; a rank looks up the tokens
-    it holds, gives zero for the others, and the ranks' results are summed. Only one term of each sum is not
-    zero, so the result does not depend on the layout.
+    Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to `pad_to`; a rank looks up
+    the tokens it holds, gives zero for the others, and the ranks' results are summed. Only one term
+    of each sum is not zero, so the result does not depend on the layout.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, ctx: LayerContext, pad_to: int = 1) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, ctx: LayerContext, pad_to: int = 1
+    ) -> None:
         super().__init__()
         self.ctx = ctx
         place = column_placement(hidden_size, (vocab_size,), ctx, pad_to)

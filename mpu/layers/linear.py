@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut a matmul over tensor-parallel ranks, by columns or by rows.
 
-Column: Y = X A^T with A's rows (output features) cut, A = [A_1; ...; A_t]; every rank makes its own columns of Y.
+Column: Y = X A^T with A's rows (output features) cut, A = [A_1; ...; A_t]; every rank makes its own
+columns of Y.
 Row:    Y = sum_i X_i A_i^T with A's columns (input features) cut; the partial products are summed.
-A column layer followed by a row layer needs one collective each way (Shoeybi et al. 2019); under sequence
-parallelism that all-reduce becomes an all-gather before the column layer and a reduce-scatter after the row
-layer (Korthikanti et al. 2022).
+A column layer followed by a row layer needs one collective each way (Shoeybi et al. 2019); under
+sequence parallelism that all-reduce becomes an all-gather before the column layer and a
+reduce-scatter after the row layer (Korthikanti et al. 2022).
 
     s sequence, b micro-batch, i in features, o out features, t tensor-parallel size
 
@@ -13,12 +14,12 @@ layer (Korthikanti et al. 2022).
     column, SP   x [s/t,b,i] -all-gather-> [s,b,i]    x gathered again under the dgrad matmul,
                  -> y [s,b,o/t]                       dx reduce-scattered under the wgrad matmul
     column       x [s,b,i] -> y [s,b,o/t]             dx all-reduced under the wgrad matmul
-    row, SP      x [s,b,i/t] -> partial [s,b,o]       dy [s/t,b,o] gathered once, serves dgrad and wgrad
+    row, SP      x [s,b,i/t] -> partial [s,b,o]       dy [s/t,b,o] gathered once for dgrad and wgrad
                  -reduce-scatter-> y [s/t,b,o]
     row          x [s,b,i/t] -all-reduce-> y [s,b,o]  no communication
 
-dgrad (dx = dy A) and wgrad (dA = dy^T x) are two pieces: wgrad goes through the context's queue, so a pipeline
-may run it later; it then kept only shards and gathers them again.
+dgrad (dx = dy A) and wgrad (dA = dy^T x) are two pieces: wgrad goes through the context's queue, so
+a pipeline may run it later; it then kept only shards and gathers them again.
 """
 
 from collections.abc import Sequence
@@ -34,12 +35,13 @@ from mpu.param import Placement, cut, parameter
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A^T with A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t]. No bias.
+    """y = x A^T with A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t]. No
+    bias.
 
-    out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its own.
-    pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
-    weight: share this parameter (tied embeddings) instead of making one.
-    Raises ValueError where a section does not divide by the tensor-parallel size.
+    out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
+    own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
+    weight: share this parameter (tied embeddings) instead of making one. Raises ValueError where a
+    section does not divide by the tensor-parallel size.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum_i x_i A_i^T with A [o, i] cut by columns: x [s, b, i/t] -> y [s/t, b, o] (SP) or [s, b, o].
+    """y = sum_i x_i A_i^T with A [o, i] cut by columns: x [s, b, i/t] -> y [s/t, b, o] (SP) or [s,
+    b, o].
 
     Raises ValueError where in_features does not divide by the tensor-parallel size.
     """
@@ -79,7 +82,9 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, ctx: LayerContext) -> None:
         super().__init__()
         self.ctx = ctx
-        local = cut("tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer")
+        local = cut(
+            "tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer"
+        )
         place = Placement((out_features, in_features), dim=1, axis=ctx.tp, local_size=local)
         self.weight = parameter(place, ctx.dtype, ctx.device)
         self.in_features, self.out_features = in_features, out_features
@@ -94,7 +99,9 @@ class RowParallelLinear(nn.Module):
 def column_placement(
     width: int, sections: tuple[int, ...], ctx: LayerContext, pad_to: int = 0
 ) -> Placement:
-    """Place a [sum(sections), width] weight cut by rows; `pad_to` rounds one section's local rows up."""
+    """Place a [sum(sections), width] weight cut by rows; `pad_to` rounds one section's local rows
+    up.
+    """
     tp = ctx.tp
     if pad_to:
         (rows,) = sections
@@ -117,8 +124,8 @@ def _flat(x: Tensor) -> Tensor:
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     """x [s, b, i] times weight^T, weight [o, i] -> [s, b, o].
 
-    On CPU in fp32 by tiles of columns: MKL's sgemm loses a tenth or more of its speed when the transposed
-    weight is tall (`make bench` prints it).
+    On CPU in fp32 by tiles of columns: MKL's sgemm loses a tenth or more of its speed when the
+    transposed weight is tall (`make bench` prints it).
     """
     columns = weight.shape[0]
     if x.is_cuda or x.dtype != torch.float32 or columns <= TILE:

@@ -9,9 +9,11 @@ from mpu.param import Placement, parameter
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension; computed in the accumulation dtype.
+    """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension; computed in the accumulation
+    dtype.
 
-    Under sequence parallelism each rank sees a part of s, so the gradient of w is a partial sum over tp.
+    Under sequence parallelism each rank sees a part of s, so the gradient of w is a partial sum
+    over tp.
     """
 
     def __init__(self, hidden_size: int, *, ctx: LayerContext, eps: float = 1e-5) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep gradients in flat buckets, and sum a bucket over the data-parallel ranks as soon as it is complete.
+"""Keep gradients in flat buckets, and sum a bucket over the data-parallel ranks as soon as it is
+complete.
 
-Parameters stand in reverse definition order, which is about the order in which backward finishes them, so bucket
-0 is complete first. Each parameter starts at a multiple of BLOCK elements, the unit of the global norm and the grain
-at which a bucket may be cut among ranks. Parameters whose gradient must also be summed over another axis (norms
-under sequence parallelism) share the last bucket, so that this takes one collective for all of them.
+Parameters stand in reverse definition order, which is about the order in which backward finishes
+them, so bucket 0 is complete first. Each parameter starts at a multiple of BLOCK elements, the unit
+of the global norm and the grain at which a bucket may be cut among ranks. Parameters whose gradient
+must also be summed over another axis (norms under sequence parallelism) share the last bucket, so
+that this takes one collective for all of them.
 
-    backward, last micro-batch    ... done(p) done(p) | bucket 0 leaves |  done(p) ... | bucket 1 leaves | ...
-    finish()                      wait for all, then sum the last bucket over its extra axis
+    last backward    ... done(p) done(p) | bucket 0 leaves | done(p) ... | bucket 1 leaves | ...
+    finish()         wait for all, then sum the last bucket over its extra axis
 """
 
 from dataclasses import dataclass, field
@@ -15,8 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import DONE, Handle, all_gather, all_reduce, all_reduce_in_order
-from mpu.comm.collectives import reduce_scatter
+from mpu.comm.collectives import (
+    DONE,
+    Handle,
+    all_gather,
+    all_reduce,
+    all_reduce_in_order,
+    reduce_scatter,
+)
 from mpu.grid import Axis
 from mpu.param import GradientSink, placement_of
 
@@ -39,8 +47,9 @@ class Bucket:
 class GradientBuckets(GradientSink):
     """The gradient sink of a training run: level 0, gradients replicated and all-reduced.
 
-    data: the axis gradients are summed over. bucket_size: elements a bucket, about; 0 chooses. overlap: let
-    a bucket leave during backward; else all leave at `finish`. The bits do not depend on either.
+    data: the axis gradients are summed over. bucket_size: elements a bucket, about; 0 chooses.
+    overlap: let a bucket leave during backward; else all leave at `finish`. The bits do not depend
+    on either.
     """
 
     def __init__(
@@ -109,7 +118,9 @@ class GradientBuckets(GradientSink):
             bucket.waiting = sum(self._uses[param] for _, param, _ in bucket.params)
 
     def done(self, param: nn.Parameter) -> None:
-        """Count the use; in the last micro-batch, let complete buckets leave, in order on every rank."""
+        """Count the use; in the last micro-batch, let complete buckets leave, in order on every
+        rank.
+        """
         bucket = self._bucket_of[param]
         bucket.waiting -= 1
         if not (self._last and self.overlap):
@@ -118,7 +129,9 @@ class GradientBuckets(GradientSink):
             self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start summing a bucket. On CPU: all-to-all now, and the all-gather when the next one leaves."""
+        """Start summing a bucket. On CPU: all-to-all now, and the all-gather when the next one
+        leaves.
+        """
         assert not bucket.launched, "a parameter gave a gradient after its bucket had left"
         bucket.launched = True
         if bucket.grad.is_cuda and not self.data.staged:

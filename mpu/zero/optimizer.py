@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics contract.
+"""Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics
+contract.
 
-Level 0: every data-parallel rank holds all of the state. Weights live in flat tensors laid out like the gradient
-buckets, so one fused kernel call updates a bucket; bf16 weights have masters in the accumulation dtype.
+Level 0: every data-parallel rank holds all of the state. Weights live in flat tensors laid out like
+the gradient buckets, so one fused kernel call updates a bucket; bf16 weights have masters in the
+accumulation dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +21,8 @@ from mpu.zero.buckets import BLOCK, GradientBuckets
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
-    decays(name, param) -> bool chooses which parameters weight decay applies to. clip: the largest global norm a
-    step uses; 0 turns clipping off.
+    decays(name, param) -> bool chooses which parameters weight decay applies to. clip: the largest
+    global norm a step uses; 0 turns clipping off.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Optimizer:
     ) -> None:
         self.sink, self.grid, self.clip = sink, grid, clip
         self.weights: list[Tensor] = []  # flat, in the parameters' dtype
-        self.masters: list[Tensor] = []  # flat, in the accumulation dtype; the same tensor where dtypes agree
+        self.masters: list[
+            Tensor
+        ] = []  # flat, in the accumulation dtype; the same tensor where dtypes agree
         segments: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
         for bucket in sink.buckets:
@@ -83,9 +87,11 @@ class Optimizer:
         return torch.tensor(order, device=device), torch.tensor(counted, device=device)
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Global 2-norm in fp64: blocks of fixed size, folded in definition order, then over ranks in order.
+        """Global 2-norm in fp64: blocks of fixed size, folded in definition order, then over ranks
+        in order.
 
-        The blocks are a parameter's own, so the bits do not depend on how buckets are cut or shared.
+        The blocks are a parameter's own, so the bits do not depend on how buckets are cut or
+        shared.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         squares = torch.cat(blocks)[self._order].square_()
@@ -103,8 +109,8 @@ class Optimizer:
     def step(self, lr: float, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
-        scale: multiply the gradients by this first (tokens assumed / tokens counted). The update is skipped
-        on every rank when the norm is not finite, since all see the same norm.
+        scale: multiply the gradients by this first (tokens assumed / tokens counted). The update is
+        skipped on every rank when the norm is not finite, since all see the same norm.
         """
         norm = self.grad_norm()
         if scale is not None:
@@ -133,7 +139,9 @@ class Optimizer:
         return 0
 
     def load_steps_done(self, steps: int) -> None:
-        """Set the count of updates, which Adam's bias correction uses. Allocates the state if need be."""
+        """Set the count of updates, which Adam's bias correction uses. Allocates the state if need
+        be.
+        """
         for group in self.adam.param_groups:
             for segment in group["params"]:
                 state = self.adam.state[segment]
@@ -145,7 +153,8 @@ class Optimizer:
     def named_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter name, kind, local tensor) for kind in master, exp_avg, exp_avg_sq.
 
-        Tensors are views: writing to them loads the state. Masters only where they differ from the weights.
+        Tensors are views: writing to them loads the state. Masters only where they differ from the
+        weights.
         """
         if not self.adam.state:
             self.load_steps_done(0)

@@ -15,10 +15,16 @@ def test_eight_ranks_of_the_docstring():
     assert {g.pp.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
     assert {g.model.ranks for g in grids} == {(0, 1, 4, 5), (2, 3, 6, 7)}
     assert all(g.world.ranks == tuple(range(8)) for g in grids)
-    assert all(axis.ranks[axis.rank] == g.rank for g in grids for axis in (g.tp, g.dp, g.pp, g.data, g.model))
+    assert all(
+        axis.ranks[axis.rank] == g.rank
+        for g in grids
+        for axis in (g.tp, g.dp, g.pp, g.data, g.model)
+    )
 
 
-@pytest.mark.parametrize("world, tp, cp, pp", [(6, 2, 1, 2), (4, 3, 1, 1), (2, 4, 1, 1), (4, 0, 1, 1)])
+@pytest.mark.parametrize(
+    "world, tp, cp, pp", [(6, 2, 1, 2), (4, 3, 1, 1), (2, 4, 1, 1), (4, 0, 1, 1)]
+)
 def test_a_world_that_does_not_factor_is_refused(world, tp, cp, pp):
     with pytest.raises(ValueError, match=f"world of {world} ranks"):
         Grid(world, tp, cp, pp)
@@ -27,7 +33,10 @@ def test_a_world_that_does_not_factor_is_refused(world, tp, cp, pp):
 def _gather_names(comm, tp, cp):
     grid = comm.grid(tp, cp)
     mine = torch.tensor([comm.rank])
-    return {n: (getattr(grid, n).ranks, all_gather(mine, getattr(grid, n))[0].tolist()) for n in grid.AXES}
+    return {
+        n: (getattr(grid, n).ranks, all_gather(mine, getattr(grid, n))[0].tolist())
+        for n in grid.AXES
+    }
 
 
 def test_groups_connect_the_ranks_of_their_axis(world):

@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a Llama: parse -> grid -> data -> model -> optimizer -> loop. `train_step` is one step,
+whole.
+
+    python pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
+    --num-layers 2 \\
+        --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 10 --lr 1e-3
+    torchrun --nproc-per-node 2 pretrain_llama.py --tensor-model-parallel-size 2 --sequence-parallel
+    ...
+    WORLD_SIZE=512 python pretrain_llama.py --dry-run ...   what would run where
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mpu
+from model.llama import Llama, LlamaConfig, decays, flops_per_token, hf_config, hf_names
+from mpu.comm.collectives import all_reduce_in_order
+from mpu.comm.watch import Watch
+from mpu.context import LayerContext
+from mpu.grid import Grid, Launch
+from mpu.recompute import Recompute
+from mpu.zero.buckets import GradientBuckets
+from mpu.zero.optimizer import Optimizer
+from training.arguments import parse
+from training.batch_schedule import global_batch_size, total_iterations
+from training.checkpoint import CheckpointError
+from training.config import Config, UsageError
+from training.control import Agreement, StopSignal, compare_flags, profiler, time_is_up
+from training.data.batch import Batch
+from training.data.build import Loaders, build_loaders
+from training.dry_run import report
+from training.log import Log
+from training.lr import learning_rate
+from training.resume import Saver
+from training.tokenizer import build_tokenizer
+
+
+@dataclass
+class Run:
+    """Everything one rank holds while it trains."""
+
+    config: Config
+    grid: Grid
+    device: torch.device
+    model: Llama
+    sink: GradientBuckets
+    optimizer: Optimizer
+    watch: Watch
+    iteration: int = 0
+    consumed: int = 0  # samples
+
+
+def train_step(run: Run, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Train on this rank's micro-batches of one global batch; return (loss, norm, found_inf) on the
+    device.
+
+    batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
+    last gradient is done) -> finish sums -> global norm, clip -> update
+    """
+    sink, optimizer, data = run.sink, run.optimizer, run.grid.data
+    tokens = (
+        len(batches) * batches[0].tokens.numel() * data.size
+    )  # of the global batch, masked ones too
+    total = torch.zeros(
+        2, dtype=torch.float64, device=run.device
+    )  # sum of losses, tokens that count
+    sink.begin_step()
+    for i, batch in enumerate(batches):
+        sink.begin_micro_batch(last=i == len(batches) - 1)
+        run.watch.action = f"forward of micro-batch {i}, iteration {run.iteration + 1}"
+        loss = masked_loss(run.model, batch.to(run.device))
+        total += torch.stack(
+            [loss.detach().sum(dtype=torch.float64), total.new_tensor(batch.token_count)]
+        )
+        run.watch.action = f"backward of micro-batch {i}, iteration {run.iteration + 1}"
+        (loss.sum() / tokens).backward()
+    run.watch.action = f"the gradient sums of iteration {run.iteration + 1}"
+    sink.finish()
+    total = all_reduce_in_order(total, data)
+    run.watch.action = f"the update of iteration {run.iteration + 1}"
+    norm, found_inf = optimizer.step(
+        lr, tokens / total[1] if run.config.data.eod_mask_loss else None
+    )
+    return total[0] / total[1], norm, found_inf
+
+
+def masked_loss(model: Llama, batch: Batch) -> Tensor:
+    """Return the loss of each token [b, s], zero where it is masked."""
+    loss = model(batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
+    return loss if batch.loss_mask is None else loss * batch.loss_mask
+
+
+@torch.no_grad()
+def evaluate(run: Run, loader: Any) -> float:
+    """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
+    run.watch.action = f"evaluation after iteration {run.iteration}"
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for batches in loader.global_batches(
+        run.config.run.eval_iters, run.config.batch.global_batch_size
+    ):
+        for batch in batches:
+            loss = masked_loss(run.model, batch.to(run.device)).sum(dtype=torch.float64)
+            total += torch.stack([loss, total.new_tensor(batch.token_count)])
+    loss, tokens = all_reduce_in_order(total, run.grid.data).tolist()
+    return loss / tokens
+
+
+def llama_config(config: Config) -> LlamaConfig:
+    """Take the model's sizes from the flags."""
+    m = config.model
+    return LlamaConfig(
+        vocab_size=m.vocab_size,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_layers=m.num_layers,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        kv_channels=m.kv_channels,
+        max_position_embeddings=m.max_position_embeddings,
+        rotary_base=m.rotary_base,
+        rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling else 0.0,
+        norm_epsilon=m.norm_epsilon,
+        tied=not m.untie_embeddings_and_output_weights,
+        init_method_std=m.init_method_std,
+        make_vocab_size_divisible_by=m.make_vocab_size_divisible_by,
+    )
+
+
+def make_grid(config: Config, launch: Launch) -> Grid:
+    """Lay the ranks out; no process group yet."""
+    p = config.parallel
+    return Grid(
+        launch.world,
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.pipeline_model_parallel_size,
+        launch,
+        p.distributed_backend,
+    )
+
+
+def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
+    """Make the model, its gradient buckets and its optimizer on one rank."""
+    p, o = config.parallel, config.optimizer
+    accumulate = torch.float64 if config.run.dtype == torch.float64 else torch.float32
+    sink = GradientBuckets(grid.data, accumulate, p.ddp_bucket_size or 0, p.overlap_grad_reduce)
+    ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
+    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    model = Llama(llama_config(config), ctx, recompute)
+    if device.type != "meta":
+        model.initialize(config.run.seed)
+    sink.attach(model)
+    optimizer = Optimizer(
+        model,
+        sink,
+        grid,
+        decays,
+        lr=o.lr,
+        betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps,
+        weight_decay=o.weight_decay,
+        clip=o.clip_grad,
+    )
+    return Run(config, grid, device, model, sink, optimizer, watch)
+
+
+def choose_device(config: Config, launch: Launch) -> torch.device:
+    """Pick this rank's device, and its share of the cores."""
+    kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    # torchrun sets OMP_NUM_THREADS=1 when nobody did; that leaves cores idle
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
+    return torch.device("cpu")
+
+
+def train(run: Run, loaders: Loaders, saver: Saver, log: Log, total: int) -> None:
+    """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
+    config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
+    stop_signal = StopSignal()
+    settings = config.run
+    if settings.manual_gc:
+        gc.disable()
+        gc.collect()
+    with profiler(config, run.grid.rank) as profile:
+        while run.iteration < total:
+            begin = time.perf_counter()
+            run.watch.action = f"reading the data of iteration {run.iteration + 1}"
+            size = global_batch_size(config, run.consumed)
+            batches = loaders.train.next_global_batch(run.consumed, size)
+            waited = time.perf_counter() - begin
+            lr = learning_rate(config, run.consumed)
+            loss, norm, found_inf = train_step(run, batches, lr)
+            stop, skipped = agreement.ask(stop_signal.received, found_inf)
+            run.iteration += 1
+            run.consumed += size
+            values = {}
+            if log.due(run.iteration):
+                values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+                if config.log.log_params_norm:
+                    values["params_norm"] = run.optimizer.params_norm().item()
+            log.step(
+                iteration=run.iteration,
+                consumed_samples=run.consumed,
+                tokens=size * config.model.seq_length,
+                seconds=time.perf_counter() - begin,
+                data_wait_seconds=waited,
+                **values,
+            )
+            if skipped and settings.on_nan == "stop":
+                raise FloatingPointError(
+                    f"the gradient norm was not finite at iteration {run.iteration - 1}: that "
+                    "update was skipped on every rank, and nothing was saved since"
+                )
+            if profile is not None:
+                profile.step()
+            if settings.manual_gc and settings.manual_gc_interval:
+                if run.iteration % settings.manual_gc_interval == 0:
+                    gc.collect()
+            ended = stop or run.iteration == total or time_is_up(settings, run.iteration, started)
+            if loaders.valid and settings.eval_interval:
+                if run.iteration == total or run.iteration % settings.eval_interval == 0:
+                    log.validation(run.iteration, evaluate(run, loaders.valid))
+            save = config.checkpoint
+            if save.save and (ended or run.iteration % (save.save_interval or total) == 0):
+                run.watch.action = f"saving iteration {run.iteration}"
+                saver.save(run.iteration, run.consumed, must=ended)
+            if ended:
+                agreement.close()
+                if run.iteration < total:
+                    log.note(f"stopped after iteration {run.iteration} of {total}")
+                return
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; return the exit code: 0 done, 1 a failure of the run, 2 a mistake in the flags or the
+    data.
+    """
+    launch = Launch.from_env()
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv, launch.world)
+        grid = make_grid(config, launch)
+        if config.run.dry_run:
+            print(report(config, meta_model(config, grid)))
+            return 0
+        if os.path.dirname(mpu.__path__[0]) != os.path.dirname(os.path.abspath(__file__)):
+            raise UsageError(
+                f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
+            )
+        device = choose_device(config, launch)
+        tokenizer = build_tokenizer(
+            config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size
+        )
+        config = config.with_vocab(tokenizer.vocab_size)
+        note = print if launch.rank == 0 else lambda text: None
+        loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
+    except ValueError as error:
+        return refuse(error, launch)
+    if config.run.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    store = None
+    if launch.world > 1:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    try:
+        with Watch(
+            launch.rank, launch.world, store, os.environ.get("MASTER_ADDR", "127.0.0.1")
+        ) as watch:
+            if store is not None:
+                compare_flags(config, launch.rank, launch.world, store)
+            grid.connect(device, dist.PrefixStore("weft", store) if store else None, timeout)
+            run = build(config, grid, device, watch)
+            work(run, loaders, note)
+            grid.close()
+    except (UsageError, CheckpointError) as error:
+        return refuse(error, launch)
+    return 0
+
+
+def meta_model(config: Config, grid: Grid) -> Llama:
+    """Build one rank's model without memory, to show its shapes."""
+    ctx = LayerContext(
+        grid, config.parallel.sequence_parallel, config.run.dtype, device=torch.device("meta")
+    )
+    return Llama(llama_config(config), ctx)
+
+
+def work(run: Run, loaders: Loaders, note: Callable[[str], None]) -> None:
+    """Load, train and close the log."""
+    config, grid = run.config, run.grid
+    for line in config.notes:
+        note(line)
+    count = sum(p.numel() for p in run.model.parameters())
+    note(f"{grid}; {count:,} parameters on this rank, {run.device}")
+    dtype = str(config.run.dtype).removeprefix("torch.")
+    hf = hf_config(run.model.config, dtype)
+    names, data = hf_names(run.model), loaders.digest
+    saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, data, note)
+    if config.checkpoint.save:
+        saver.check_writable()
+    if config.checkpoint.load:
+        run.iteration, run.consumed = saver.load()
+    total = total_iterations(config)
+    log = Log(
+        config.log,
+        rank=grid.rank,
+        world_size=grid.world_size,
+        flops_per_token=flops_per_token(run.model.config, config.model.seq_length),
+        dtype=config.run.dtype,
+        device=run.device,
+        total_iterations=total,
+        total_samples=config.batch.train_samples,
+        start_iteration=run.iteration,
+        run_config=config.flat(),
+    )
+    with log:
+        train(run, loaders, saver, log, total)
+        if loaders.test and config.run.eval_interval:
+            log.validation(run.iteration, evaluate(run, loaders.test), name="test")
+
+
+def refuse(error: ValueError, launch: Launch) -> int:
+    """Say the mistake once a node: the first rank at once, the others only if that one did not fail
+    too.
+    """
+    if launch.local_rank:
+        time.sleep(3)
+    print(f"pretrain_llama.py: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save a run and take it up again: what stands in a checkpoint beside the tensors, and what is
+asked of one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpu.grid import Grid
+from mpu.param import unique_parameters
+from mpu.zero.optimizer import Optimizer
+from training import checkpoint
+from training.config import Config, UsageError
+from training.lr import learning_rate
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Knows how a run's model and optimizer are called in a checkpoint.
+
+    names: the model's table of canonical names. hf_config: its sizes in Hugging Face's terms.
+    """
+
+    config: Config
+    grid: Grid
+    device: torch.device
+    model: nn.Module
+    optimizer: Optimizer
+    names: Mapping[str, Sequence[str]]
+    hf_config: Mapping[str, Any]
+    data_digest: str
+    note: Callable[[str], None]
+
+    def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
+        """List this rank's rectangles of the weights, and of the optimizer's state."""
+        parameters = list(unique_parameters(self.model))
+        pieces = checkpoint.parameter_pieces(parameters, self.names, self.grid)
+        if with_state:
+            state = self.optimizer.named_state()
+            pieces += checkpoint.state_pieces(state, parameters, self.names, self.grid)
+        return pieces
+
+    def check_writable(self) -> None:
+        """Find out before the first step whether --save could be written. Raises SaveError."""
+        checkpoint.check_writable(
+            self.config.checkpoint.save, self.grid, self.pieces(), self.device
+        )
+
+    def save(self, iteration: int, consumed: int, must: bool) -> None:
+        """Save; a failure is told and training goes on, unless this is the last one (`must`)."""
+        config = self.config
+        state = {
+            "iteration": iteration,
+            "consumed_samples": consumed,
+            "consumed_tokens": consumed * config.model.seq_length,
+            "optimizer_steps": self.optimizer.steps_done(),
+            "lr": learning_rate(config, consumed),
+            "seed": config.run.seed,
+            "data_digest": self.data_digest,
+            "tokenizer_type": config.data.tokenizer_type,
+            "tokenizer_model": config.data.tokenizer_model,
+            "config": config.flat(),
+            "config_digest": config.digest(),
+            "hf_config": dict(self.hf_config),
+        }
+        try:
+            path = checkpoint.save(
+                config.checkpoint.save,
+                step=iteration,
+                pieces=self.pieces(),
+                state=state,
+                grid=self.grid,
+                device=self.device,
+            )
+            self.note(f"saved {path}")
+        except checkpoint.SaveError as error:
+            if must:
+                raise
+            self.note(f"{error}; training goes on")
+
+    def load(self) -> tuple[int, int]:
+        """Resume from --load, or take its weights only (--finetune); return (iteration, samples).
+
+        Raises CheckpointError, or UsageError where nothing is there and that was not allowed.
+        """
+        c = self.config.checkpoint
+        weights_only = c.finetune or c.no_load_optim
+        pieces = self.pieces(with_state=not weights_only)
+        found = checkpoint.find_latest(
+            c.load,
+            self.grid,
+            pieces=pieces,
+            expect=self.hf_config,
+            step=c.ckpt_step,
+            cast=c.finetune,
+            note=self.note,
+            device=self.device,
+        )
+        if found is None:
+            if c.exit_on_missing_checkpoint:
+                raise UsageError(
+                    f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set"
+                )
+            self.note(f"--load {c.load}: no checkpoint there; starting fresh")
+            return 0, 0
+        checkpoint.load(found, pieces, self.grid, self.device)
+        if weights_only:
+            self.optimizer.masters_from_weights()
+        else:
+            self.optimizer.load_steps_done(found.state["optimizer_steps"])
+        fresh = c.finetune
+        iteration = 0 if fresh else found.state["iteration"]
+        consumed = 0 if fresh else found.state["consumed_samples"]
+        self.note(
+            f"loaded {found.directory}: at iteration {iteration}, {consumed} samples consumed"
+        )
+        return iteration, consumed
