@@ -90,7 +90,7 @@ def build_datasets(
             "give the data either by --data-path (cut by --split) or by --train-data-path, "
             "--valid-data-path and --test-data-path, or ask for --mock-data"
         )
-    opener = _Opener(data.data_cache_path, seq_length, seed, report)
+    opener = _Opener(data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report)
     if data.data_path:
         shares = parse_split(data.split or DEFAULT_SPLIT)
         return {
@@ -106,11 +106,17 @@ class _Opener:
     """Open each file once and each cache directory once, for all splits."""
 
     def __init__(
-        self, cache_path: str | None, seq_length: int, seed: int, report: Callable[[str], None]
+        self,
+        cache_path: str | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        report: Callable[[str], None],
     ) -> None:
         self._cache_path = cache_path
         self._seq_length = seq_length
         self._seed = seed
+        self._vocab_size = vocab_size
         self._report = report
         self._files: dict[str, IndexedTokens] = {}
         self._caches: dict[str, IndexCache] = {}
@@ -125,6 +131,7 @@ class _Opener:
         for i, prefix in enumerate(prefixes):
             if prefix not in self._files:
                 self._files[prefix] = IndexedTokens(prefix)
+                self._files[prefix].check_vocabulary(self._vocab_size)
             file = self._files[prefix]
             cut = split_documents(shares, len(file))[split] if shares else range(len(file))
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):

@@ -85,9 +85,26 @@ class IndexedTokens:
         facts = hashlib.sha256(f"{self.dtype.str} {len(self)} {len(self.tokens)}".encode())
         for first in range(0, len(self), BLOCK):
             facts.update(self.lengths[first : first + BLOCK].tobytes())
-        for first in np.linspace(0, max(len(self.tokens) - 2048, 0), 64).astype(np.int64):
-            facts.update(self.tokens[first : first + 2048].tobytes())
+        for block in self._probes():
+            facts.update(block.tobytes())
         return facts.hexdigest()
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a file of which a sample of 64 blocks holds ids outside of the vocabulary."""
+        found = [
+            edge for block in self._probes() if block.size for edge in (block.min(), block.max())
+        ]
+        if found and (min(found) < 0 or max(found) >= vocab_size):
+            self._refuse(
+                "tokens",
+                f"ids from {min(found)} to {max(found)} are not those of a vocabulary of "
+                f"{vocab_size}; was the file made with this tokenizer?",
+                suffix=".bin",
+            )
+
+    def _probes(self) -> list[np.ndarray]:
+        firsts = np.linspace(0, max(len(self.tokens) - 2048, 0), 64).astype(np.int64)
+        return [self.tokens[first : first + 2048] for first in firsts]
 
     def _refuse(self, field: str, why: str, suffix: str = ".idx") -> NoReturn:
         raise ValueError(f"{self.prefix}{suffix}: {field}: {why}")

@@ -132,5 +132,5 @@ def test_what_a_user_is_told(prefixes, tmp_path):
             1,
         )
     small = SimpleNamespace(vocab_size=50, eod=49)
-    with pytest.raises(ValueError, match=f"{a}: document .* is outside of the vocabulary of 50"):
-        build_loaders(config(data_path=(a,)), small, 0, 1).train.next_global_batch(0, 100)
+    with pytest.raises(ValueError, match=f"{a}.bin: tokens: ids from 0 to 99 are not those of a"):
+        build_loaders(config(data_path=(a,)), small, 0, 1)

@@ -108,6 +108,19 @@ def test_digest_follows_content_not_place(tmp_path):
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
+def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
+    data = IndexedTokens(put(tmp_path, *golden(DOCUMENTS)))
+    data.check_vocabulary(10)
+    with pytest.raises(
+        ValueError, match="data.bin: tokens: ids from 1 to 9 are not those of a voc"
+    ):
+        data.check_vocabulary(9)
+    signed = IndexedTokens(put(tmp_path, *golden([[3], [-1]], 4), name="signed"))
+    with pytest.raises(ValueError, match="signed.bin: tokens: ids from -1 to 3"):
+        signed.check_vocabulary(9)
+    IndexedTokens(put(tmp_path, *golden([[]]), name="empty")).check_vocabulary(1)
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.idx: cannot be read: No such file"):
         IndexedTokens(str(tmp_path / "nowhere"))
