@@ -119,7 +119,7 @@ class Grid:
 
     AXES = ("tp", "cp", "dp", "pp", "data", "model", "world")
 
-    def connect(self, device: torch.device, store: dist.Store, timeout: timedelta) -> "Grid":
+    def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
         CPU.
         """

@@ -8,6 +8,7 @@ afterwards, and over whom, is written on the parameter itself as a Placement.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -223,12 +224,12 @@ class _Use(torch.autograd.Function):
     """Identity forward; backward hands the gradient to the sink instead of `.grad`."""
 
     @staticmethod
-    def forward(f, param: nn.Parameter, sink: GradientSink) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         f.param, f.sink = param, sink
         return param.view_as(param)
 
     @staticmethod
-    def backward(f, grad: Tensor) -> tuple[None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, grad: Tensor) -> tuple[None, None]:
         f.sink.add(f.param, grad)
         f.sink.done(f.param)
         return None, None
@@ -238,7 +239,7 @@ def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
     """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a
     fork.
     """
-    return _Use.apply(param, sink)  # type: ignore[no-any-return]
+    return _Use.apply(param, sink)
 
 
 class WeightGradientQueue:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(f, run: Callable[..., Tensor], *inputs: Any) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
         f.run = run
         f.is_tensor = [isinstance(x, Tensor) for x in inputs]
         f.others = [None if t else x for x, t in zip(inputs, f.is_tensor, strict=True)]
@@ -25,7 +25,7 @@ class _Recompute(torch.autograd.Function):
             return run(*inputs)
 
     @staticmethod
-    def backward(f, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = iter(f.saved_tensors)
         inputs = []
         for is_tensor, other, needs in zip(
@@ -47,7 +47,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    return _Recompute.apply(run, *inputs)  # type: ignore[no-any-return]
+    return _Recompute.apply(run, *inputs)
 
 
 class Recompute:

@@ -43,21 +43,21 @@ class _Pair(torch.autograd.Function):
     """Do one verb forward and its conjugate backward."""
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def, override]
-        f, x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
+    def forward(
+        f: Any, x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
     ) -> Tensor:
         f.axis, f.back = axis, back
         return there(x, axis)
 
     @staticmethod
-    def backward(f, dy: Tensor) -> Any:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> Any:
         return f.back(dy, f.axis), None, None, None
 
 
 def _pair(
     x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
 ) -> Tensor:
-    return x if axis.size == 1 else _Pair.apply(x, axis, there, back)  # type: ignore[no-any-return]
+    return x if axis.size == 1 else _Pair.apply(x, axis, there, back)
 
 
 def copy_to_parallel(x: Tensor, axis: Axis) -> Tensor:

@@ -7,8 +7,8 @@ that carries nothing but life signs: the kernel closes it the moment a process d
 it. The hub decides on ONE first cause and sends it to all. If the hub itself goes, rank 0 is the
 first cause.
 
-    rank r   --- hello, beats with the current action, "failed", goodbye --->  hub (a thread of rank 0)
-    rank r   <--- first cause: {rank, action, why} ---------------------------------  hub
+    rank r  -- hello, beats with its action, "failed", goodbye -->  hub (a thread of rank 0)
+    rank r  <-- first cause: {rank, action, why} ------------------  hub
 
 An end of file without goodbye is a death and counts at once. A report that only says "a collective
 failed" waits `grace` seconds for a better explanation. No beat for `silence` seconds (a stopped
@@ -24,8 +24,6 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
-
-import torch.distributed as dist
 
 from mpu.comm.collectives import CommunicationError
 
@@ -149,7 +147,7 @@ class Watch:
         self,
         rank: int = 0,
         world: int = 1,
-        store: dist.Store | None = None,
+        store: Any = None,
         host: str = "127.0.0.1",
         *,
         grace: float = 3.0,

@@ -9,6 +9,8 @@ masked: they enter neither the softmax nor its gradient, so the loss does not de
 tensor-parallel size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,14 @@ def vocab_parallel_cross_entropy(
 
     Backward writes the gradient into the memory of `logits`: do not read them after it.
     """
-    return _CrossEntropy.apply(logits, labels, vocab_size, ctx)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits, labels, vocab_size, ctx)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(f, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(
+        f: Any, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+    ) -> Tensor:
         tp, width = ctx.tp, logits.shape[-1]
         first = tp.rank * width
         real = min(max(vocab_size - first, 0), width)  # columns of this rank that are no padding
@@ -64,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.view(labels.shape)
 
     @staticmethod
-    def backward(f, dloss: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
         # dlogits = (softmax - onehot(target)) * dloss
         logits, log_sum, target, mine = f.saved_tensors
         rows, weight = logits.view(-1, logits.shape[-1]), dloss.reshape(-1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look tokens up in an embedding whose vocabulary is cut over the tensor-parallel ranks."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +40,9 @@ class VocabParallelEmbedding(nn.Module):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(f, tokens: Tensor, weight: nn.Parameter, layer: VocabParallelEmbedding) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(
+        f: Any, tokens: Tensor, weight: nn.Parameter, layer: VocabParallelEmbedding
+    ) -> Tensor:
         ctx = layer.ctx
         local = tokens - layer.first
         rows = weight.shape[0]
@@ -51,7 +55,7 @@ class _Lookup(torch.autograd.Function):
         return x if mine is None else x.masked_fill_(~mine[..., None], 0)
 
     @staticmethod
-    def backward(f, dx: Tensor) -> tuple[None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dx: Tensor) -> tuple[None, None, None]:
         layer: VocabParallelEmbedding = f.layer
         rows, grads = f.local.reshape(-1), dx.reshape(-1, dx.shape[-1])
         if f.mine is not None:

@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
-        return _ColumnLinear.apply(x, self.weight, self)  # type: ignore[no-any-return]
+        return _ColumnLinear.apply(x, self.weight, self)
 
     def extra_repr(self) -> str:
         tp = self.ctx.tp
@@ -91,7 +91,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then sum over the ranks, each keeping its part of s under SP."""
-        return _RowLinear.apply(x, self.weight, self)  # type: ignore[no-any-return]
+        return _RowLinear.apply(x, self.weight, self)
 
     extra_repr = ColumnParallelLinear.extra_repr
 
@@ -145,7 +145,7 @@ def _matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(f, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear) -> Tensor:
         ctx = layer.ctx
         f.layer = layer
         f.save_for_backward(x)  # under SP only the shard is kept
@@ -155,7 +155,7 @@ class _ColumnLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(f, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         #   Before:  gather x -> dgrad -> wait -> reduce dx -> wait -> wgrad
         #   Now:     [gather x | dgrad] -> [reduce dx | wgrad]
         layer: ColumnParallelLinear = f.layer
@@ -181,7 +181,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(f, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear) -> Tensor:
         ctx = layer.ctx
         f.layer = layer
         f.save_for_backward(x)
@@ -190,7 +190,7 @@ class _RowLinear(torch.autograd.Function):
         return (reduce_scatter if ctx.sp else all_reduce)(partial, ctx.tp)[0]
 
     @staticmethod
-    def backward(f, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         layer: RowParallelLinear = f.layer
         ctx, weight = layer.ctx, layer.weight
         (x,) = f.saved_tensors

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normalise by the root mean square (Zhang and Sennrich 2019)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +26,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
-        return _RMSNorm.apply(x, self.weight, self)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(x, self.weight, self)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(f, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
         up = x.to(layer.ctx.accumulate)
         length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
@@ -40,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(f, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         # with r = 1 / sqrt(mean(x^2) + eps) and p = dy * x, over n rows of h:
         #   dw = sum_n r p;   dx = r (dy * w) - x r^3 (p . w) / h
         layer: RMSNorm = f.layer

@@ -6,6 +6,7 @@ Pairs are (i, i + d/2), the layout of Hugging Face's Llama, so weights need no p
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
     cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's.
     """
-    return _Rope.apply(qkv, cos, sin, heads)  # type: ignore[no-any-return]
+    return _Rope.apply(qkv, cos, sin, heads)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
@@ -62,11 +63,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Ten
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(f, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(f: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         f.cos, f.sin, f.heads = cos, sin, heads
         return _rotate(qkv, cos, sin, heads, 1.0)
 
     @staticmethod
-    def backward(f, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         # a rotation's transpose is the rotation by the opposite angle
         return _rotate(dy, f.cos, f.sin, f.heads, -1.0), None, None, None

@@ -8,6 +8,7 @@ accumulation dtype.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Optimizer:
             {"params": segments[True], "weight_decay": weight_decay},
             {"params": segments[False], "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW(
+        self.adam: Any = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True
         )
         self._order, self._counted = self._canonical(module)
@@ -78,7 +79,8 @@ class Optimizer:
             for _, param, start in bucket.params:
                 place[param] = (base + start) // BLOCK
             base += len(bucket.grad)
-        order, counted = [], []
+        order: list[int] = []
+        counted: list[bool] = []
         for param in module.parameters():
             blocks = -(-param.numel() // BLOCK)
             order += range(place[param], place[param] + blocks)
