@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,11 @@ import numpy as np
 from training.data.indexed import IndexedTokens
 
 ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
+PYTHON = os.path.relpath(sys.executable, ROOT)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 VOCABULARY = 2048
+TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 600
 MODEL = {
     "num-layers": 4,
@@ -47,7 +49,6 @@ MODEL = {
     "lr": 2e-3,
     "min-lr": 2e-4,
     "lr-decay-style": "cosine",
-    "lr-warmup-iters": 40,
     "weight-decay": 0.1,
     "adam-beta2": 0.95,
     "clip-grad": 1.0,
@@ -65,14 +66,19 @@ def command_line(flags: dict, switches: list[str]) -> list[str]:
 
 
 def show(command: list[str], threads: int | None = None) -> None:
-    """Print a command as one would type it in the checkout, two flags or so a line."""
-    words = [str(os.path.relpath(word)) if os.path.isabs(word) else word for word in command]
-    lines = [f"OMP_NUM_THREADS={threads}"] if threads else []
-    for word in words:
-        if not lines or word.startswith("--") and len(lines[-1]) + len(word) > 70:
-            lines.append("")
-        lines[-1] += " " * bool(lines[-1]) + shlex.quote(word)
-    print("\n  $ " + " \\\n      ".join(lines), flush=True)
+    """Print a command as one would type it in the checkout, a flag never apart from its values."""
+    units = [f"OMP_NUM_THREADS={threads}"] if threads else [""]
+    for word in command:
+        if word.startswith("--"):
+            units.append("")
+        units[-1] += " " * bool(units[-1]) + shlex.quote(word)
+    lines = textwrap.wrap(
+        " ".join(unit.replace(" ", "\0") for unit in units),
+        width=88,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n  $ " + " \\\n      ".join(lines).replace("\0", " "), flush=True)
 
 
 def run(command: list[str], threads: int = CORES, **how) -> str:
@@ -83,7 +89,7 @@ def run(command: list[str], threads: int = CORES, **how) -> str:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, start_new_session=True, **how
+        command, env=environment, text=True, start_new_session=True, **how
     ) as child:
         try:
             said = child.communicate()[0]
@@ -104,7 +110,7 @@ def digest(*things: object) -> str:
 
 def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str:
     """Run a stage that writes `outputs` in `folder`, or reuse what it wrote; return its own key."""
-    script = (ROOT / command[1]).read_bytes()
+    script = Path(command[1]).read_bytes()
     key, stamp = digest(key, command, hashlib.sha256(script).hexdigest()), folder / "stage.json"
     try:
         done = json.loads(stamp.read_text())
@@ -116,32 +122,32 @@ def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     show(command)
-    said = run([sys.executable, *command[1:]], stdout=subprocess.PIPE).strip()
+    said = run(command, stdout=subprocess.PIPE).strip()
     print(said, flush=True)
-    stamp.write_text(json.dumps({"key": key, "said": said.splitlines()[-1]}))
+    stamp.write_text(json.dumps({"key": key, "said": said.splitlines()[0]}))
     return key
 
 
 def prepare(data: list[Path], out: Path) -> str:
     """Make corpus, tokenizer and token files; return the key of all three."""
     if data:
-        source = [(file.resolve(), file.stat().st_size, file.stat().st_mtime_ns) for file in data]
-        given = ["--input", *(str(file.resolve()) for file in data)]
+        source = [(file.stat().st_size, file.stat().st_mtime_ns) for file in data]
+        given = ["--input", *map(str, data)]
     else:
         source, given = (platform.python_version(), sysconfig.get_path("stdlib")), []
-    python, corpus, model = str(BIN / "python"), out / "corpus", out / "tokenizer" / "weft.model"
+    corpus, model = out / "corpus", out / "tokenizer" / "weft.model"
     train, heldout = corpus / "train.jsonl", corpus / "heldout.jsonl"
-    command = [python, "tools/build_corpus.py", "--output-dir", str(corpus), *given]
+    command = [PYTHON, "tools/build_corpus.py", "--output-dir", str(corpus), *given]
     key = stage(corpus, digest(source), command, ["train.jsonl", "heldout.jsonl"])
-    command = [python, "tools/train_tokenizer.py", "--input", str(train), "--check", str(heldout)]
+    command = [PYTHON, "tools/train_tokenizer.py", "--input", str(train), "--check", str(heldout)]
     command += ["--vocab-size", str(VOCABULARY), "--output-prefix", str(model.with_suffix(""))]
     key = stage(model.parent, key, command, ["weft.model"])
     for file in (train, heldout):
         folder = out / "tokens" / file.stem
-        command = [python, "tools/preprocess_data.py", "--input", str(file), "--append-eod"]
+        command = [PYTHON, "tools/preprocess_data.py", "--input", str(file), "--append-eod"]
         command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
-        command += ["--output-prefix", str(folder / "text")]
-        stage(folder, key, command, ["text.bin", "text.idx"])
+        command += ["--output-prefix", str(folder / "weft")]
+        stage(folder, key, command, [f"{TOKENS}.bin", f"{TOKENS}.idx"])
     return key
 
 
@@ -173,11 +179,11 @@ def records(log: Path) -> list[dict]:
 def launch(flags: dict, tp: int, quiet: bool = False) -> None:
     """Pretrain: torchrun with `tp` ranks, or one plain process that has all the cores."""
     switches, threads = list(SWITCHES), max(1, CORES // tp)
-    command = [str(BIN / "python"), "pretrain_llama.py"]
+    command = [PYTHON, "pretrain_llama.py"]
     if tp > 1:
         # An environment that borrows its torch from outside has no torchrun of its own.
-        own = (BIN / "torchrun").exists()
-        command = [str(BIN / "torchrun")] if own else [*command[:1], "-m", "torch.distributed.run"]
+        torchrun = Path(PYTHON).with_name("torchrun")
+        command = [str(torchrun)] if torchrun.exists() else [PYTHON, "-m", "torch.distributed.run"]
         command += ["--standalone", "--nproc-per-node", str(tp), "pretrain_llama.py"]
         flags = {"tensor-model-parallel-size": tp, **flags}
         switches.insert(0, "sequence-parallel")
@@ -202,21 +208,22 @@ def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     about.write_text(json.dumps({"key": wanted}))
-    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    done = int(tracker.read_text()) if tracker.exists() else 0
+    whole = (folder / "checkpoints").glob("step_*/manifest.json")
+    done = max((int(file.parent.name.removeprefix("step_")) for file in whole), default=0)
     target = (done // iterations + 1) * iterations
     flags = {
         **MODEL,
         **FIXED,
         "train-iters": target,
-        "train-data-path": out / "tokens" / "train" / "text",
-        "valid-data-path": out / "tokens" / "heldout" / "text",
+        "lr-warmup-iters": min(40, iterations // 10),
+        "train-data-path": out / "tokens" / "train" / TOKENS,
+        "valid-data-path": out / "tokens" / "heldout" / TOKENS,
         "tokenizer-type": "SentencePieceTokenizer",
         "tokenizer-model": out / "tokenizer" / "weft.model",
     }
     rounds = {
         "eval-interval": max(1, iterations // 6),
-        "save-interval": max(1, iterations // 6),
+        "save-interval": max(1, iterations // 2),
         "save": folder / "checkpoints",
         "load": folder / "checkpoints",
         "log-json": folder / "log.jsonl",
@@ -249,11 +256,11 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
     lines = records(folder / "log.jsonl")
     loss = [r["validation_loss"] for r in lines if "validation_loss" in r][-1]
     steps = [r for r in lines if "loss" in r]
-    entropy = unigram_entropy(out / "tokens" / "heldout" / "text")
+    entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
     title = f"Llama, {parameters() / 1e6:.1f} M parameters, {layout}, CPU"
-    command = [sys.executable, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
+    command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
     command += [str(picture), "--reference", str(entropy), "unigram entropy", "--title", title]
     run(command)
     print(f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})")
@@ -266,14 +273,14 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
         print(f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores")
         print("                 Both have the same cores, so the ranks cannot be faster by having")
         print("                 more of them: this shows what cutting a model costs, not a gain.")
-    command = [str(BIN / "python"), "tools/generate.py", "--load", str(folder / "checkpoints")]
+    command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
     command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.7"]
     show(command)
     print(flush=True)
-    run([sys.executable, *command[1:]])
-    print(f"\npicture          {os.path.relpath(picture)}")
-    print(f"TensorBoard      .venv/bin/tensorboard --logdir {os.path.relpath(folder)}")
-    print(f"checkpoint       {os.path.relpath(folder / 'checkpoints')}")
+    run(command)
+    print(f"\npicture          {picture}")
+    print(f"TensorBoard      .venv/bin/tensorboard --logdir {folder}")
+    print(f"checkpoint       {folder / 'checkpoints'}")
     print("make train       once more trains on from here", flush=True)
 
 
@@ -290,12 +297,15 @@ def main() -> None:
     missing = [str(file) for file in args.data if not file.is_file()]
     if missing:
         sys.exit(f"make train: DATA names {missing[0]}, which is no file")
-    name = f"quickstart-{digest(sorted(map(Path.resolve, args.data)))[:8]}"
-    out = (args.out or Path("runs", name if args.data else "quickstart")).resolve()
+    data = [file.resolve() for file in args.data]
+    name = f"quickstart-{digest(data)[:8]}" if data else "quickstart"
+    out = (args.out or ROOT / "runs" / name).resolve()
+    out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
+    os.chdir(ROOT)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        key = prepare(args.data, out)
+        key = prepare(data, out)
         flags, folder = train(out, args.tp, args.iters, key)
         finish(out, folder, flags, args.tp)
     except KeyboardInterrupt:
