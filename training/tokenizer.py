@@ -237,9 +237,11 @@ def build_tokenizer(
 
 
 def _bos(tokenizer: Tokenizer, wanted: bool) -> list[int]:
-    if wanted and tokenizer.bos is None:
+    if not wanted:
+        return []
+    if tokenizer.bos is None:
         raise ValueError(f"this {tokenizer.name} has no beginning-of-text token")
-    return [tokenizer.bos] if wanted else []
+    return [tokenizer.bos]
 
 
 def _read(path: str) -> bytes:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from training.data.dataset import Dataset
+
 
 class Blend:
     """Draw from `datasets` in proportion to `weights`; those of weight 0 are never drawn.
@@ -24,12 +26,12 @@ class Blend:
     Each dataset is asked for its samples 0, 1, 2, ... in order.
     """
 
-    def __init__(self, datasets: Sequence, weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
         assert len(datasets) == len(weights) and max(weights) > 0
         self.datasets = list(datasets)
         self.weights = [float(weight) for weight in weights]
         self.seq_length = datasets[0].seq_length
-        heap = [(weight, i, i) for i, weight in enumerate(self.weights) if weight > 0]
+        heap: list[tuple] = [(weight, i, i) for i, weight in enumerate(self.weights) if weight > 0]
         heapq.heapify(heap)
         for tie in range(len(weights), len(weights) + len(heap) - 1):
             light, _, left = heapq.heappop(heap)
@@ -80,15 +82,17 @@ class Blend:
         return int(datasets[0]), int(inner[0])
 
 
-def parse_blend(paths: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list | None]:
+def parse_blend(
+    paths: Sequence[str], flag: str = "--data-path"
+) -> tuple[list[str], list[float] | None]:
     """Read `w1 p1 w2 p2 ...`, or prefixes alone; returns prefixes and weights (None if absent)."""
     numbers = [_number(path) for path in paths]
     if not paths:
         raise ValueError(f"{flag} names no file")
     if all(number is None for number in numbers):
         return list(paths), None
-    weights = numbers[::2]
-    if len(paths) % 2 or None in weights:
+    weights = [number for number in numbers[::2] if number is not None]
+    if 2 * len(weights) != len(paths):
         raise ValueError(
             f"{flag} {' '.join(paths)}: give either prefixes alone or pairs of weight and prefix"
         )

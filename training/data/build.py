@@ -12,9 +12,10 @@ from mpu import native
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
 from training.data.cache import IndexCache
+from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
-from training.data.loader import Dataset, Loader
+from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 
@@ -53,13 +54,11 @@ def build_loaders(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     datasets = build_datasets(config, tokenizer, report)
-    train = datasets["train"]
-    if train is None:
-        raise ValueError("the train split holds no document: check --split and the data paths")
-    digests = {split: dataset and dataset.digest for split, dataset in datasets.items()}
-    loaders = {
-        split: dataset
-        and Loader(
+
+    def load(dataset: Dataset | None) -> Loader | None:
+        if dataset is None:
+            return None
+        return Loader(
             dataset,
             config.batch.micro_batch_size,
             dp_rank,
@@ -68,10 +67,13 @@ def build_loaders(
             rules=rules,
             workers=data.num_workers,
         )
-        for split, dataset in datasets.items()
-    }
+
+    train = load(datasets["train"])
+    if train is None:
+        raise ValueError("the train split holds no document: check --split and the data paths")
+    digests = {split: dataset and dataset.digest for split, dataset in datasets.items()}
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-    return Loaders(loaders["train"], loaders["valid"], loaders["test"], digest)
+    return Loaders(train, load(datasets["valid"]), load(datasets["test"]), digest)
 
 
 def build_datasets(

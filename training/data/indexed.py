@@ -26,7 +26,8 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import NoReturn
+from types import TracebackType
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
@@ -225,7 +226,12 @@ class IndexedWriter:
         with open(prefix + ".bin", "rb") as source:
             shutil.copyfileobj(source, self._bin, 1 << 22)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             with suppress(FileNotFoundError):
                 os.unlink(self.prefix + ".idx")  # an old index must never meet the new tokens
@@ -234,7 +240,7 @@ class IndexedWriter:
             with replacing(self.prefix + ".idx") as file:
                 self._write_index(file)
 
-    def _write_index(self, file) -> None:
+    def _write_index(self, file: BinaryIO) -> None:
         n, m = len(self._lengths), len(self._documents)
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize

@@ -10,28 +10,13 @@ samples alone.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 
 from training.data.batch import Batch, DocumentRules, make_batch
+from training.data.dataset import Dataset
 
 AHEAD = 4  # micro-batches prepared ahead, for each worker
-
-
-class Dataset(Protocol):
-    """An endless, ordered collection of samples."""
-
-    seq_length: int
-
-    @property
-    def digest(self) -> str: ...
-
-    def sample(self, i: int) -> np.ndarray: ...
-
-    def origin(self, i: int) -> tuple[int, int, int]: ...
-
-    def describe(self, i: int) -> str: ...
 
 
 class Loader:

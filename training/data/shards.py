@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import BufferedReader
 
 
 @dataclass(frozen=True)
@@ -109,5 +109,5 @@ def kind_of(path: str) -> str:
     return kind
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> gzip.GzipFile | BufferedReader:
     return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
