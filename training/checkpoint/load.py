@@ -56,7 +56,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
-        self.step = int(self.manifest["step"])
+        self.step: int = self.manifest["step"]
         self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
         self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
         check_index(self.index, self.manifest)

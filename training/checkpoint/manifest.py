@@ -58,14 +58,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST}: {error.strerror}") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
+    # before the version, so that a flipped bit there is no newer format: every version has a digest
+    if manifest.get("digest") != self_digest(manifest):
+        raise CheckpointError(f"{MANIFEST} was changed after it was written (its digest differs)")
     if manifest.get("version") != VERSION:
         raise MismatchError(
             f"{directory}: format version {manifest.get('version')!r}; this program reads {VERSION}"
         )
-    if manifest.get("digest") != self_digest(manifest):
-        raise CheckpointError(f"{MANIFEST} was changed after it was written (its digest differs)")
     step = STEP.fullmatch(directory.name)
-    if step and int(step[1]) != manifest.get("step"):
+    if type(manifest.get("step")) is not int or (step and int(step[1]) != manifest["step"]):
         raise CheckpointError(
             f"{MANIFEST} says step {manifest.get('step')!r} in a directory named {directory.name}"
         )

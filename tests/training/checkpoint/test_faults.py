@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever dies or rots, the last whole checkpoint is found, and what was passed over is named."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpu.grid import Grid
+from training.checkpoint import CheckpointError, SaveError, check_writable, find_latest, load, save
+from training.checkpoint.pieces import NamedPiece, whole
+
+ROOT = Path(__file__).resolve().parents[3]
+PHASES = ("start", "piece", "shards", "manifest", "aside", "renamed")
+
+
+class Killed(BaseException):
+    """Stands for a process that ends right here: nothing may clean up after it."""
+
+
+def tensors(value: float) -> list[NamedPiece]:
+    return [whole(name, torch.full((5, 3), float(value))) for name in ("a", "b")]
+
+
+def write(root: Path, step: int, **more: Any) -> Path:
+    return save(root, step=step, pieces=tensors(step), state={"step": step}, grid=Grid(), **more)
+
+
+def newest(root: Path) -> tuple[int, list[str]]:
+    """Load what is found; return the step that the tensors carry, and the notes."""
+    notes: list[str] = []
+    pieces = tensors(-1)
+    found = find_latest(root, Grid(), pieces=pieces, note=notes.append)
+    assert found is not None
+    load(found, pieces, Grid())
+    values = {v for p in pieces for v in p.tensor.flatten().tolist()}
+    assert values == {float(found.step)}
+    return found.step, notes
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_that_ends_in_the_middle(tmp_path: Path, phase: str, again: bool) -> None:
+    """`again`: the step that is being saved exists already, from an earlier run."""
+    if phase == "aside" and not again:
+        return  # that phase is reached in replacing only: the other half of this test
+    write(tmp_path, 1)
+    if again:
+        write(tmp_path, 2)
+
+    def hook(at: str) -> None:
+        if at == phase:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write(tmp_path, 2, hook=hook)
+    step, notes = newest(tmp_path)
+    assert step == (2 if again or phase == "renamed" else 1)
+    unfinished = phase not in ("start", "renamed")
+    assert any(".tmp-" in n and "did not finish" in n for n in notes) == unfinished
+    write(tmp_path, 3)
+    assert newest(tmp_path) == (3, [])
+    left = [n for n in os.listdir(tmp_path) if ".tmp-" in n]
+    assert not left, "the next save clears what a killed one left"
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from mpu.grid import Grid
+from training.checkpoint import save
+from training.checkpoint.pieces import whole
+
+root, phases = Path(sys.argv[1]), sys.argv[2:]
+torch.set_num_threads(1)
+
+def write(at, step, phase=""):
+    def hook(now):
+        if now == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+    pieces = [whole(n, torch.full((5, 3), float(step))) for n in ("a", "b")]
+    save(at, step=step, pieces=pieces, state={"step": step}, grid=Grid(), hook=hook)
+
+for phase in phases:
+    write(root / phase, 1)
+    child = os.fork()
+    if child == 0:
+        write(root / phase, 2, phase)
+        os._exit(0)
+    print(phase, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_kill_9_in_each_phase(tmp_path: Path) -> None:
+    phases = [p for p in PHASES if p != "aside"]
+    done = python(KILL, str(tmp_path), *phases)
+    assert done.stdout.splitlines() == [f"{p} -9" for p in phases], done.stderr
+    for phase in phases:
+        assert newest(tmp_path / phase)[0] == (2 if phase == "renamed" else 1)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << (at % 8)
+    path.write_bytes(data)
+
+
+def edit_manifest(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    manifest["consumed_samples"] = 10**6
+    path.write_text(json.dumps(manifest))
+
+
+SHARD = "rank_00000-000.safetensors"
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "shard truncated": lambda d: os.truncate(d / SHARD, (d / SHARD).stat().st_size - 1),
+    "shard empty": lambda d: os.truncate(d / SHARD, 0),
+    "shard longer": lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes() + b"0"),
+    "shard gone": lambda d: (d / SHARD).unlink(),
+    "shard a directory": lambda d: ((d / SHARD).unlink(), (d / SHARD).mkdir()),
+    "shard a link": lambda d: (
+        (d / SHARD).unlink(),
+        (d / SHARD).symlink_to(d.parent / "step_00000001" / SHARD),
+    ),
+    "shard of another step": lambda d: shutil.copy(d.parent / "step_00000001" / SHARD, d / SHARD),
+    "state of another step": lambda d: shutil.copy(
+        d.parent / "step_00000001" / "state.json", d / "state.json"
+    ),
+    "index gone": lambda d: (d / "index.json").unlink(),
+    "state gone": lambda d: (d / "state.json").unlink(),
+    "manifest gone": lambda d: (d / "manifest.json").unlink(),
+    "manifest empty": lambda d: os.truncate(d / "manifest.json", 0),
+    "manifest deep": lambda d: (d / "manifest.json").write_text('{"a":' * 10**5),
+    "manifest a list": lambda d: (d / "manifest.json").write_text("[]"),
+    "manifest edited": lambda d: edit_manifest(d / "manifest.json"),
+    "manifest of another step": lambda d: shutil.copy(
+        d.parent / "step_00000001" / "manifest.json", d / "manifest.json"
+    ),
+    "an empty directory": lambda d: (shutil.rmtree(d), d.mkdir()),
+    "a file": lambda d: (shutil.rmtree(d), d.write_text("")),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_falls_back_to_the_previous_one(tmp_path: Path, what: str) -> None:
+    write(tmp_path, 1)
+    DAMAGE[what](write(tmp_path, 2))
+    step, notes = newest(tmp_path)
+    assert step == 1
+    assert len(notes) == 1 and "step_00000002 is passed over: rank 0: " in notes[0]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "state.json", SHARD])
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2) / name
+    good = path.read_bytes()
+    for at in range(0, len(good), 13 if len(good) < 2000 else 97):
+        flip(path, at)
+        step, notes = newest(tmp_path)
+        assert step == 1 and len(notes) == 1, (name, at)
+        path.write_bytes(good)
+    assert newest(tmp_path) == (2, [])
+
+
+def test_nothing_whole_is_refused_not_restarted(tmp_path: Path) -> None:
+    flip(write(tmp_path, 1) / SHARD, -3)
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole.*SHA-256"):
+        newest(tmp_path)
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from mpu.grid import Grid
+from training.checkpoint import SaveError, save
+from training.checkpoint.pieces import whole
+
+root = Path(sys.argv[1])
+save(root, step=1, pieces=[whole("a", torch.ones(10))], state={}, grid=Grid())
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save(root, step=2, pieces=[whole("a", torch.ones(50_000))], state={}, grid=Grid())
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    done = python(FULL, str(tmp_path))
+    assert "step 2 was not saved" in done.stdout and "File too large" in done.stdout, done
+    assert "rank 0" in done.stdout and str(tmp_path) in done.stdout
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"], "the space is given back"
+
+
+def test_no_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SaveError, match="0.0 MB are free"):
+        write(tmp_path, 2)
+    with pytest.raises(SaveError, match="--save .*0.0 MB are free"):
+        check_writable(tmp_path, Grid(), tensors(0))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "run"
+    with pytest.raises(SaveError, match=f"not saved: {below}: rank 0: Not a directory"):
+        write(below, 1)
+    with pytest.raises(SaveError, match=f"--save {below}: rank 0: Not a directory"):
+        check_writable(below, Grid())
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def fail_on(comm: Any, root: str, bad: int, at: str) -> str:
+    """Save on all ranks while the disk of one fills; return what this rank was told."""
+
+    def hook(phase: str) -> None:
+        if comm.rank == bad and phase == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "its file")
+
+    grid = comm.grid()
+    pieces = [
+        NamedPiece(n, (4,), (0,), (4,), torch.ones(4), (grid.data,)) for n in ("a", "b", "c", "d")
+    ]
+    save(root, step=1, pieces=pieces, state={}, grid=grid)
+    try:
+        save(root, step=2, pieces=pieces, state={}, grid=grid, hook=hook)
+    except SaveError as error:
+        notes: list[str] = []
+        found = find_latest(root, grid, pieces=pieces, note=notes.append)
+        assert found is not None and found.step == 1 and not notes
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("bad", "at"), [(0, "piece"), (1, "piece"), (0, "manifest")])
+def test_one_rank_fails_and_all_know(world: Any, tmp_path: Path, bad: int, at: str) -> None:
+    told = world(2).run(fail_on, str(tmp_path), bad, at)
+    assert told[0] == told[1]
+    assert f"rank {bad}: No space left on device: its file" in told[0]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+
+
+def find_with_damage(comm: Any, root: str) -> tuple[int, list[str]]:
+    grid, notes = comm.grid(), []
+    mine = [whole(f"t{comm.rank}", torch.zeros(4))]  # each rank needs its own file only
+    for step in (1, 2):
+        save(root, step=step, pieces=mine, state={}, grid=grid)
+    if comm.rank == 0:
+        flip(Path(root) / "step_00000002" / "rank_00001-000.safetensors", -3)
+    from mpu.comm.collectives import barrier
+
+    barrier(grid.world)
+    found = find_latest(root, grid, pieces=mine, note=notes.append)
+    assert found is not None
+    return found.step, notes
+
+
+def test_ranks_agree_on_the_directory(world: Any, tmp_path: Path) -> None:
+    (step0, notes0), (step1, notes1) = world(2).run(find_with_damage, str(tmp_path))
+    assert step0 == step1 == 1
+    assert len(notes0) == 1 and "rank 1: rank_00001-000.safetensors" in notes0[0]
+    assert notes1 == []

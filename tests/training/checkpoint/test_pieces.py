@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks write must tile every tensor exactly once, in every layout."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.llama import Llama, LlamaConfig, hf_names
+from mpu.context import LayerContext
+from mpu.grid import Grid, Launch
+from mpu.param import unique_parameters
+from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.manifest import intersection, merge_index, volume
+from training.checkpoint.pieces import into_files, share, whole
+
+CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16, tied=False)
+
+
+def pieces_of(world: int, tp: int, cp: int, rank: int) -> tuple[list[NamedPiece], Llama]:
+    """Return all pieces of one rank, weights and one moment, without allocating them."""
+    grid = Grid(world, tp, cp, launch=Launch(rank, world))
+    model = Llama(CONFIG, LayerContext(grid, device=torch.device("meta")))
+    params, names = list(unique_parameters(model)), hf_names(model)
+    pieces = parameter_pieces(params, names, grid)
+    moments = [(name, "exp_avg", torch.empty_like(p)) for name, p in params]
+    return pieces + state_pieces(moments, params, names, grid), model
+
+
+def rows(pieces: list[NamedPiece]) -> list[list]:
+    return [
+        [p.name, "F32", list(p.shape), "f", p.key, list(p.starts), list(p.sizes)] for p in pieces
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "cp"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 4, 1), (8, 2, 1), (8, 2, 2)]
+)
+def test_what_is_written_tiles_every_tensor_once(world: int, tp: int, cp: int) -> None:
+    written, bytes_of_rank = [], []
+    for rank in range(world):
+        mine = share(pieces_of(world, tp, cp, rank)[0])
+        written.append(rows(mine))
+        bytes_of_rank.append(sum(p.nbytes for p in mine))
+    index = merge_index(written)
+    one, model = pieces_of(1, 1, 1, 0)
+    assert {p.name: list(p.shape) for p in one} == {n: e["shape"] for n, e in index.items()}
+    total = sum(p.nbytes for p in one)
+    assert sum(bytes_of_rank) == total
+    assert max(bytes_of_rank) < 1.7 * total / world  # nobody writes for all the others
+    assert volume(index["model.embed_tokens.weight"]["shape"]) == 250 * 64  # without padding
+
+
+def test_padding_is_no_part_of_a_piece() -> None:
+    last = [p for p in pieces_of(4, 4, 1, 3)[0] if p.name == "lm_head.weight"]
+    # 250 rows over 4 ranks of 64: the last holds 192..250
+    assert [(p.starts, p.sizes) for p in last] == [((192, 0), (58, 64))]
+    tiny = LlamaConfig(20, 64, 96, 1, 8, 8, make_vocab_size_divisible_by=16)
+    grid = Grid(8, 8, launch=Launch(7, 8))
+    model = Llama(tiny, LayerContext(grid, device=torch.device("meta")))
+    names = [p.name for p in parameter_pieces(unique_parameters(model), hf_names(model), grid)]
+    assert "lm_head.weight" not in names and "model.norm.weight" in names
+
+
+def test_merge_refuses_gaps_overlaps_and_disagreement() -> None:
+    def row(name: str, start: int, size: int, shape: int = 4) -> list:
+        return [name, "F32", [shape], "f", "k", [start], [size]]
+
+    merge_index([[row("x", 0, 2)], [row("x", 2, 2)]])
+    for bad in (
+        [row("x", 0, 3)],
+        [row("x", 0, 3), row("x", 2, 2)],
+        [row("x", 0, 2), row("x", 1, 2)],
+    ):
+        with pytest.raises(CheckpointError, match="tile x"):
+            merge_index([bad])
+    with pytest.raises(CheckpointError, match="disagree"):
+        merge_index([[row("x", 0, 2)], [row("x", 2, 2, 5)]])
+
+
+def test_files_stay_below_their_limit() -> None:
+    pieces = [whole(f"t{i}", torch.empty(n)) for i, n in enumerate((10, 10, 10, 50, 1, 1))]
+    assert [[p.name for p in f] for f in into_files(pieces, 100)] == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3"],
+        ["t4", "t5"],
+    ]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_intersection_is_what_masks_say(data: st.DataObject) -> None:
+    dims = data.draw(st.integers(1, 3))
+    number = st.integers(0, 5)
+    a, b, n, m = (data.draw(st.lists(number, min_size=dims, max_size=dims)) for _ in range(4))
+    masks = []
+    for starts, sizes in ((a, n), (b, m)):
+        mask = torch.zeros([12] * dims, dtype=torch.bool)
+        mask[tuple(slice(s, s + z) for s, z in zip(starts, sizes, strict=True))] = True
+        masks.append(mask)
+    both = masks[0] & masks[1]
+    shared = intersection(a, n, b, m)
+    if shared is None:
+        assert not both.any()
+    else:
+        starts, sizes = shared
+        inside = both[tuple(slice(s, s + z) for s, z in zip(starts, sizes, strict=True))]
+        assert inside.all() and int(both.sum()) == volume(sizes)
