@@ -7,7 +7,7 @@ Everything is arithmetic on the Config; no process group, no device, no file is 
 from torch import nn
 
 from training import batch_schedule, estimate
-from training.config import Config, UsageError
+from training.config import Config
 from training.estimate import Shapes
 from training.megatron_flags import DIFFERENCES
 
@@ -19,10 +19,7 @@ def report(config: Config, module: nn.Module | None = None) -> str:
 
     `module` is the model of one rank, built on the meta device: its own shapes are then counted
     instead of those worked out from the flags, as a fork's model may differ.
-    Raises UsageError where the vocabulary size is not known.
     """
-    if config.model.vocab_size is None:
-        raise UsageError("--dry-run needs --vocab-size where the tokenizer cannot be read")
     if module is None:
         parameters = estimate.shapes(config)
     else:

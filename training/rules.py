@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the flags against each other: what must divide what, what excludes what, what must exist.
+"""Hold the flags against each other: what must divide what, and what excludes what.
 
 Each rule raises UsageError with the flag, its value and the rule. Nothing here writes, and nothing
 waits for another rank: a mistake is answered before the first collective.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from training import batch_schedule
+from training import batch_schedule, places
 from training.config import Config, ParallelConfig, UsageError
-from training.data.blend import parse_blend
-from training.data.split import parse_split
 
 REQUIRED = (
     "--num-layers",
@@ -109,8 +106,8 @@ def check(config: Config) -> None:
     _layout(config)
     _batch(config)
     _learning_rate(config)
-    _data(config)
     _run(config)
+    places.check(config)
 
 
 def _divides(what: str, value: int, by: str, divisor: int, why: str) -> None:
@@ -231,64 +228,6 @@ def _learning_rate(config: Config) -> None:
             )
 
 
-def _data(config: Config) -> None:
-    d, dry = config.data, config.run.dry_run
-    blends = {
-        name: getattr(d, name)
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    }
-    if not d.mock_data and not d.data_path and not d.train_data_path and not dry:
-        raise UsageError("no data: give --data-path, --train-data-path or --mock-data")
-    for name, paths in blends.items():
-        if paths:
-            _blend("--" + name.replace("_", "-"), paths, dry)
-    shares = _split(d.split) if d.split is not None else (1.0, 1.0, 0.0)
-    if config.run.eval_interval is not None and config.run.eval_iters > 0:
-        if shares[1] == 0 or (d.train_data_path and not d.valid_data_path):
-            raise UsageError(
-                f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: give the "
-                "second number of --split a share, or --valid-data-path"
-            )
-    if d.tokenizer_type is None and not dry:
-        raise UsageError(
-            "--tokenizer-type is missing: it says how large the vocabulary is and which token "
-            "ends a document"
-        )
-    if d.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
-        raise UsageError("--vocab-size is missing: NullTokenizer has no file that says it")
-    if d.tokenizer_type not in (None, "NullTokenizer"):
-        if d.tokenizer_model is None:
-            raise UsageError(f"--tokenizer-model is missing: {d.tokenizer_type} reads that file")
-        if not os.path.exists(d.tokenizer_model) and not dry:
-            raise UsageError(
-                f"--tokenizer-model {d.tokenizer_model}: no such file (nothing is downloaded)"
-            )
-
-
-def _split(text: str) -> tuple[float, float, float]:
-    try:
-        return parse_split(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
-    """Refuse a blend that cannot be read, or a prefix without its two files."""
-    try:
-        prefixes, _ = parse_blend(paths, flag)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    for prefix in prefixes:
-        for ending in (".bin", ".idx"):
-            if prefix.endswith(ending):
-                raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
-            if not dry and not os.path.isfile(prefix + ending):
-                raise UsageError(
-                    f"{flag} {prefix}: there is no file {prefix}{ending} "
-                    "(tools/preprocess_data.py makes a .bin/.idx pair)"
-                )
-
-
 def _run(config: Config) -> None:
     log, checkpoint = config.log, config.checkpoint
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
@@ -306,27 +245,3 @@ def _run(config: Config) -> None:
                 raise UsageError(
                     f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
                 )
-    if config.run.dry_run:
-        return
-    directories = {
-        "--save": checkpoint.save,
-        "--tensorboard-dir": log.tensorboard_dir,
-        "--data-cache-path": config.data.data_cache_path,
-        "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
-    }
-    for flag, path in directories.items():
-        if path:
-            _writable(flag, path)
-    if log.log_json and os.path.isdir(log.log_json):
-        raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
-
-
-def _writable(flag: str, path: str) -> None:
-    """Refuse a directory that could not be made or written. Makes nothing."""
-    standing = os.path.abspath(path)
-    while not os.path.lexists(standing):
-        standing = os.path.dirname(standing)
-    if not os.path.isdir(standing):
-        raise UsageError(f"{flag} {path}: {standing} is not a directory")
-    if not os.access(standing, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {path}: {standing} is not writable by this user")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example dry-runs as it stands, and the arithmetic it opens with is the dry run's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# file, WORLD_SIZE, what the dry run says, and how the first lines put it
+EXAMPLES = [
+    (
+        "cpu_quickstart.sh",
+        2,
+        {
+            "TP 2 x CP 1 x DP 1 x PP 1 = 2 ranks; sequence parallelism on": "2 CPU ranks",
+            "3,344,064 in all": "3.3e6 parameters",
+            "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
+            "95.58 MB": "96 MB",
+        },
+    ),
+    (
+        "llama3_8b_one_node.sh",
+        8,
+        {
+            "TP 4 x CP 1 x DP 2 x PP 1 = 8 ranks; sequence parallelism on": "TP 4 with",
+            "8,030,261,248 in all": "8.03e9 parameters",
+            "5.147e+10 FLOPs a token": "5.15e10 FLOPs a token",
+            "50,000,297,984 tokens in all": "47,684 steps = 5e10 tokens",
+            "9.3 days": "9.3 days",
+            "45.84 GB": "46 GB",
+        },
+    ),
+    (
+        "llama3_70b_16_nodes.slurm",
+        128,
+        {
+            "TP 8 x CP 1 x DP 16 x PP 1 = 128 ranks; sequence parallelism on": "x DP 16",
+            "70,553,706,496 in all": "7.06e10 parameters",
+            "4.492e+11 FLOPs a token": "4.49e11 FLOPs a token",
+            "140,001,673,216 tokens in all": "33,379 steps = 1.4e11 tokens",
+            "14.2 days": "14 days",
+            "160.7 GB": "161 GB",
+            "does NOT fit a GPU of 80 GB": "NOT one of 80 GB",
+        },
+    ),
+    (
+        "llama3_405b_64_nodes.slurm",
+        512,
+        {
+            "TP 8 x CP 1 x DP 64 x PP 1 = 512 ranks; sequence parallelism on": "x DP 64",
+            "405,853,388,800 in all": "4.06e11 parameters",
+            "2.524e+12 FLOPs a token": "2.52e12 FLOPs a token",
+            "100,000,595,968 tokens in all": "11,921 steps = 1e11 tokens",
+            "14.3 days": "14 days",
+            "918.4 GB": "918 GB",
+            "does NOT fit a GPU of 80 GB": "fits NO GPU",
+        },
+    ),
+]
+
+
+def run(name, *flags, **environment):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WORLD_", "RANK"))}
+    return subprocess.run(
+        ["bash", f"examples/{name}", *flags],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_example_is_tested():
+    scripts = {p.name for p in (ROOT / "examples").iterdir() if p.suffix in (".sh", ".slurm")}
+    assert scripts == {name for name, _, _ in EXAMPLES}
+
+
+@pytest.mark.parametrize("name,world,said", EXAMPLES, ids=[e[0] for e in EXAMPLES])
+def test_dry_run_and_header_agree(name, world, said):
+    done = run(name, "--dry-run", WORLD_SIZE=str(world), LAUNCH=sys.executable)
+    assert done.returncode == 0, done.stderr
+    header = (ROOT / "examples" / name).read_text().split("set -euo pipefail")[0]
+    for in_report, in_header in said.items():
+        assert in_report in done.stdout
+        assert in_header in header
+    assert f"WORLD_SIZE={world} LAUNCH=python3 bash examples/{name} --dry-run" in header
+
+
+@pytest.mark.prove
+def test_the_quick_start_trains():
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run("cpu_quickstart.sh", "--train-iters", "20", PATH=path)
+    assert done.returncode == 0, done.stderr
+    losses = [
+        float(line.split("loss ")[1].split()[0])
+        for line in done.stdout.splitlines()
+        if "| loss" in line
+    ]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("name", [e[0] for e in EXAMPLES if e[0].endswith(".slurm")])
+def test_a_job_script_starts_one_torchrun_a_node(name, tmp_path):
+    """Run the job script itself with stand-ins for SLURM's commands."""
+    for command, body in {
+        "scontrol": 'echo node7; echo "$@" >&2',
+        "srun": 'printf "%s\\n" srun "$@"',
+        "python3": f'exec {sys.executable} "$@"',
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / command).chmod(0o755)
+    nodes = {"llama3_70b_16_nodes.slurm": 16, "llama3_405b_64_nodes.slurm": 64}[name]
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node[7-99]",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    stopped = run(name, **job)
+    assert stopped.returncode == 1 and "does NOT fit a GPU of 80 GB" in stopped.stdout
+
+    done = run(name, FITS="yes", CONTAINER="weft.sqsh", DATA="/data/a b", **job)
+    assert done.returncode == 0, done.stderr
+    assert "restart 2, rendezvous at node7" in done.stdout
+    words = done.stdout.splitlines()[1:]
+    assert words[:2] == ["srun", "--kill-on-bad-exit=1"]
+    assert "--container-image=weft.sqsh" in words
+    after = {word: words[i + 1] for i, word in enumerate(words[:-1])}
+    assert (after["--nnodes"], after["--nproc-per-node"]) == (str(nodes), "8")
+    assert after["--rdzv-endpoint"] == f"node7:{20000 + 123456 % 20000}"
+    assert after["--rdzv-id"] == "123456.2"
+    assert after["--data-path"] == "/data/a b"
+    directives = [w for w in (ROOT / "examples" / name).read_text().splitlines() if "#SBATCH" in w]
+    assert f"#SBATCH --nodes={nodes}" in directives and "#SBATCH --requeue" in directives
