@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of flags: each of Megatron-LM has a class, and adding a live one is a decision."""
 
+import ast
 import inspect
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,23 @@ def test_live_flags_and_config_fields_are_the_same_list():
         "pipeline_model_parallel_size",
     }
     assert held == sections
+
+
+def test_every_setting_is_read_by_the_run():
+    """A flag that is parsed, checked and printed but steers nothing would be silently ignored."""
+    root = Path(__file__).parents[2]
+    asking = ("config", "arguments", "flags", "megatron_flags", "rules", "places", "dry_run")
+    files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
+    read = {
+        node.attr
+        for file in files
+        if file.stem not in asking
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    held = config.Config(config.ModelConfig(2, 64, 4, 32))
+    unread = {name for name in held.flat() if name.split(".")[1] not in read}
+    assert not unread
 
 
 def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
