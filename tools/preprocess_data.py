@@ -36,7 +36,7 @@ from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.shards import Shard, cut_files, kind_of
 from training.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
-SHARD = 16 << 20  # bytes of input a worker takes at a time
+SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
 
 
@@ -76,7 +76,7 @@ def preprocess(
     append_eod: bool = False,
     lines: bool = False,
     workers: int = 1,
-    shard_bytes: int = SHARD,
+    shard_bytes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Summary]:
     """Tokenize files into {output_prefix}_{key}_document.bin/.idx, one pair for each key.
@@ -90,7 +90,10 @@ def preprocess(
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: this tokenizer has no end-of-document token")
-    folder = _folder(job, inputs, output_prefix, shard_bytes)
+    files = _stat(inputs)
+    if shard_bytes is None:
+        shard_bytes = min(max(sum(size for _, size, _ in files) // 64, SHARD[0]), SHARD[1])
+    folder = _folder(job, files, output_prefix, shard_bytes)
     shards = cut_files(inputs, lines, shard_bytes)
     tasks = [Task(job, shard, os.path.join(folder, f"{i:06}")) for i, shard in enumerate(shards)]
     missing = [task for task in tasks if not task.done()]
@@ -186,8 +189,8 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
         pool.shutdown(cancel_futures=True)  # a shard that was begun is finished and kept
 
 
-def _folder(job: Job, inputs: Sequence[str], output_prefix: str, size: int) -> str:
-    """Name the folder of parts after all that they depend on; remove those of other runs."""
+def _stat(inputs: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return path, bytes and time of each file; refuse what is no input."""
     files = []
     for path in inputs:
         kind_of(path)
@@ -196,6 +199,11 @@ def _folder(job: Job, inputs: Sequence[str], output_prefix: str, size: int) -> s
         except OSError as error:
             raise ValueError(f"--input {path}: cannot be read ({error.strerror})") from error
         files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
+    return files
+
+
+def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str, size: int) -> str:
+    """Name the folder of parts after all that they depend on; remove those of other runs."""
     facts = [asdict(job), job.tokenizer().digest(), files, size]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     parent, base = os.path.split(os.path.abspath(output_prefix))

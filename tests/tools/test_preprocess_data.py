@@ -65,6 +65,15 @@ def test_workers_and_shards_change_nothing(tmp_path, inputs, workers, size):
     assert not list(tmp_path.glob("*.parts"))
 
 
+@pytest.mark.parametrize(("lines", "shards"), [(500, 1), (700, 2)])
+def test_a_file_is_cut_from_a_megabyte_on(tmp_path, monkeypatch, lines, shards):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "1 " * 1000}) + "\n") * lines)
+    run, seen = preprocess_data.Task.run, []
+    monkeypatch.setattr(preprocess_data.Task, "run", lambda task: seen.append(task) or run(task))
+    (summary,) = null([str(tmp_path / "a.jsonl")], tmp_path / "out")
+    assert len(seen) == shards and summary.tokens == lines * 1001
+
+
 def test_goes_on_behind_complete_shards(tmp_path, inputs, monkeypatch):
     (once,) = null(inputs, tmp_path / "once")
     run, calls = preprocess_data.Task.run, []
