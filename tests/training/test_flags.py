@@ -99,7 +99,16 @@ def test_live_flags_and_config_fields_are_the_same_list():
 def test_every_setting_is_read_by_the_run():
     """A flag that is parsed, checked and printed but steers nothing would be silently ignored."""
     root = Path(__file__).parents[2]
-    asking = ("config", "arguments", "flags", "megatron_flags", "rules", "places", "dry_run")
+    asking = (
+        "config",
+        "arguments",
+        "flags",
+        "megatron_flags",
+        "rules",
+        "places",
+        "dry_run",
+        "estimate",
+    )
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
     read = {
         node.attr
