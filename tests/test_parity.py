@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole model against its serial twin, in fp64: loss, gradient norm and EVERY parameter gradient.
+"""The whole model against its serial twin, in fp64: loss, gradient norm and EVERY parameter
+gradient.
 
 The twin below is plain torch autograd on full tensors and knows nothing of Weft. Each case runs the
-product's own `train_step` on a layout; every rank reports its rectangles of the gradient in canonical
-names, and each rectangle is compared with the twin's. Sizes are odd on purpose: local sizes of 3 and
-5, a vocabulary of 97 padded to a multiple of 3 t.
+product's own `train_step` on a layout; every rank reports its rectangles of the gradient in
+canonical names, and each rectangle is compared with the twin's. Sizes are odd on purpose: local
+sizes of 3 and 5, a vocabulary of 97 padded to a multiple of 3 t.
 """
 
 import itertools
@@ -19,8 +20,15 @@ import pretrain_llama
 from model.llama import hf_names
 from mpu.comm.watch import Watch
 from mpu.param import placement_of, unique_parameters
-from training.config import BatchConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
-from training.config import DataConfig, RunConfig
+from training.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from training.data.batch import Batch
 
 ROWS, S, V = 6, 12, 97
@@ -67,7 +75,7 @@ def global_batch(step: int = 0, masks: bool = False) -> dict[str, torch.Tensor |
 
 
 def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
-    """Cut the global batch as the loader does: micro-batch k of rank r holds rows (k D + r) b on."""
+    """Cut the global batch as the loader does: micro-batch k of rank r is rows (k D + r) b on."""
     dp, m = case["dp"], case["m"]
     b, whole, made = ROWS // (dp * m), global_batch(step, case.get("masks", False)), []
     for k in range(m):
@@ -79,7 +87,7 @@ def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
 
 
 def run_layout(comm, case: dict, steps: int = 1) -> dict:
-    """Run on one rank: losses and norms of each step, and this rank's rectangles of the gradient."""
+    """Run on one rank: losses, norms, and this rank's rectangles of the last gradient."""
     config = config_of(case)
     grid = comm.grid(case["tp"])
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
@@ -268,7 +276,7 @@ def test_twenty_steps_follow_the_twin(world, size, tp):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_buckets_and_overlap_change_no_bit(world, dtype):
-    """Same layout, other buckets, reduced under backward or after: the same bits, clipping active."""
+    """Other buckets, reduced under backward or after: the same bits, clipping active."""
     base = dict(tp=2, dp=2, sp=True, recompute=None, tied=True, m=3, lr=1e-2, clip=0.1, dtype=dtype)
     ways = [{"bucket": b, "overlap": o} for b in (1, 500, 10**9) for o in (True, False)]
     results = [world(4).run(run_layout, base | way, 4) for way in ways]
