@@ -50,7 +50,7 @@ def pick(
     logits = logits.to("cpu", torch.float64)
     if temperature == 0:
         return logits.argmax(-1)
-    order = logits.argsort(-1, descending=True, stable=True)
+    order = logits.argsort(dim=-1, descending=True, stable=True)
     p = (logits.gather(-1, order) / temperature).softmax(-1)
     if top_k:
         p[:, top_k:] = 0
@@ -244,12 +244,12 @@ def main(argv: Iterable[str] | None = None) -> None:
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if launch.world > 1:
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world, timeout))
+            store = next(dist.rendezvous("env://", timeout=timeout))[0]
             grid.connect(device, store, timeout)
         run(args, grid, device)
     except ValueError as error:
-        if launch.rank == 0:
-            print(f"generate: {error}", file=sys.stderr)
+        who = f"rank {launch.rank}: " if launch.rank else ""  # each rank says its own, mostly alike
+        print(f"generate: {who}{error}", file=sys.stderr)
         sys.exit(2)
     finally:
         grid.close()

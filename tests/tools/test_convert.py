@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face Llama comes in, computes the same logits, and goes out bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.llama import Llama, from_hf_config, hf_names
+from mpu.comm.collectives import all_gather
+from mpu.context import LayerContext
+from mpu.param import unique_parameters
+from tools.convert import main
+from training.checkpoint import find_latest, load, parameter_pieces
+
+ROOT = Path(__file__).resolve().parents[2]
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama2": {"num_key_value_heads": 8, "rms_norm_eps": 1e-6},
+    "llama3.1": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 500000.0, **SCALED},
+    },
+    "llama3.2": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 500000.0, **SCALED, "factor": 32.0},
+    },
+}
+
+
+def hugging_face(kind: str, seed: int = 0) -> Any:
+    """Make a small random Llama with transformers; 251 tokens: no layout divides that."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=251,
+        hidden_size=96,
+        intermediate_size=136,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+        initializer_range=0.1,
+        **KINDS[kind],
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+def logits_in(comm: Any, root: str, tokens: torch.Tensor) -> torch.Tensor:
+    """Load the checkpoint cut over all ranks and return the logits [b, s, V]."""
+    grid = comm.grid(comm.size)
+    found = find_latest(root, grid)
+    assert found is not None
+    model = Llama(from_hf_config(found.state["hf_config"]), LayerContext(grid))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+        load(found, pieces, grid)
+        logits = model(tokens).permute(2, 0, 1).contiguous()  # [V/t, s, b]
+    return all_gather(logits, grid.tp)[0][: model.config.vocab_size].permute(2, 1, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(world: Any, tmp_path: Path, kind: str) -> None:
+    theirs = hugging_face(kind)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="200KB")
+    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    tokens = torch.randint(0, 251, (2, 64))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    assert wanted.abs().max() > 1
+    for size in (1, 2):
+        for ours in world(size).run(logits_in, str(tmp_path / "weft"), tokens):
+            assert (ours - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_round_trip_keeps_every_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    from transformers import LlamaForCausalLM
+
+    theirs = hugging_face(kind).to(dtype)
+    theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"a": "b"}')
+    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    shards = ["--max-shard-size", "0.0001"] if kind == "llama3.1" else []
+    main(["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), *shards])
+    many = [p.name for p in (tmp_path / "out").glob("*.safetensors")]
+    assert (len(many) > 3 and "model.safetensors" not in many) if shards else len(many) == 1
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert back.dtype == dtype
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": "b"}'
+    for field in ("rope_parameters", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"):
+        assert getattr(back.config, field) == getattr(theirs.config, field), field
+    mine, his = back.state_dict(), theirs.state_dict()
+    assert mine.keys() == his.keys()
+    for name in his:
+        assert torch.equal(mine[name].view(torch.uint8), his[name].view(torch.uint8)), name
+
+
+def export_in(comm: Any, root: str) -> None:
+    """Save, cut over all ranks, a model that a Weft run drew."""
+    from model.llama import LlamaConfig, hf_config
+    from training.checkpoint import save
+
+    config = LlamaConfig(251, 96, 136, 2, 8, 4, tied=True, rope_scaling_factor=8.0)
+    grid = comm.grid(comm.size)
+    model = Llama(config, LayerContext(grid)).initialize(3)
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+    save(root, step=5, pieces=pieces, state={"hf_config": hf_config(config)}, grid=grid)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_we_trained_runs_in_transformers(world: Any, tmp_path: Path, size: int) -> None:
+    from transformers import LlamaForCausalLM
+
+    world(size).run(export_in, str(tmp_path / "weft"))
+    main(["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
+    tokens = torch.randint(0, 251, (2, 40))
+    with torch.no_grad():
+        theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    (ours,) = world(1).run(logits_in, str(tmp_path / "weft"), tokens)
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_another_dtype_on_the_way_out(tmp_path: Path) -> None:
+    theirs = hugging_face("llama3.2")
+    theirs.save_pretrained(tmp_path / "hf")
+    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    main(
+        ["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), "--dtype", "bfloat16"]
+    )
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    for name, tensor in theirs.state_dict().items():
+        if name != "lm_head.weight":
+            assert torch.equal(out[name], tensor.bfloat16())
+
+
+def directory(tmp_path: Path) -> Path:
+    """Write a small tied Llama in two shards with an index."""
+    hugging_face("llama3.2").save_pretrained(tmp_path / "hf", max_shard_size="400KB")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    return tmp_path / "hf"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run the tool, which must refuse with exit code 2; return its one sentence."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in argv])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and said.startswith("convert: ")
+    return said
+
+
+def change_map(hf: Path, name: str, file: str | None) -> None:
+    path = hf / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"].pop(name, None)
+    if file is not None:
+        index["weight_map"][name] = file
+    path.write_text(json.dumps(index))
+
+
+def change_shard(hf: Path, name: str, tensor: torch.Tensor | None, listed: bool = True) -> None:
+    """Put a tensor in the shard that holds (or would hold) it, or take it out."""
+    index = json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"]
+    file = index.get(name, next(iter(index.values())))
+    tensors = load_file(hf / file)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    save_file(tensors, hf / file)
+    if listed:
+        change_map(hf, name, None if tensor is None else file)
+
+
+NORM = "model.norm.weight"
+
+
+def header(hf: Path, length: int, text: bytes) -> None:
+    next(hf.glob("*.safetensors")).write_bytes(length.to_bytes(8, "little") + text)
+
+
+OVERLAP = json.dumps(
+    {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+    }
+).encode()
+WRONG = {
+    "a path in the index": (
+        lambda hf: change_map(hf, NORM, "../secret.safetensors"),
+        "not the plain name of a .safetensors file",
+    ),
+    "an absolute path": (
+        lambda hf: change_map(hf, NORM, "/etc/x.safetensors"),
+        "not the plain name",
+    ),
+    "a pickle in the index": (lambda hf: change_map(hf, NORM, "x.bin"), "not the plain name"),
+    "a shard that is not there": (
+        lambda hf: change_map(hf, NORM, "model-9.safetensors"),
+        "lists model-9.safetensors, which is not there",
+    ),
+    "a tensor in another shard": (
+        lambda hf: change_map(
+            hf,
+            NORM,
+            sorted(
+                set(p.name for p in hf.glob("*.safetensors"))
+                - {
+                    json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"][
+                        NORM
+                    ]
+                }
+            )[0],
+        ),
+        f"lists {NORM} in ",
+    ),
+    "a tensor the index forgot": (
+        lambda hf: change_map(hf, NORM, None),
+        f"holds {NORM}, which model.safetensors.index.json does not list",
+    ),
+    "a missing tensor": (lambda hf: change_shard(hf, NORM, None), f"the tensor {NORM} is missing"),
+    "a tensor too many": (
+        lambda hf: change_shard(hf, "model.layers.3.mlp.down_proj.weight", torch.zeros(2)),
+        "model.layers.3.mlp.down_proj.weight is no tensor of the Llama in config.json",
+    ),
+    "a wrong shape": (
+        lambda hf: change_shard(hf, NORM, torch.zeros(95)),
+        f"{NORM} has shape [95]; config.json asks for [96]",
+    ),
+    "integers": (
+        lambda hf: change_shard(hf, NORM, torch.zeros(96, dtype=torch.int32)),
+        f"{NORM} is I32; only ",
+    ),
+    "a head that is not the embedding": (
+        lambda hf: change_shard(hf, "lm_head.weight", torch.zeros(251, 96)),
+        "lm_head.weight differs from model.embed_tokens.weight",
+    ),
+    "a huge header": (lambda hf: header(hf, 1 << 62, b"{}"), "is not a sound safetensors file"),
+    "a header past the end": (lambda hf: header(hf, 100, b"{}"), "is not a sound safetensors file"),
+    "no JSON in the header": (lambda hf: header(hf, 2, b"[["), "is not a sound safetensors file"),
+    "overlapping tensors": (
+        lambda hf: header(hf, len(OVERLAP), OVERLAP + bytes(12)),
+        "is not a sound safetensors file",
+    ),
+    "an index that is no JSON": (
+        lambda hf: (hf / "model.safetensors.index.json").write_text("{"),
+        "index.json is not JSON",
+    ),
+    "no config": (lambda hf: (hf / "config.json").unlink(), "there is no config.json"),
+    "another architecture": (
+        lambda hf: (hf / "config.json").write_text('{"model_type": "qwen2"}'),
+        "model_type is 'qwen2'",
+    ),
+    "a config without sizes": (
+        lambda hf: (hf / "config.json").write_text('{"model_type": "llama"}'),
+        "missing or bad field",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_lying_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    hf, (spoil, sentence) = directory(tmp_path), WRONG[what]
+    spoil(hf)
+    assert sentence in refusal(capsys, "--from-hf", hf, "--save", tmp_path / "weft")
+    assert not (tmp_path / "weft").exists(), "nothing is written"
+
+
+def test_an_embedding_stored_twice_is_taken_once(tmp_path: Path) -> None:
+    hf = directory(tmp_path)
+    embedding = hugging_face("llama3.2").state_dict()["model.embed_tokens.weight"]
+    change_shard(hf, "lm_head.weight", embedding.clone())
+    change_shard(hf, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(6))
+    main(["--from-hf", str(hf), "--save", str(tmp_path / "weft")])
+    index = json.loads((tmp_path / "weft" / "step_00000000" / "index.json").read_text())
+    assert "lm_head.weight" not in index and len(index) == 2 + 9 * 3
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    said = refusal(capsys, "--from-hf", tmp_path, "--save", tmp_path / "weft")
+    assert "pickles" in said and "safetensors" in said
+
+
+def test_what_is_there_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, weft, out = directory(tmp_path), tmp_path / "weft", tmp_path / "out"
+    main(["--from-hf", str(hf), "--save", str(weft)])
+    assert "already holds checkpoints" in refusal(capsys, "--from-hf", hf, "--save", weft)
+    assert "not an empty directory" in refusal(capsys, "--to-hf", hf, "--load", weft)
+    assert "there is no checkpoint" in refusal(capsys, "--to-hf", out, "--load", tmp_path / "no")
+    assert sorted(os.listdir(tmp_path)) == ["hf", "weft"]
+
+
+MEMORY = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from tools.convert import expected_tensors, main
+from model.llama import LlamaConfig, hf_config
+
+root = Path(sys.argv[1])
+(root / "hf").mkdir()
+config = LlamaConfig(4096, 512, 4096, 6, 8, 8, tied=True)
+(root / "hf" / "config.json").write_text(json.dumps(hf_config(config)))
+weight_map = {}
+for i, (name, shape) in enumerate(expected_tensors(config).items()):
+    weight_map[name] = f"m-{i}.safetensors"
+    save_file({name: torch.zeros(shape)}, root / "hf" / weight_map[name])
+index = json.dumps({"weight_map": weight_map})
+(root / "hf" / "model.safetensors.index.json").write_text(index)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+main(["--from-hf", str(root / "hf"), "--save", str(root / "weft")])
+main(["--to-hf", str(root / "out"), "--load", str(root / "weft")])
+print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts kilobytes on Linux only")
+def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path) -> None:
+    """184 MB of weights, 8 MB the largest tensor."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+        check=True,
+    )
+    grew = int(done.stdout.split("grew")[1])
+    size = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert size > 180e6 and grew < 60e6, (size, grew)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: the cache changes nothing, every layout says the same, every rank picks the same
+token."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.llama import Llama, LlamaConfig, hf_config, hf_names
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.param import unique_parameters
+from tools.generate import generate, main, pick
+from training.checkpoint import find_latest, load, parameter_pieces, save
+from training.tokenizer import NullTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = LlamaConfig(
+    101, 64, 96, 2, 4, 2, init_method_std=0.2, max_position_embeddings=64, rope_scaling_factor=8.0,
+    make_vocab_size_divisible_by=16,
+)  # fmt: skip
+PROMPT = [5, 17, 3, 99, 0, 42]
+
+
+def null_facts(**more: Any) -> dict[str, Any]:
+    tokenizer = NullTokenizer(100)
+    return {
+        "tokenizer_type": "NullTokenizer",
+        "tokenizer_model": None,
+        "vocab_size": tokenizer.vocab_size,
+        "sha256": tokenizer.digest(),
+        **more,
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Save a random model with a tokenizer of numbers."""
+    return write(tmp_path / "run", {"tokenizer": null_facts()})
+
+
+def write(root: Path, state: dict[str, Any]) -> Path:
+    model = Llama(CONFIG, LayerContext()).initialize(1)
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), Grid())
+    save(root, step=1, pieces=pieces, state={"hf_config": hf_config(CONFIG), **state}, grid=Grid())
+    return root
+
+
+def greedy_by_full_forward(model: Llama, ids: list[int], new: int) -> list[int]:
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(new):
+            logits = model(torch.tensor([ids]))[-1, 0, : CONFIG.vocab_size]
+            ids.append(int(logits.argmax()))
+    return ids[-new:]
+
+
+def test_the_cache_changes_nothing() -> None:
+    model = Llama(CONFIG, LayerContext()).initialize(1)
+    wanted = greedy_by_full_forward(model, PROMPT, 40)
+    assert len(set(wanted)) > 5, "a model that repeats itself would prove little"
+    assert generate(model, PROMPT, max_new_tokens=40, temperature=0) == [wanted]
+    caches: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad():
+        whole = model(torch.tensor([PROMPT]))
+        parts = [
+            model.decode(torch.tensor([PROMPT[a:b]]), a, caches)
+            for a, b in ((0, 3), (3, 4), (4, 6))
+        ]
+    assert (torch.cat(parts) - whole).abs().max() < 1e-5
+
+
+def sample_in(comm: Any, root: str, temperature: float) -> list[list[int]]:
+    grid = comm.grid(comm.size)
+    model = Llama(CONFIG, LayerContext(grid, dtype=torch.float32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(50.0)  # padding rows must not be able to win
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+    found = find_latest(root, grid, pieces=pieces)
+    assert found is not None
+    load(found, pieces, grid)
+    return generate(
+        model,
+        PROMPT,
+        samples=3,
+        max_new_tokens=30,
+        temperature=temperature,
+        top_k=20,
+        top_p=0.9,
+        seed=7,
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_layout_and_every_rank_says_the_same(
+    world: Any, checkpoint: Path, temperature: float
+) -> None:
+    (alone,) = world(1).run(sample_in, str(checkpoint), temperature)
+    assert all(0 <= token < CONFIG.vocab_size for row in alone for token in row)
+    assert (alone[0] == alone[1]) == (temperature == 0)
+    for rows in world(2).run(sample_in, str(checkpoint), temperature):
+        assert rows == alone
+
+
+def test_pick_follows_its_definition() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]]).expand(20_000, 4)
+
+    def shares(temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+        drawn = pick(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
+        return torch.bincount(drawn, minlength=4) / len(logits)
+
+    assert shares(0).tolist() == [0, 1, 0, 0]
+    p = logits[0].softmax(-1)
+    assert (shares(1.0) - p).abs().max() < 0.015
+    assert (shares(2.0) - (logits[0] / 2).softmax(-1)).abs().max() < 0.015
+    assert shares(1.0, top_k=1).tolist() == [0, 1, 0, 0]
+    two = torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])
+    assert (shares(1.0, top_k=2) - two).abs().max() < 0.015
+    assert (shares(1.0, top_p=float(p[1]) + 0.01) - two).abs().max() < 0.015  # the one that crosses
+    assert shares(1.0, top_p=float(p[1]) - 0.01).tolist() == [0, 1, 0, 0]
+    assert shares(1.0, top_p=1e-9).tolist() == [0, 1, 0, 0]
+
+
+def test_a_sample_ends_where_its_document_does() -> None:
+    model = Llama(CONFIG, LayerContext()).initialize(1)
+    row = generate(model, PROMPT, max_new_tokens=30, temperature=0)[0]
+    stop = row[10]
+    assert generate(model, PROMPT, max_new_tokens=30, temperature=0, stop=stop) == [
+        row[: row.index(stop)]
+    ]
+
+
+def test_from_the_command_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load", str(checkpoint), "--prompt", "5 17 3 99 0 42", "--device", "cpu"]
+    main([*flags, "--temperature", "0", "--max-new-tokens", "12"])
+    said = capsys.readouterr().out.split()
+    model = Llama(CONFIG, LayerContext()).initialize(1)
+    wanted = PROMPT + greedy_by_full_forward(model, PROMPT, 12)
+    assert [int(word) for word in said] == wanted
+    texts = []
+    for seed in ("1", "1", "2"):
+        main([*flags, "--num-samples", "2", "--max-new-tokens", "12", "--seed", seed])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].splitlines()[::2] == ["--- 1 of 2", "--- 2 of 2"]
+
+
+def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
+    flags = [
+        "tools/generate.py",
+        "--load",
+        str(checkpoint),
+        "--prompt",
+        "5 17 3",
+        "--device",
+        "cpu",
+    ]
+    flags += ["--temperature", "0.9", "--max-new-tokens", "20"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = [
+        subprocess.run(
+            [sys.executable, *before, *flags],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=100,
+            check=True,
+        ).stdout
+        for before in ([], launcher)
+    ]
+    assert said[0] == said[1] and len(said[0].split()) > 3
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "sentence"),
+    [
+        ({}, [], "names no tokenizer: give --tokenizer-type"),
+        ({"tokenizer": null_facts(sha256="0")}, [], "its SHA-256 differs"),
+        ({"tokenizer": null_facts()}, ["--max-new-tokens", "60"], "max_position_embeddings (64)"),
+        ({"tokenizer": null_facts()}, ["--prompt", "7 x"], "reads numbers below"),
+        ({"tokenizer": null_facts(vocab_size=500, sha256=None)}, [], "do not belong together"),
+        ({"hf_config": None}, [], "state.json has no hf_config"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: dict[str, Any],
+    flags: list[str],
+    sentence: str,
+) -> None:
+    root = write(tmp_path / "run", state)
+    asked = [
+        "--load",
+        str(root),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--prompt",
+        "1 2 3 4 5",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main([*asked, *flags])
+    assert end.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--load", str(tmp_path / "no"), "--device", "cpu"])
+    assert end.value.code == 2 and "there is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag", [("--top-p", "0"), ("--temperature", "-1"), ("--num-samples", "0")]
+)
+def test_flags_have_rules(flag: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--load", "x", *flag])
+    assert end.value.code == 2 and f"{flag[0]} " in capsys.readouterr().err
