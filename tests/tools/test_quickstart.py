@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""make train's driver: stages are reused or redone, runs resume, and the whole of it runs."""
+
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import quickstart
+from training.data.indexed import IndexedWriter
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(folder, said="made it: 3 things"):
+    (folder / "script.py").write_text(
+        "import sys, pathlib\n"
+        "p = pathlib.Path(sys.argv[1]) / 'count'\n"
+        "p.write_text(str(int(p.read_text()) + 1) if p.exists() else '1')\n"
+        f"print({said!r})\n"
+    )
+    return [sys.executable, str(folder / "script.py"), str(folder)]
+
+
+def test_a_stage_is_reused_until_its_input_or_its_program_changes(tmp_path, capsys):
+    def runs():
+        return int((tmp_path / "count").read_text())
+
+    command = script(tmp_path)
+    first = quickstart.stage(tmp_path, "input 1", command, ["count"])
+    assert runs() == 1 and "made it: 3 things" in capsys.readouterr().out
+    assert quickstart.stage(tmp_path, "input 1", command, ["count"]) == first
+    assert runs() == 1 and capsys.readouterr().out == "reused made it: 3 things\n"
+    assert quickstart.stage(tmp_path, "input 2", command, ["count"]) != first and runs() == 2
+    script(tmp_path, said="made otherwise")
+    quickstart.stage(tmp_path, "input 2", command, ["count"])
+    assert runs() == 3
+    (tmp_path / "count").write_text("7")
+    (tmp_path / "stage.json").write_text('{"key": "to')  # torn
+    quickstart.stage(tmp_path, "input 2", command, ["count"])
+    assert runs() == 8
+
+
+def test_a_stage_that_fails_is_not_taken_for_done(tmp_path):
+    command = script(tmp_path)
+    quickstart.stage(tmp_path, "a", command, ["count"])
+    (tmp_path / "script.py").write_text("raise SystemExit(1)\n")
+    with pytest.raises(SystemExit, match="script.py failed"):
+        quickstart.stage(tmp_path, "a", command, ["count"])
+    assert not (tmp_path / "stage.json").exists()
+
+
+def test_unigram_entropy_is_that_of_the_tokens(tmp_path):
+    with IndexedWriter(str(tmp_path / "t"), np.dtype("<u2")) as writer:
+        writer.add([5, 5, 5, 5])
+        writer.add([9, 9, 3, 7])
+    expected = 0.5 * math.log(2) + 0.25 * math.log(4) + 2 * 0.125 * math.log(8)
+    assert quickstart.unigram_entropy(tmp_path / "t") == pytest.approx(expected, rel=1e-15)
+
+
+def test_parameters_are_those_of_the_model():
+    from model.llama import Llama, LlamaConfig
+    from mpu.context import LayerContext
+    from mpu.grid import Grid
+
+    m = quickstart.MODEL
+    config = LlamaConfig(
+        vocab_size=quickstart.VOCABULARY,
+        hidden_size=m["hidden-size"],
+        ffn_hidden_size=m["ffn-hidden-size"],
+        num_layers=m["num-layers"],
+        num_attention_heads=m["num-attention-heads"],
+        num_query_groups=m["num-query-groups"],
+        tied=True,
+    )
+    model = Llama(config, LayerContext(Grid(1, 1, 1, 1)))
+    assert sum(p.numel() for p in model.parameters()) == quickstart.parameters()
+
+
+def test_the_printed_command_is_the_one_that_runs(capsys):
+    command = ["a", "--long-flag", "with space", *(f"--flag-{n}={n}" for n in range(20))]
+    quickstart.show(command, threads=2)
+    printed = capsys.readouterr().out.strip().removeprefix("$ ")
+    assert shlex.split(printed.replace("\\\n", " ")) == ["OMP_NUM_THREADS=2", *command]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_records_leave_out_a_torn_line(tmp_path):
+    (tmp_path / "log").write_text('{"iteration": 1}\n{"itera')
+    assert quickstart.records(tmp_path / "log") == [{"iteration": 1}]
+    assert quickstart.records(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--data", "no.txt"], "DATA names no.txt, which is no file"),
+        (["--tp", "0"], "TP and ITERS are 1 or more"),
+    ],
+)
+def test_a_mistake_is_one_sentence(given, said):
+    command = [sys.executable, "tools/quickstart.py", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+
+
+def text_file(folder):
+    lines = (f"def f_{n}(x):\n    return x + {n * 7919 % 1000}\n\n\n" for n in range(12_000))
+    (folder / "code.txt").write_text("".join(lines))
+    return folder / "code.txt"
+
+
+def start(*arguments):
+    command = [sys.executable, "-u", "tools/quickstart.py", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    )
+
+
+@pytest.mark.prove
+def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
+    given = "--data", text_file(tmp_path), "--out", tmp_path / "out", "--iters", 60
+    with start(*given) as first:
+        for line in first.stdout:
+            if line.startswith("iteration") and " 10/60" in line:
+                first.send_signal(signal.SIGINT)
+                break
+        rest = first.stdout.read()
+    assert first.returncode == 130, rest
+    assert "stopped; make train goes on from here" in rest
+    saved = sorted(tmp_path.glob("out/tp2/checkpoints/step_*/manifest.json"))
+    assert saved and not list(tmp_path.glob("out/tp2/checkpoints/*.tmp-*"))
+
+    begin = time.monotonic()
+    with start(*given) as second:
+        for line in second.stdout:
+            if line.startswith("iteration"):
+                break
+        started = time.monotonic() - begin
+        said = second.stdout.read()
+    assert second.returncode == 0, said
+    assert started < 60, "seconds to the first line of a resumed run"
+    log = [json.loads(line) for line in (tmp_path / "out/tp2/log.jsonl").read_text().splitlines()]
+    steps = [r["iteration"] for r in log if "loss" in r]
+    assert steps == sorted(set(steps)) and steps[-1] == 60
+    loss = [r["validation_loss"] for r in log if "validation_loss" in r][-1]
+    entropy = quickstart.unigram_entropy(tmp_path / "out/tokens/heldout" / quickstart.TOKENS)
+    assert loss < entropy and f"{loss:.3f}" in said and f"{entropy:.3f}" in said
+    assert "tokens/s, TP 2 with sequence parallelism on 2 ranks" in said
+    assert "tokens/s, one process" in said
+    assert (tmp_path / "out/tp2/loss.png").stat().st_size > 10_000
+    assert list((tmp_path / "out/tp2/tensorboard").glob("events.*"))
