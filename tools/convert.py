@@ -18,7 +18,6 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -61,24 +60,18 @@ def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {piece.name: piece.shape for piece in pieces}
 
 
-def tokenizer_facts(root: Path, vocab_size: int) -> dict[str, Any] | None:
-    """Say which tokenizer the copied files make, by names inside the checkpoint."""
-    if (root / "tokenizer.json").is_file():
-        return facts("HuggingFaceTokenizer", "tokenizer.json", vocab_size)
-    if (root / "tokenizer.model").is_file():
+def tokenizer_facts(root: Path) -> dict[str, str]:
+    """Say, as a checkpoint's state does, which tokenizer the files make that are copied along."""
+    kind, file = "", "tokenizer.json"
+    if (root / file).is_file():
+        kind = "HuggingFaceTokenizer"
+    elif (root / (file := "tokenizer.model")).is_file():
         # Llama 3's is lines of base64 and rank; Llama 2's is a SentencePiece protobuf
-        with open(root / "tokenizer.model", "rb") as file:
-            first = file.readline(1000)
+        with open(root / file, "rb") as opened:
+            first = opened.readline(1000)
         tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+=* 0\r?\n", first) is not None
-        return facts(
-            "TikTokenizer" if tiktoken else "Llama2Tokenizer", "tokenizer.model", vocab_size
-        )
-    return None
-
-
-def facts(kind: str, model: str, vocab_size: int) -> dict[str, Any]:
-    """Lay out the tokenizer's entry in a checkpoint's state."""
-    return {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": vocab_size}
+        kind = "TikTokenizer" if tiktoken else "Llama2Tokenizer"
+    return {"tokenizer_type": kind, "tokenizer_model": file} if kind else {}
 
 
 def attachments(root: Path) -> dict[str, bytes]:
@@ -103,7 +96,7 @@ def import_hf(source: Path, root: Path) -> Path:
         "iteration": 0,
         "consumed_samples": 0,
         "hf_config": {**hf_config(config, dtype), **ids},
-        "tokenizer": tokenizer_facts(source, config.vocab_size),
+        **tokenizer_facts(source),
     }
     pieces = [found.piece(name) for name in expected]
     return save_checkpoint(

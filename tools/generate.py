@@ -97,12 +97,10 @@ def generate(
 
 
 def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Path) -> Tokenizer:
-    """Build the tokenizer of the flags, or the one the checkpoint names; refuse one that
-    changed."""
-    stored = state.get("tokenizer") or {}
+    """Build the tokenizer of the flags, or the checkpoint's; refuse one that has changed since."""
     own = args.tokenizer_type is not None or args.tokenizer_model is not None
-    kind = args.tokenizer_type or stored.get("tokenizer_type")
-    path = args.tokenizer_model or stored.get("tokenizer_model")
+    kind = args.tokenizer_type or state.get("tokenizer_type")
+    path = args.tokenizer_model or state.get("tokenizer_model")
     if kind is None:
         raise ValueError(
             f"{directory} names no tokenizer: give --tokenizer-type and --tokenizer-model"
@@ -110,9 +108,8 @@ def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Pat
     if path and not own and (directory / path).is_file():
         path = str(directory / path)
     # NullTokenizer is told its numbers and counts one more, the end of a document
-    size = stored.get("vocab_size", state["hf_config"]["vocab_size"])
-    tokenizer = build_tokenizer(kind, path, size - 1)
-    if not own and stored.get("sha256") not in (None, tokenizer.digest()):
+    tokenizer = build_tokenizer(kind, path, state["hf_config"]["vocab_size"] - 1)
+    if not own and state.get("tokenizer_digest") not in (None, tokenizer.digest()):
         raise ValueError(
             f"the tokenizer {path} is not the one {directory} was trained with (its SHA-256 "
             "differs); give --tokenizer-type and --tokenizer-model to use it all the same"

@@ -314,6 +314,22 @@ def test_what_is_there_is_not_overwritten(
     assert sorted(os.listdir(tmp_path)) == ["hf", "weft"]
 
 
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(b"IQ== 0\nIg== 1\n", "TikTokenizer"), (b"\n\x0e\n\x05<unk>", "Llama2Tokenizer")],
+)
+def test_the_kind_of_a_tokenizer_is_read_off_its_file(
+    tmp_path: Path, content: bytes, kind: str
+) -> None:
+    hf = directory(tmp_path)
+    (hf / "tokenizer.model").write_bytes(content)
+    main(["--from-hf", str(hf), "--save", str(tmp_path / "weft")])
+    state = json.loads((tmp_path / "weft" / "step_00000000" / "state.json").read_text())
+    assert (state["tokenizer_type"], state["tokenizer_model"]) == (kind, "tokenizer.model")
+    copy = tmp_path / "weft" / "step_00000000" / "tokenizer.model"
+    assert copy.read_bytes() == content
+
+
 MEMORY = """
 import json, resource, sys
 from pathlib import Path

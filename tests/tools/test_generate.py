@@ -15,6 +15,7 @@ from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tools import convert
 from tools.generate import generate, main, pick
 from training.checkpoint import find_latest, load, parameter_pieces, save
 from training.tokenizer import NullTokenizer
@@ -27,21 +28,17 @@ CONFIG = LlamaConfig(
 PROMPT = [5, 17, 3, 99, 0, 42]
 
 
-def null_facts(**more: Any) -> dict[str, Any]:
-    tokenizer = NullTokenizer(100)
-    return {
-        "tokenizer_type": "NullTokenizer",
-        "tokenizer_model": None,
-        "vocab_size": tokenizer.vocab_size,
-        "sha256": tokenizer.digest(),
-        **more,
-    }
+NUMBERS = {
+    "tokenizer_type": "NullTokenizer",
+    "tokenizer_model": None,
+    "tokenizer_digest": NullTokenizer(100).digest(),
+}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Save a random model with a tokenizer of numbers."""
-    return write(tmp_path / "run", {"tokenizer": null_facts()})
+    return write(tmp_path / "run", NUMBERS)
 
 
 def write(root: Path, state: dict[str, Any]) -> Path:
@@ -183,11 +180,11 @@ def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
     ("state", "flags", "sentence"),
     [
         ({}, [], "names no tokenizer: give --tokenizer-type"),
-        ({"tokenizer": null_facts(sha256="0")}, [], "its SHA-256 differs"),
-        ({"tokenizer": null_facts()}, ["--max-new-tokens", "60"], "max_position_embeddings (64)"),
-        ({"tokenizer": null_facts()}, ["--prompt", "7 x"], "reads numbers below"),
-        ({"tokenizer": null_facts(vocab_size=500, sha256=None)}, [], "do not belong together"),
+        ({**NUMBERS, "tokenizer_digest": "0"}, [], "its SHA-256 differs"),
+        (NUMBERS, ["--max-new-tokens", "60"], "max_position_embeddings (64)"),
+        (NUMBERS, ["--prompt", "7 x"], "reads numbers below"),
         ({"hf_config": None}, [], "state.json has no hf_config"),
+        (NUMBERS, ["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(
@@ -211,6 +208,41 @@ def test_mistakes_are_answered_in_a_sentence(
     with pytest.raises(SystemExit) as end:
         main([*asked, *flags])
     assert end.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def words(path: Path, count: int) -> Path:
+    """Write a tokenizer.json that knows the words w0, w1, ..."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    model = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    model.pre_tokenizer = Whitespace()
+    path.mkdir(exist_ok=True)
+    model.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_an_imported_model_brings_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(tmp_path / "run", {})
+    convert.main(["--to-hf", str(tmp_path / "hf"), "--load", str(run)])
+    words(tmp_path / "hf", CONFIG.vocab_size)
+    convert.main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "again")])
+    capsys.readouterr()
+    flags = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "9", "--prompt"]
+    main(["--load", str(tmp_path / "again"), *flags, "w5 w17 w3"])
+    model = Llama(CONFIG, LayerContext()).initialize(1)
+    wanted = [5, 17, 3, *greedy_by_full_forward(model, [5, 17, 3], 9)]
+    assert capsys.readouterr().out.split() == [f"w{i}" for i in wanted]
+    assert sorted((tmp_path / "again" / "step_00000000").iterdir())[-1].name == "tokenizer.json"
+
+    large = str(words(tmp_path / "large", 200) / "tokenizer.json")
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", large]
+    with pytest.raises(SystemExit):
+        main(["--load", str(run), *flags, "w5", *kind])
+    assert "200 entries and the model only 101" in capsys.readouterr().err
 
 
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
