@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from model.llama import Llama, LlamaConfig, decays, flops_per_token, hf_config, hf_names
+from model.llama import (
+    Llama,
+    LlamaConfig,
+    flops_per_token,
+    hf_config,
+    hf_names,
+    parameter_group,
+)
 from mpu.comm.collectives import all_reduce_in_order
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
@@ -42,7 +49,7 @@ from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
 from training.log import Log
-from training.lr import learning_rate
+from training.lr import decoupled_learning_rate, learning_rate
 from training.resume import Saver
 from training.tokenizer import build_tokenizer
 
@@ -62,37 +69,33 @@ class Run:
     consumed: int = 0  # samples
 
 
-def train_step(run: Run, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Train on this rank's micro-batches of one global batch; return (loss, norm, found_inf) on the
-    device.
+def train_step(
+    run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
     batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
-    last gradient is done) -> finish sums -> global norm, clip -> update
+    last gradient is done) -> finish sums -> global norm, clip -> update. Nothing waits for the
+    device: the three results are scalars on it.
     """
-    sink, optimizer, data = run.sink, run.optimizer, run.grid.data
-    tokens = (
-        len(batches) * batches[0].tokens.numel() * data.size
-    )  # of the global batch, masked ones too
-    total = torch.zeros(
-        2, dtype=torch.float64, device=run.device
-    )  # sum of losses, tokens that count
+    sink, watch, step = run.sink, run.watch, run.iteration + 1
+    tokens = len(batches) * batches[0].tokens.numel() * run.grid.data.size  # masked ones too
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # of losses, of tokens counted
     sink.begin_step()
     for i, batch in enumerate(batches):
         sink.begin_micro_batch(last=i == len(batches) - 1)
-        run.watch.action = f"forward of micro-batch {i}, iteration {run.iteration + 1}"
+        watch.action = f"forward of micro-batch {i}, iteration {step}"
         loss = masked_loss(run.model, batch.to(run.device))
-        total += torch.stack(
-            [loss.detach().sum(dtype=torch.float64), total.new_tensor(batch.token_count)]
-        )
-        run.watch.action = f"backward of micro-batch {i}, iteration {run.iteration + 1}"
+        total[0] += loss.detach().sum(dtype=torch.float64)
+        total[1] += batch.token_count
+        watch.action = f"backward of micro-batch {i}, iteration {step}"
         (loss.sum() / tokens).backward()
-    run.watch.action = f"the gradient sums of iteration {run.iteration + 1}"
+    watch.action = f"the gradient sums of iteration {step}"
     sink.finish()
-    total = all_reduce_in_order(total, data)
-    run.watch.action = f"the update of iteration {run.iteration + 1}"
-    norm, found_inf = optimizer.step(
-        lr, tokens / total[1] if run.config.data.eod_mask_loss else None
-    )
+    total = all_reduce_in_order(total, run.grid.data)
+    watch.action = f"the update of iteration {step}"
+    masked = tokens / total[1] if run.config.data.eod_mask_loss else None
+    norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)
     return total[0] / total[1], norm, found_inf
 
 
@@ -166,7 +169,7 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
         model,
         sink,
         grid,
-        decays,
+        parameter_group,
         lr=o.lr,
         betas=(o.adam_beta1, o.adam_beta2),
         eps=o.adam_eps,
@@ -207,7 +210,8 @@ def train(run: Run, loaders: Loaders, saver: Saver, log: Log, total: int) -> Non
             batches = loaders.train.next_global_batch(run.consumed, size)
             waited = time.perf_counter() - begin
             lr = learning_rate(config, run.consumed)
-            loss, norm, found_inf = train_step(run, batches, lr)
+            decoupled = decoupled_learning_rate(config, run.consumed)
+            loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             stop, skipped = agreement.ask(stop_signal.received, found_inf)
             run.iteration += 1
             run.consumed += size

@@ -340,9 +340,12 @@ def from_hf_config(hf: dict) -> LlamaConfig:
     )
 
 
-def decays(name: str, param: nn.Parameter) -> bool:
-    """Weight decay applies to matrices, not to norms."""
-    return param.dim() > 1
+def parameter_group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
+    """Say how the optimizer treats a parameter: (weight decay applies, --decoupled-lr applies).
+
+    Decay is for matrices, not norms; the decoupled learning rate for the embedding and the head.
+    """
+    return param.dim() > 1, name in ("embedding.weight", "head.weight")
 
 
 def flops_per_token(config: LlamaConfig, seq_length: int) -> float:

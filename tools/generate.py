@@ -107,8 +107,7 @@ def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Pat
         )
     if path and not own and (directory / path).is_file():
         path = str(directory / path)
-    # NullTokenizer is told its numbers and counts one more, the end of a document
-    tokenizer = build_tokenizer(kind, path, state["hf_config"]["vocab_size"] - 1)
+    tokenizer = build_tokenizer(kind, path, state["hf_config"]["vocab_size"])
     if not own and state.get("tokenizer_digest") not in (None, tokenizer.digest()):
         raise ValueError(
             f"the tokenizer {path} is not the one {directory} was trained with (its SHA-256 "

@@ -177,14 +177,14 @@ class HuggingFaceTokenizer:
 
 
 class NullTokenizer:
-    """Take numbers for text: ids 0 to vocab_size - 1, and vocab_size as the end of a document."""
+    """Take numbers for text: ids 0 to vocab_size - 1, the last of them the end of a document."""
 
     def __init__(self, vocab_size: int) -> None:
         self.name = "NullTokenizer"
         self.starts_with_bos = False
-        self.vocab_size = vocab_size + 1
+        self.vocab_size = vocab_size
         self.bos: int | None = None
-        self.eod: int | None = vocab_size
+        self.eod: int | None = vocab_size - 1
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the numbers of a text, which white space separates."""

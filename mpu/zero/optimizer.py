@@ -22,8 +22,8 @@ from mpu.zero.buckets import BLOCK, GradientBuckets
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
-    decays(name, param) -> bool chooses which parameters weight decay applies to. clip: the largest
-    global norm a step uses; 0 turns clipping off.
+    group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
+    largest global norm a step uses; 0 turns clipping off.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Optimizer:
         module: nn.Module,
         sink: GradientBuckets,
         grid: Grid,
-        decays: Callable[[str, nn.Parameter], bool],
+        group: Callable[[str, nn.Parameter], tuple[bool, bool]],
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -44,7 +44,7 @@ class Optimizer:
         self.masters: list[
             Tensor
         ] = []  # flat, in the accumulation dtype; the same tensor where dtypes agree
-        segments: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        segments: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
         for bucket in sink.buckets:
             dtype = bucket.params[0][1].dtype
@@ -57,19 +57,21 @@ class Optimizer:
             self.weights.append(flat)
             self.masters.append(master)
             here = []
-            for low, high, decay in _runs(bucket.params, len(flat), decays):
+            for low, high, kind in _runs(bucket.params, len(flat), group):
                 segment = nn.Parameter(master[low:high])
                 segment.grad = bucket.grad[low:high]
-                segments[decay].append(segment)
+                segments.setdefault(kind, []).append(segment)
                 here.append((low, high, segment))
             self._segment_of.append(here)
         groups = [
-            {"params": segments[True], "weight_decay": weight_decay},
-            {"params": segments[False], "weight_decay": 0.0},
+            {
+                "params": found,
+                "weight_decay": weight_decay if decay else 0.0,
+                "decoupled": decoupled,
+            }
+            for (decay, decoupled), found in segments.items()
         ]
-        self.adam: Any = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True
-        )
+        self.adam: Any = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._order, self._counted = self._canonical(module)
 
     def _canonical(self, module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -108,9 +110,12 @@ class Optimizer:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
         return self._norm(self.masters)
 
-    def step(self, lr: float, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
+        decoupled_lr: of the parameters that `group` says; None: lr.
         scale: multiply the gradients by this first (tokens assumed / tokens counted). The update is
         skipped on every rank when the norm is not finite, since all see the same norm.
         """
@@ -122,7 +127,7 @@ class Optimizer:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
         for group in self.adam.param_groups:
-            group["lr"] = lr
+            group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
         if self.sink.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
             for bucket in self.sink.buckets:
                 bucket.grad.mul_(factor)
@@ -188,15 +193,15 @@ class Optimizer:
 def _runs(
     params: list[tuple[str, nn.Parameter, int]],
     length: int,
-    decays: Callable[[str, nn.Parameter], bool],
-) -> list[tuple[int, int, bool]]:
-    """Cut a bucket into runs of parameters that are treated alike: (low, high, decay)."""
-    runs: list[tuple[int, int, bool]] = []
+    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
+) -> list[tuple[int, int, tuple[bool, bool]]]:
+    """Cut a bucket into runs of parameters that are treated alike: (low, high, group)."""
+    runs: list[tuple[int, int, tuple[bool, bool]]] = []
     for name, param, start in params:
-        decay = decays(name, param)
-        if runs and runs[-1][2] == decay:
+        kind = group(name, param)
+        if runs and runs[-1][2] == kind:
             continue
         if runs:
             runs[-1] = (runs[-1][0], start, runs[-1][2])
-        runs.append((start, length, decay))
+        runs.append((start, length, kind))
     return runs

@@ -31,7 +31,7 @@ PROMPT = [5, 17, 3, 99, 0, 42]
 NUMBERS = {
     "tokenizer_type": "NullTokenizer",
     "tokenizer_model": None,
-    "tokenizer_digest": NullTokenizer(100).digest(),
+    "tokenizer_digest": NullTokenizer(101).digest(),
 }
 
 

@@ -189,12 +189,12 @@ def test_hugging_face_config_names_the_special_tokens(tmp_path):
 
 def test_null():
     tokenizer = build_tokenizer("NullTokenizer", None, 100)
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (101, None, 100)
-    assert tokenizer.encode("5 99\n0  100") == [5, 99, 0, 100]
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (100, None, 99)
+    assert tokenizer.encode("5 98\n0  99") == [5, 98, 0, 99]
     assert tokenizer.decode([5, 99]) == "5 99"
     assert tokenizer.digest() == NullTokenizer(100).digest() != NullTokenizer(101).digest()
-    for text in ("-1", "101", "one", "٣", "99999999999999999999999999"):
-        with pytest.raises(ValueError, match=re.escape(f"numbers below 101, not {text!r}")):
+    for text in ("-1", "100", "one", "٣", "99999999999999999999999999"):
+        with pytest.raises(ValueError, match=re.escape(f"numbers below 100, not {text!r}")):
             tokenizer.encode(f"3 {text}")
 
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a training step against a peer built from PyTorch's own parallel stack, in one run.
+
+    python benchmarks/bench_step.py --peer PATH/peer_native.py [--quick] [--cases tiny-fp32-1 ...]
+
+Weft runs as its users run it (pretrain_llama.py under torchrun, its own log is read); the peer is a
+script that takes --size, --dtype, --tp, --steps and prints `JSON {...}` with its times a step, such
+as a torchtitan-style trainer (DTensor TP with SP, loss parallel, fused AdamW, clipping). Same
+sizes, same global batch of 4 sequences, same number of threads. Launches of the two alternate, so
+that a machine whose speed drifts is fair to both; a figure is the median over all timed steps of
+all launches. Beside each stands the bound: the same step's matmuls and attention alone, on the same
+number of processes and threads. Without --peer, Weft is held against the bound only.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {  # h, layers, heads, groups, ffn, vocabulary, sequence
+    "tiny": (256, 4, 8, 4, 768, 4096, 256),
+    "small": (768, 12, 12, 4, 2048, 8192, 512),
+}
+BATCH = 4
+CASES = [f"{s}-{d}-{t}" for s in SIZES for d in ("fp32", "bf16") for t in (1, 2)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path, help="the peer's script; without it only the bound")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, metavar="SIZE-DTYPE-TP")
+    parser.add_argument("--launches", type=int, default=3, help="of each, taken in turn")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="timed steps a launch (0: 10 tiny, 2 small)"
+    )
+    parser.add_argument("--bound", help=argparse.SUPPRESS)  # what a bound's process is told
+    args = parser.parse_args()
+    if args.bound:
+        print(bound_of_this_process(*args.bound.split("-")))
+        return
+    if args.peer and not args.peer.exists():
+        parser.error(f"--peer {args.peer}: no such file")
+    cores = len(os.sched_getaffinity(0))
+    print(f"torch {torch.__version__}, {cores} cores; tokens/s, medians of interleaved launches")
+    print(f"{'case':<15}{'Weft':>10}{'peer':>10}{'ratio':>8}{'bound':>10}{'of bound':>10}"
+          f"{'peak MB: Weft':>16}{'peer':>7}")  # fmt: skip
+    for case in args.cases:
+        size, _, tp = case.split("-")
+        steps = args.steps or (10 if size == "tiny" else 2)
+        ours, theirs, bounds = Side(), Side(), []
+        for _ in range(args.launches):
+            ours.add(*run_weft(case, steps))
+            if args.peer:
+                theirs.add(*run_peer(args.peer, case, steps))
+            bounds.append(run_bound(case))
+        tokens = BATCH * SIZES[size][-1]
+        mine, limit = tokens / ours.median(), tokens / min(bounds)
+        line = f"{case:<15}{mine:>10.0f}"
+        if args.peer:
+            line += f"{tokens / theirs.median():>10.0f}{theirs.median() / ours.median():>8.2f}"
+        else:
+            line += f"{'-':>10}{'-':>8}"
+        line += f"{limit:>10.0f}{mine / limit:>10.0%}{ours.peak:>16.0f}"
+        print(line + (f"{theirs.peak:>7.0f}" if args.peer else f"{'-':>7}"), flush=True)
+
+
+class Side:
+    """The timed steps of all launches of one side, and the largest peak memory of a rank."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.peak = 0.0
+
+    def add(self, seconds: list[float], peak: float) -> None:
+        self.seconds += seconds
+        self.peak = max(self.peak, peak)
+
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def command(tp: int) -> list[str]:
+    """Start one process directly, several by torchrun."""
+    if tp == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+
+
+def environment(tp: int) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // tp)
+    return {**os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
+def output(words: list[str], tp: int) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(tp), cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def run_weft(case: str, steps: int) -> tuple[list[float], float]:
+    """Run pretrain_llama.py; return seconds of the timed steps and the peak megabytes of rank 0."""
+    size, dtype, tp = case.split("-")
+    h, layers, heads, groups, ffn, vocab, s = SIZES[size]
+    warm = 2
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.json"
+        flags = f"""
+            --num-layers {layers} --hidden-size {h} --num-attention-heads {heads} --group-query-attention
+            --num-query-groups {groups} --ffn-hidden-size {ffn} --seq-length {s} --swiglu
+            --max-position-embeddings {s} --untie-embeddings-and-output-weights --rotary-base 500000
+            --mock-data --tokenizer-type NullTokenizer --vocab-size {vocab - 1} --num-workers 1
+            --micro-batch-size {BATCH} --global-batch-size {BATCH} --lr 3e-4 --lr-decay-style constant
+            --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --train-iters {warm + steps}
+            --log-interval 1 --log-json {log} --device cpu --tensor-model-parallel-size {tp}
+        """.split()
+        flags += ["--bf16"] if dtype == "bf16" else []
+        flags += ["--sequence-parallel"] if tp != "1" else []
+        output([*command(int(tp)), str(ROOT / "pretrain_llama.py"), *flags], int(tp))
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [row for row in rows if "step_seconds" in row][warm:]
+    return [r["step_seconds"] for r in rows], max(r["peak_memory_bytes"] for r in rows) / 2**20
+
+
+def run_peer(peer: Path, case: str, steps: int) -> tuple[list[float], float]:
+    """Run the peer; return seconds of the timed steps and the peak megabytes of its largest rank."""
+    size, dtype, tp = case.split("-")
+    flags = f"--size {size} --dtype {dtype} --tp {tp} --warmup 2 --steps {2 + steps}".split()
+    text = output([*command(int(tp)), str(peer), *flags], int(tp))
+    found = json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])
+    return found["times"], max(found["peak_rss_mb"])
+
+
+def run_bound(case: str) -> float:
+    """Return seconds of a step's matmuls and attention alone, on as many processes at once."""
+    tp = int(case.split("-")[2])
+    words = [sys.executable, __file__, "--bound", case]
+    ranks = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(tp))
+        for _ in range(tp)
+    ]
+    return max(float(rank.communicate()[0]) for rank in ranks)
+
+
+def bound_of_this_process(size: str, dtype: str, tp: str) -> float:
+    """Time forward, dgrad and wgrad matmuls, and attention both ways, of one rank; the best of
+    five.
+    """
+    h, layers, heads, groups, ffn, vocab, s = SIZES[size]
+    t, d, n = int(tp), h // heads, BATCH * s
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    wide = (heads + 2 * groups) * d // t
+    layer = [(h, wide), (heads * d // t, h), (h, 2 * ffn // t), (ffn // t, h)]
+    shapes = [(i, o, layers) for i, o in layer] + [(h, vocab // t, 1)]
+    best = [float("inf")] * (len(shapes) + 1)
+    q = torch.randn(BATCH, heads // t, s, d, dtype=kind, requires_grad=True)
+    k, v = (torch.randn(BATCH, groups // t, s, d, dtype=kind, requires_grad=True) for _ in "kv")
+    for _ in range(5):
+        for at, (i, o, _) in enumerate(shapes):
+            x, w, dy = (torch.randn(*z, dtype=kind) for z in ((n, i), (o, i), (n, o)))
+            y, dx, dw = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i), (o, i)))
+            begin = time.perf_counter()
+            torch.mm(x, w.t(), out=y)
+            torch.mm(dy, w, out=dx)
+            torch.mm(dy.t(), x, out=dw)
+            best[at] = min(best[at], time.perf_counter() - begin)
+        begin = time.perf_counter()
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups != heads)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        best[-1] = min(best[-1], time.perf_counter() - begin)
+    return (
+        sum(b * count for b, (_, _, count) in zip(best, shapes, strict=False)) + layers * best[-1]
+    )
+
+
+if __name__ == "__main__":
+    main()
