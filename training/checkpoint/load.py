@@ -82,13 +82,14 @@ class Checkpoint:
         for piece in pieces:
             entry = self.index.get(piece.name)
             if entry is None:
-                state = piece.name.endswith(tuple(f".{kind}" for kind in KINDS))
-                way = (
-                    "it has no such optimizer state: give --finetune or --no-load-optim"
-                    if state
-                    else "it is of another model"
+                if piece.name.endswith(tuple(f".{kind}" for kind in KINDS)):
+                    raise MismatchError(
+                        f"{self.directory} lacks optimizer state ({piece.name}): give --finetune "
+                        "or --no-load-optim to take the weights only"
+                    )
+                raise MismatchError(
+                    f"{self.directory} is a checkpoint of another model: it has no {piece.name}"
                 )
-                raise MismatchError(f"{self.directory} has no tensor {piece.name}: {way}")
             if tuple(entry["shape"]) != piece.shape:
                 raise MismatchError(
                     f"{self.directory} is a checkpoint of another model: {piece.name} has shape "

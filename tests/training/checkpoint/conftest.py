@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of checkpoints share: a tiny checkpoint whose tensors all carry its step."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpu.grid import Grid
+from training.checkpoint import find_latest, load, save
+from training.checkpoint.pieces import NamedPiece, whole
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _tensors(value: float) -> list[NamedPiece]:
+    return [whole(name, torch.full((5, 3), float(value))) for name in ("a", "b")]
+
+
+@pytest.fixture
+def write() -> Callable[..., Path]:
+    """write(root, step) -> the directory of a new checkpoint."""
+
+    def write(root: Path, step: int, **more: Any) -> Path:
+        state = {"step": step}
+        return save(root, step=step, pieces=_tensors(step), state=state, grid=Grid(), **more)
+
+    return write
+
+
+@pytest.fixture
+def newest() -> Callable[[Path], tuple[int, list[str]]]:
+    """newest(root) -> the step that is found, its tensors compared, and the notes."""
+
+    def newest(root: Path) -> tuple[int, list[str]]:
+        notes: list[str] = []
+        pieces = _tensors(-1)
+        found = find_latest(root, Grid(), pieces=pieces, note=notes.append)
+        assert found is not None
+        load(found, pieces, Grid())
+        values = {v for p in pieces for v in p.tensor.flatten().tolist()}
+        assert values == {float(found.step)}
+        return found.step, notes
+
+    return newest
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """python(code, *args) -> a finished process that ran it."""
+
+    def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-c", code, *args],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+            check=False,
+        )
+
+    return python
