@@ -31,7 +31,7 @@ def inputs(tmp_path):
 
 def null(inputs, output, **options):
     options = {"append_eod": True, "report": lambda line: None, **options}
-    return preprocess(inputs, str(output), "NullTokenizer", vocab_size=100, **options)
+    return preprocess(inputs, str(output), "NullTokenizer", vocab_size=101, **options)
 
 
 def pair(prefix):
@@ -156,7 +156,7 @@ def command(*flags):
 def test_the_command(tmp_path, inputs):
     (once,) = null(inputs, tmp_path / "once")
     flags = ["--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
-    flags += ["--vocab-size", 100, "--append-eod", "--workers", 2]
+    flags += ["--vocab-size", 101, "--append-eod", "--workers", 2]
     done = command("--input", *inputs, *flags)
     out, err = done.communicate(timeout=60)
     assert (done.returncode, err) == (0, "")
@@ -186,7 +186,7 @@ def test_a_stopped_run_keeps_what_is_complete(tmp_path, workers, stop, status, s
     for path in inputs:
         path.write_text("1 " * 100_000)
     flags = ["--input", *inputs, "--output-prefix", tmp_path / "out", "--workers", workers]
-    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 101]
     running = command(*flags)
     while not list(tmp_path.glob("out.*.parts/*.idx")):
         assert running.poll() is None
