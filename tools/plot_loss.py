@@ -37,13 +37,17 @@ def read_log(path: Path) -> dict[str, Curve]:
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
-def smooth(curve: Curve, memory: float = 0.9) -> Curve:
-    """Return the exponential moving average of a curve, without bias at its beginning."""
-    total = weight = 0.0
+def smooth(curve: Curve, share: float = 0.04) -> Curve:
+    """Return the mean of a curve over a window centred on each point, narrower at both ends.
+
+    The window holds about `share` of the points. Centred, it does not lag behind a falling loss.
+    """
+    half = round(share * len(curve) / 2)
     out = []
-    for iteration, value in curve:
-        total, weight = memory * total + (1 - memory) * value, memory * weight + 1 - memory
-        out.append((iteration, total / weight))
+    for i, (iteration, _) in enumerate(curve):
+        reach = min(half, i, len(curve) - 1 - i)
+        window = [value for _, value in curve[i - reach : i + reach + 1]]
+        out.append((iteration, sum(window) / len(window)))
     return out
 
 
@@ -74,7 +78,13 @@ def draw(
         if validation:
             label = f"validation, {validation[-1][1]:.2f} at the end"
             axes.plot(
-                *zip(*validation, strict=True), "o-", color=orange, markersize=4.5, label=label
+                *zip(*validation, strict=True),
+                "o-",
+                color=orange,
+                markersize=5,
+                label=label,
+                clip_on=False,
+                zorder=3,
             )
         for value, name in references:
             axes.axhline(value, color="#666666", linewidth=1.2, linestyle=(0, (5, 4)))
@@ -86,7 +96,7 @@ def draw(
                 ha="right",
                 color="#444444",
             )
-        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
         axes.set_xlabel("iteration")
         axes.set_ylabel("loss (nats a token)")
         axes.set_xlim(0, loss[-1][0])

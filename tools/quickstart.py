@@ -35,24 +35,24 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
-ITERATIONS = 600
+ITERATIONS = 1000
 MODEL = {
     "num-layers": 4,
-    "hidden-size": 256,
-    "ffn-hidden-size": 704,
-    "num-attention-heads": 8,
-    "num-query-groups": 4,
+    "hidden-size": 192,
+    "ffn-hidden-size": 512,
+    "num-attention-heads": 6,
+    "num-query-groups": 2,
     "seq-length": 256,
     "max-position-embeddings": 256,
-    "micro-batch-size": 8,
-    "global-batch-size": 8,
-    "lr": 2e-3,
+    "micro-batch-size": 4,
+    "global-batch-size": 4,
+    "lr": 4e-3,
     "min-lr": 2e-4,
     "lr-decay-style": "cosine",
     "weight-decay": 0.1,
     "adam-beta2": 0.95,
     "clip-grad": 1.0,
-    "log-interval": 10,
+    "log-interval": 5,
     "eval-iters": 10,
 }
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
@@ -222,7 +222,7 @@ def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
         "tokenizer-model": out / "tokenizer" / "weft.model",
     }
     rounds = {
-        "eval-interval": max(1, iterations // 6),
+        "eval-interval": max(1, iterations // 8),
         "save-interval": max(1, iterations // 2),
         "save": folder / "checkpoints",
         "load": folder / "checkpoints",
@@ -254,12 +254,16 @@ def one_process_speed(out: Path, flags: dict) -> float:
 def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
     """Say what came out: loss against unigram entropy, picture, speed, a sample."""
     lines = records(folder / "log.jsonl")
-    loss = [r["validation_loss"] for r in lines if "validation_loss" in r][-1]
+    losses = [r["validation_loss"] for r in lines if "validation_loss" in r]
+    if not losses:
+        raise SystemExit("make train: stopped before the first evaluation; call it again to go on")
+    loss = losses[-1]
     steps = [r for r in lines if "loss" in r]
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
-    title = f"Llama, {parameters() / 1e6:.1f} M parameters, {layout}, CPU"
+    where = f"TP {tp} on {tp} CPU ranks" if tp > 1 else "one CPU process"
+    title = f"A Llama of {parameters() / 1e6:.1f} M parameters, {where}"
     command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
     command += [str(picture), "--reference", str(entropy), "unigram entropy", "--title", title]
     run(command)
@@ -274,7 +278,7 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
         print("                 Both have the same cores, so the ranks cannot be faster by having")
         print("                 more of them: this shows what cutting a model costs, not a gain.")
     command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
-    command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.7"]
+    command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.6"]
     show(command)
     print(flush=True)
     run(command)

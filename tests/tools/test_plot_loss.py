@@ -32,9 +32,11 @@ def test_a_loss_that_was_not_finite_leaves_a_gap(tmp_path):
     assert read_log(log)["loss"] == [(2, 1.0)]
 
 
-def test_smoothing_keeps_a_constant_and_starts_at_the_first_value():
-    assert smooth([(1, 4.0), (2, 4.0)]) == [(1, pytest.approx(4.0)), (2, pytest.approx(4.0))]
-    assert smooth([(1, 8.0), (2, 0.0)], memory=0.5)[1][1] == pytest.approx(8 / 3)
+def test_smoothing_keeps_a_straight_line_and_evens_out_a_saw():
+    line = [(i, float(i)) for i in range(50)]
+    assert smooth(line) == [(i, pytest.approx(i)) for i in range(50)]
+    saw = [(i, float(i % 2)) for i in range(100)]
+    assert all(0.3 < value < 0.7 for _, value in smooth(saw, share=0.1)[5:-5])
 
 
 def run(*arguments):
