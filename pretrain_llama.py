@@ -13,12 +13,17 @@ whole.
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while torch is imported: go, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -33,7 +38,7 @@ from model.llama import (
     hf_names,
     parameter_group,
 )
-from mpu.comm.collectives import all_reduce_in_order
+from mpu.comm.collectives import CommunicationError, all_reduce_in_order
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -44,10 +49,11 @@ from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
-from training.control import Agreement, StopSignal, compare_flags, profiler, time_is_up
+from training.control import Agreement, StopSignal, profiler, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
+from training.failure import as_process, compare, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.resume import Saver
@@ -194,11 +200,12 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
     return torch.device("cpu")
 
 
-def train(run: Run, loaders: Loaders, saver: Saver, log: Log, total: int) -> None:
+def train(
+    run: Run, loaders: Loaders, saver: Saver, log: Log, total: int, stop_signal: StopSignal
+) -> None:
     """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
-    stop_signal = StopSignal()
-    settings = config.run
+    settings, stop_signal.training = config.run, True
     if settings.manual_gc:
         gc.disable()
         gc.collect()
@@ -254,49 +261,77 @@ def train(run: Run, loaders: Loaders, saver: Saver, log: Log, total: int) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; return the exit code: 0 done, 1 a failure of the run, 2 a mistake in the flags or the
-    data.
+    """Run; return the exit code: 0 done, or stopped by a signal after a whole step; 1 a failure of
+    the run; 2 a mistake in the flags or the data. A signal before the first step, or a second one,
+    raises SystemExit with 130 (Ctrl-C) or 143 (SIGTERM).
     """
-    launch = Launch.from_env()
-    try:
-        config = parse(sys.argv[1:] if argv is None else argv, launch.world)
-        grid = make_grid(config, launch)
-        if config.run.dry_run:
-            print(report(config, meta_model(config, grid)))
-            return 0
-        if os.path.dirname(mpu.__path__[0]) != os.path.dirname(os.path.abspath(__file__)):
-            raise UsageError(
-                f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
-            )
-        device = choose_device(config, launch)
-        tokenizer = build_tokenizer(
-            config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size
+    launch, watch, report_to = Launch(), Watch(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    with StopSignal() as stop_signal:
+        try:
+            launch = Launch.from_env()
+            config = parse(sys.argv[1:] if argv is None else argv, launch.world)
+            grid = make_grid(config, launch)
+            if config.run.dry_run:
+                print(report(config, meta_model(config, grid)))
+                return 0
+            config, device, loaders, digests = prepare(config, grid)
+        except (ValueError, OSError) as error:
+            return refuse(error, launch, 2, report_to, alone=True)
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        try:
+            store = meet(timeout) if launch.world > 1 else None
+            if store is not None:
+                compare(config, digests, launch.rank, launch.world, store)
+                watch = Watch(launch.rank, launch.world, store, os.environ["MASTER_ADDR"])
+                store = dist.PrefixStore("weft", store)
+            with watch:
+                try:
+                    grid.connect(device, store, timeout)
+                except RuntimeError as error:
+                    raise CommunicationError(f"the ranks did not connect: {error}") from error
+                work(build(config, grid, device, watch), loaders, stop_signal)
+                grid.close()
+        except (ValueError, FloatingPointError) as error:
+            expected = isinstance(error, (UsageError, CheckpointError, FloatingPointError))
+            if stop_signal.training and not expected:
+                raise
+            return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
+        except CommunicationError:
+            if watch.first is None:
+                raise
+            tell_launcher(str(watch.first), report_to)
+            return 1
+    return 0
+
+
+def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
+    """Do all that needs no other rank: device, tokenizer, data.
+
+    Returns the config with its vocabulary, and hashes of what must be the same on every rank.
+    """
+    if os.path.dirname(mpu.__path__[0]) != os.path.dirname(os.path.abspath(__file__)):
+        raise UsageError(
+            f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
-        config = config.with_vocab(tokenizer.vocab_size)
-        note = print if launch.rank == 0 else lambda text: None
-        loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
-    except ValueError as error:
-        return refuse(error, launch)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if grid.world_size > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE is {grid.world_size} but {missing[0]} is not set: start with torchrun"
+        )
+    device, data = choose_device(config, grid.launch), config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
+    config = config.with_vocab(tokenizer.vocab_size)
+    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note_of(grid))
     if config.run.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    store = None
-    if launch.world > 1:
-        store = next(dist.rendezvous("env://", timeout=timeout))[0]
-    try:
-        with Watch(
-            launch.rank, launch.world, store, os.environ.get("MASTER_ADDR", "127.0.0.1")
-        ) as watch:
-            if store is not None:
-                compare_flags(config, launch.rank, launch.world, store)
-            grid.connect(device, dist.PrefixStore("weft", store) if store else None, timeout)
-            run = build(config, grid, device, watch)
-            work(run, loaders, note)
-            grid.close()
-    except (UsageError, CheckpointError) as error:
-        return refuse(error, launch)
-    return 0
+    digests = {"the tokenizer's hash": tokenizer.digest(), "the data's hash": loaders.digest}
+    return config, device, loaders, digests
+
+
+def note_of(grid: Grid) -> Callable[[str], None]:
+    """Return what prints on rank 0 alone."""
+    return print if grid.rank == 0 else lambda text: None
 
 
 def meta_model(config: Config, grid: Grid) -> Llama:
@@ -307,9 +342,9 @@ def meta_model(config: Config, grid: Grid) -> Llama:
     return Llama(llama_config(config), ctx)
 
 
-def work(run: Run, loaders: Loaders, note: Callable[[str], None]) -> None:
+def work(run: Run, loaders: Loaders, stop_signal: StopSignal) -> None:
     """Load, train and close the log."""
-    config, grid = run.config, run.grid
+    config, grid, note = run.config, run.grid, note_of(run.grid)
     for line in config.notes:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
@@ -318,10 +353,10 @@ def work(run: Run, loaders: Loaders, note: Callable[[str], None]) -> None:
     hf = hf_config(run.model.config, dtype)
     names, data = hf_names(run.model), loaders.digest
     saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, data, note)
-    if config.checkpoint.save:
-        saver.check_writable()
     if config.checkpoint.load:
         run.iteration, run.consumed = saver.load()
+    if config.checkpoint.save:
+        saver.check_writable()
     total = total_iterations(config)
     log = Log(
         config.log,
@@ -336,20 +371,10 @@ def work(run: Run, loaders: Loaders, note: Callable[[str], None]) -> None:
         run_config=config.flat(),
     )
     with log:
-        train(run, loaders, saver, log, total)
+        train(run, loaders, saver, log, total, stop_signal)
         if loaders.test and config.run.eval_interval:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 
 
-def refuse(error: ValueError, launch: Launch) -> int:
-    """Say the mistake once a node: the first rank at once, the others only if that one did not fail
-    too.
-    """
-    if launch.local_rank:
-        time.sleep(3)
-    print(f"pretrain_llama.py: {error}", file=sys.stderr, flush=True)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    as_process(main, os.environ.get("TORCHELASTIC_ERROR_FILE"))

@@ -1,52 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide together: that all ranks were given the same flags, when to stop, and who is profiled."""
+"""Decide together when to stop, and who is profiled."""
 
+import os
 import signal
+import socket
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from mpu.comm.collectives import Handle, all_reduce
 from mpu.grid import Axis
-from training.config import Config, RunConfig, UsageError, differing_keys
-
-
-def compare_flags(config: Config, rank: int, world: int, store: Store) -> None:
-    """Refuse flags that differ between ranks, on all of them, before the first collective."""
-    store.set(f"weft/flags/{rank}", config.canonical_json())
-    if rank == 0:
-        verdict, mine = "", config.canonical_json()
-        for other in range(1, world):
-            different = differing_keys(mine, store.get(f"weft/flags/{other}").decode())
-            if different:
-                key, (here, there) = next(iter(different.items()))
-                verdict = f"{key} is {here!r} on rank 0 and {there!r} on rank {other}: all ranks "
-                verdict += "must be given the same flags"
-                break
-        store.set("weft/flags/verdict", verdict)
-    verdict = store.get("weft/flags/verdict").decode()
-    if verdict:
-        raise UsageError(verdict)
+from training.config import Config, RunConfig
 
 
 class StopSignal:
-    """Let SIGTERM or Ctrl-C end the run after the current step, saved; a second one ends it at
-    once.
+    """Turn SIGTERM and Ctrl-C into an orderly end, while it is open as a context manager.
+
+    Before `training` is set, a signal ends the run at once: SystemExit in the main thread, with the
+    shell's exit code for that signal, 128 + its number. While training, the first one sets
+    `received`, and the run ends after the current step, saved; one that comes more than ECHO
+    seconds later ends it at once. (Within ECHO it is the same Ctrl-C: the terminal sends it to
+    every process, and torchrun passes on its own.) A main thread that is stuck in a wait and cannot
+    raise is ended by a guard after PATIENCE seconds.
     """
 
+    ECHO, PATIENCE = 1.0, 3.0
+    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
     def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        self.received = self.training = False
+        self._first: float | None = None  # when the first signal came while training
+        self._ending = threading.Event()
+
+    def __enter__(self) -> "StopSignal":
+        self._sockets = socket.socketpair()
+        for end in self._sockets:
+            end.setblocking(end is self._sockets[1])
+        # the interpreter writes a signal's number here at once, whatever the main thread is doing
+        self._wakeup = signal.set_wakeup_fd(self._sockets[0].fileno(), warn_on_full_buffer=False)
+        self._before = [signal.signal(number, self._handle) for number in self.NUMBERS]
+        threading.Thread(target=self._guard, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in zip(self.NUMBERS, self._before, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._sockets[0].close()
+
+    def _at_once(self, first: float | None) -> bool:
+        """Return whether a signal ends the run now, where the first one came at `first`."""
+        return not self.training or (first is not None and time.monotonic() - first > self.ECHO)
 
     def _handle(self, number: int, frame: Any) -> None:
-        self.received = True
-        again = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, again)
+        now, first = time.monotonic(), self._first
+        if self._ending.is_set() and first is not None and now - first > self.ECHO:
+            os._exit(128 + number)  # asked once more, on the way out
+        if not self._ending.is_set() and self._at_once(first):
+            self._ending.set()
+            self._first = now
+            raise SystemExit(128 + number)
+        self.received, self._first = True, first or now
+
+    def _guard(self) -> None:
+        first: float | None = None
+        with self._sockets[1] as end:
+            while number := end.recv(1):
+                if number[0] not in self.NUMBERS:
+                    continue
+                if self._at_once(first) and not self._ending.wait(self.PATIENCE):
+                    os._exit(128 + number[0])
+                first = first or time.monotonic()
 
 
 class Agreement:

@@ -8,24 +8,31 @@ it. The hub decides on ONE first cause and sends it to all. If the hub itself go
 first cause.
 
     rank r  -- hello, beats with its action, "failed", goodbye -->  hub (a thread of rank 0)
-    rank r  <-- first cause: {rank, action, why} ------------------  hub
+    rank r  <-- beats; the first cause: {rank, action, why} ------  hub
 
-An end of file without goodbye is a death and counts at once. A report that only says "a collective
-failed" waits `grace` seconds for a better explanation. No beat for `silence` seconds (a stopped
-process) is a cause too.
+An end of file without goodbye is a death and counts at once, and so does what a rank reports of
+itself. A report that only says that somebody else is gone ("a collective failed") or that a signal
+came (launchers send one to the survivors) waits for a better explanation. No beat for `silence`
+seconds (a stopped process, a lost machine) is a cause too.
 """
 
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from mpu.comm.collectives import CommunicationError
+
+DIED = "the process died (killed?)"
+SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
+LINE_LIMIT = 1 << 16  # bytes without a newline: not one of ours
 
 
 @dataclass(frozen=True)
@@ -55,92 +62,122 @@ class _Line:
             pass  # the reading side will see the end of file
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the complete messages that arrived, or None at the end of the file."""
+        """Return the complete messages that arrived, or None at the end of the file (or of sense).
+
+        Raises TimeoutError where the socket has a timeout and nothing came.
+        """
         try:
             data = self.sock.recv(65536)
+        except TimeoutError:
+            raise
         except OSError:
-            data = b""
-        if not data:
             return None
         *lines, self.buffer = (self.buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        sound = all(isinstance(m, dict) for m in messages) and len(self.buffer) < LINE_LIMIT
+        return messages if data and sound else None
 
 
 class _Hub(threading.Thread):
-    """Accept one line a rank, decide on the first cause, tell all."""
+    """Accept one line a rank, decide on the first cause, tell all. `token` keeps strangers out."""
 
-    def __init__(self, world: int, grace: float, silence: float) -> None:
+    def __init__(self, world: int, host: str, token: str, silence: float, beat: float) -> None:
         super().__init__(name="watch-hub", daemon=True)
-        self.listener = socket.create_server(("", 0), backlog=world)
+        here = host in ("localhost", "127.0.0.1")
+        self.listener = socket.create_server((host if here else "", 0), backlog=world)
         self.port: int = self.listener.getsockname()[1]
-        self.world, self.grace, self.silence = world, grace, silence
-        self.cause: Cause | None = None
-        self.weak: tuple[float, Cause] | None = None
+        self.world, self.token, self.silence, self.beat = world, token, silence, beat
+        self.lines: list[_Line] = []
+        self.joined: set[int] = set()
+        self.decided: Cause | None = None
+        self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
 
     def run(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
-        lines: list[_Line] = []
-        joined = 0
-        while joined < self.world or lines:
+        turn = sent = time.monotonic()
+        while len(self.joined) < self.world or any(line.rank >= 0 for line in self.lines):
             for key, _ in selector.select(timeout=0.1):
                 if key.fileobj is self.listener:
-                    lines.append(_Line(self.listener.accept()[0]))
-                    selector.register(lines[-1].sock, selectors.EVENT_READ, lines[-1])
-                    joined += 1
+                    self.lines.append(_Line(self.listener.accept()[0]))
+                    selector.register(self.lines[-1].sock, selectors.EVENT_READ, self.lines[-1])
                     continue
                 line: _Line = key.data
                 messages = line.read()
+                for message in messages or ():
+                    self._hear(line, message)
                 if messages is None:
                     selector.unregister(line.sock)
                     line.sock.close()
-                    lines.remove(line)
+                    self.lines.remove(line)
                     if not line.left and line.rank >= 0:
-                        self._decide(Cause(line.rank, line.action, "the process died (killed?)"))
-                for message in messages or ():
-                    self._hear(line, message)
-            self._judge(lines)
-            if self.cause is not None:
-                for line in lines:
-                    line.send(cause=vars(self.cause))
-                self.cause = None
+                        self._decide(self._silenced(line, DIED))
+            now = time.monotonic()
+            if now - turn > self.silence / 2:  # it is we who were stopped: nobody else was silent
+                for line in self.lines:
+                    line.last = now
+            turn = now
+            self._judge(now)
+            if now - sent > self.beat:
+                sent = now
+                for line in self.lines:
+                    line.send(beat=True)
+        self.listener.close()
 
     def _hear(self, line: _Line, message: dict[str, Any]) -> None:
         line.last = time.monotonic()
-        line.rank = message.get("rank", line.rank)
+        if line.rank < 0:
+            rank = message.get("rank")
+            if message.get("token") != self.token or type(rank) is not int:
+                return
+            line.rank = rank
+            self.joined.add(rank)
+            if self.decided is not None:
+                line.send(cause=vars(self.decided))
         line.action = message.get("action", line.action)
-        line.left = line.left or "bye" in message
+        line.left = line.left or "bye" in message or "failed" in message
         if "failed" in message:
-            line.left = True
             cause = Cause(line.rank, line.action, message["failed"])
-            if message["peer"]:
-                self.weak = self.weak or (time.monotonic(), cause)
+            if message["wait"]:
+                self.weak.append((line.last + message["wait"], cause))
             else:
                 self._decide(cause)
 
-    def _judge(self, lines: list[_Line]) -> None:
-        now = time.monotonic()
-        for line in lines:
+    def _silenced(self, line: _Line, why: str) -> Cause:
+        """Say what is known of a rank that did not speak for itself."""
+        age = time.monotonic() - line.last
+        return Cause(line.rank, "", f"{why}; {age:.1f} s before, its last word was: {line.action}")
+
+    def _judge(self, now: float) -> None:
+        for line in self.lines:
             if not line.left and line.rank >= 0 and now - line.last > self.silence:
                 line.left = True
-                self._decide(
-                    Cause(line.rank, line.action, f"no sign of life for {self.silence:.0f} s")
-                )
-        if self.weak is not None and now - self.weak[0] > self.grace:
-            self._decide(self.weak[1])
+                self._decide(self._silenced(line, "no sign of life"))
+        for due, cause in self.weak:
+            if now > due:
+                self._decide(cause)
 
     def _decide(self, cause: Cause) -> None:
-        if getattr(self, "decided", None) is None:
-            self.decided = self.cause = cause
+        if self.decided is None:
+            self.decided = cause
+            for line in self.lines:
+                line.send(cause=vars(cause))
 
 
 class Watch:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
     Use as a context manager round the whole run: an exception that leaves it is published, and one
-    that only says a peer is gone is replaced by the first cause. A rank told of a failure while it
-    is stuck in a collective prints the cause and leaves with exit code 1 after `unwind` seconds. At
-    world size 1 it only carries `action`.
+    that only says a peer is gone is explained by the first cause, kept in `first`. A rank told of a
+    failure while it is stuck in a collective prints the cause and leaves with exit code 1 after
+    `unwind` seconds. At world size 1 it only carries `action`.
+
+    grace: seconds that "a collective failed" waits for a better cause. silence: seconds without a
+    beat after which a rank counts as lost. beat: seconds between beats; None: 1, more where the
+    world is large.
     """
 
     def __init__(
@@ -152,67 +189,90 @@ class Watch:
         *,
         grace: float = 3.0,
         silence: float = 20.0,
-        beat: float = 1.0,
+        beat: float | None = None,
         unwind: float = 5.0,
     ) -> None:
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
-        self._told, self._beat, self._unwind = threading.Event(), beat, unwind
-        self._grace, self._said, self._lock = grace, False, threading.Lock()
+        self._beat = beat or min(silence / 4, max(1.0, world / 512))
+        self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._told, self._failed = threading.Event(), threading.Event()
+        self._own, self._left, self._said = "", False, False
+        self._lock = threading.Lock()
         self._line: _Line | None = None
         self._hub: _Hub | None = None
         if world == 1:
             return
         assert store is not None, "a world of several ranks needs a store to meet at"
         if rank == 0:
-            self._hub = _Hub(world, grace, silence)
+            token = secrets.token_hex(16)
+            self._hub = _Hub(world, host, token, silence, self._beat)
             self._hub.start()
-            store.set("weft/watch", str(self._hub.port))
-        port = int(store.get("weft/watch"))
-        self._line = _Line(socket.create_connection((host, port), timeout=30))
-        self._line.sock.settimeout(beat)
-        self._line.send(rank=rank, action=self.action)
+            store.set("weft/watch", f"{self._hub.port} {token}")
+        try:
+            port, token = store.get("weft/watch").decode().split()
+            self._line = _Line(socket.create_connection((host, int(port)), timeout=30))
+        except (OSError, RuntimeError) as error:
+            raise CommunicationError(f"rank 0 is not reached at {host}: {error}") from error
+        self._line.sock.settimeout(self._beat)
+        self._line.send(rank=rank, token=token, action=self.action)
+        os.register_at_fork(after_in_child=_Hands(self).off)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def _listen(self) -> None:
+        """Beat, and hear the hub, until this rank leaves or somebody failed."""
         line = self._line
         assert line is not None
-        sent = time.monotonic()
-        while not self._said:
+        turn = sent = heard = time.monotonic()
+        while not self._left:
             try:
-                data = line.sock.recv(65536)
-                if not data and not self._said:
-                    self._stop(Cause(0, "", "the process died (killed?)"))
+                messages = line.read()
+                if messages is None:
+                    if not self._left:
+                        self._stop(Cause(0, "", DIED))
                     return
-                *lines, line.buffer = (line.buffer + data).split(b"\n")
-                for text in lines:
-                    self._stop(Cause(**json.loads(text)["cause"]))
-                    return
+                heard = time.monotonic()
+                for message in messages:
+                    if "cause" in message:
+                        self._stop(Cause(**message["cause"]))
+                        return
             except TimeoutError:
                 pass
-            except OSError:
-                if not self._said:
-                    self._stop(Cause(0, "", "the process died (killed?)"))
+            now = time.monotonic()
+            if now - turn > self._silence / 2:  # it is we who were stopped
+                heard = now
+            turn = now
+            if now - heard > self._silence:
+                self._stop(Cause(0, "", f"no sign of life for {now - heard:.0f} s"))
                 return
-            if time.monotonic() - sent >= self._beat:
-                sent = time.monotonic()
-                line.send(rank=self.rank, action=self.action)
+            if now - sent >= self._beat:
+                sent = now
+                line.send(action=self.action)
 
     def _stop(self, cause: Cause) -> None:
-        """Tell the person now, give the main thread a moment to unwind, then leave."""
+        """Tell the person now, give the main thread time to unwind, then leave."""
         self.first = cause
         self._told.set()
-        if cause.rank != self.rank:
-            self._print(cause)
+        self._failed.wait(timeout=0.3)  # it may be about to say the same thing itself
+        self._print()
         time.sleep(self._unwind)
-        os._exit(1)
+        if self._failed.is_set():
+            time.sleep(2 * self._unwind)
+        self._leave()
 
-    def _print(self, cause: Cause) -> None:
+    def _print(self) -> None:
+        """Say the first cause once, unless this rank says so itself."""
         with self._lock:
-            if self._said:
-                return
+            cause, silent = self.first, self._said
             self._said = True
-        print(f"[rank {self.rank}] stopping: {cause}", file=sys.stderr, flush=True)
+        if cause is None or silent or cause.rank == self.rank or cause.why == self._own:
+            return
+        text = f"[rank {self.rank}] stopping during {self.action}: {cause}\n"
+        sys.stderr.write(text)  # one write: ranks that share a terminal must not mix their lines
+        sys.stderr.flush()
+
+    def _leave(self) -> None:
+        os._exit(1)
 
     def __enter__(self) -> "Watch":
         return self
@@ -221,18 +281,41 @@ class Watch:
         if self._line is None:
             return
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._said = True
+            self._left = True
             self._line.send(bye=True)
             self._line.sock.close()
             if self._hub is not None:
                 self._hub.join(timeout=60)  # the hub leaves last, so that nobody sees it die
             return
-        peer = isinstance(error, CommunicationError)
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        self._line.send(
-            rank=self.rank, action=self.action, failed=f"{type(error).__name__}: {why}", peer=peer
-        )
-        if self._told.wait(timeout=self._grace + 5) and self.first is not None:
-            self._print(self.first)
+        text = str(error).strip() or "no message"
+        why, wait = f"{type(error).__name__}: {text.splitlines()[0]}", 0.0
+        if isinstance(error, CommunicationError):
+            wait = self._grace
+        elif isinstance(error, (SystemExit, KeyboardInterrupt)):
+            why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
+        if not isinstance(error, CommunicationError):
+            self._own = why
+        self._failed.set()
+        self._line.send(rank=self.rank, action=self.action, failed=why, wait=wait)
+        if self._told.wait(timeout=self._grace + 5):
+            self._print()
         if self._hub is not None:
             time.sleep(1.0)  # let the others hear the cause before rank 0's hub goes
+
+
+class _Hands:
+    """Take a forked child's hands off the line: held there, it would outlive the rank's death."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = weakref.ref(watch)
+
+    def off(self) -> None:
+        watch = self.watch()
+        if watch is None:
+            return
+        if watch._line is not None:
+            watch._line.sock.close()
+        if watch._hub is not None:
+            for line in watch._hub.lines:
+                line.sock.close()
+            watch._hub.listener.close()
