@@ -152,6 +152,41 @@ def test_another_dtype_on_the_way_out(tmp_path: Path) -> None:
             assert torch.equal(out[name], tensor.bfloat16())
 
 
+@pytest.mark.prove
+def test_a_run_takes_up_an_imported_model_at_any_size(tmp_path: Path) -> None:
+    hugging_face("llama2").save_pretrained(tmp_path / "hf")
+    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    flags = (
+        "pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 251 "
+        "--num-layers 3 --hidden-size 96 --ffn-hidden-size 136 --num-attention-heads 8 "
+        "--norm-epsilon 1e-6 --untie-embeddings-and-output-weights --seq-length 64 "
+        "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 2 --log-interval 1 "
+        f"--num-workers 0 --device cpu --finetune --load {tmp_path / 'weft'}"
+    ).split()
+    losses = []
+    for tp in (1, 2):
+        log = tmp_path / f"log{tp}.jsonl"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
+        more = ["--tensor-model-parallel-size", str(tp), "--log-json", str(log)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *launcher, *flags, *more],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "step_00000000: at iteration 0" in done.stdout
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert len(losses[0]) == len(losses[1]) == 2
+    assert losses[0][0] > 5.7  # the imported weights (std 0.1), not a fresh model at ln 251 = 5.5
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+
+
 MEMORY = """
 import json, resource, sys
 from pathlib import Path
