@@ -52,7 +52,7 @@ MODEL = {
     "weight-decay": 0.1,
     "adam-beta2": 0.95,
     "clip-grad": 1.0,
-    "log-interval": 5,
+    "log-interval": 10,
     "eval-iters": 10,
 }
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
@@ -244,7 +244,13 @@ def one_process_speed(out: Path, flags: dict) -> float:
     print("\nmeasuring one process with all the cores, 20 steps ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        short = {"train-iters": 20, "log-interval": 1, "eval-iters": 0, "log-json": log}
+        short = {
+            "train-iters": 20,
+            "lr-warmup-iters": 0,
+            "log-interval": 1,
+            "eval-iters": 0,
+            "log-json": log,
+        }
         launch({**flags, **short}, tp=1, quiet=True)
         speed = statistics.median(r["tokens_per_second"] for r in records(log)[4:])
     kept.write_text(json.dumps({"key": key, "tokens_per_second": speed}))
