@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step sends is what docs/parallelism.md says, and what `make explain` prints says where."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpu.grid import Grid
+from tools.explain import explain, main, sums, tiny
+from tools.explain_formulas import DOCUMENT, bucket_lengths, evaluate, read_formulas, symbols
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = ("--recompute-granularity", "full")
+CASES = [  # tp, dp, the rest of tiny's arguments
+    (2, 1, {}),
+    (2, 1, {"sequence_parallel": False}),
+    (2, 1, {"micro_batches": 3, "layers": 1}),
+    (2, 1, {"more": FULL}),
+    (2, 1, {"more": FULL, "sequence_parallel": False, "micro_batches": 3}),
+    (2, 1, {"more": (*FULL, "--recompute-method", "block"), "layers": 3}),
+    (2, 1, {"more": ("--recompute-granularity", "selective")}),
+    (2, 1, {"more": ("--bf16",)}),
+    (1, 2, {}),
+    (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
+    (2, 2, {"micro_batches": 3}),
+    (2, 2, {"sequence_parallel": False, "more": ("--fp64", *FULL)}),
+]
+
+
+def run(comm, tp, dp, rest):
+    """Explain one step on a rank of the world; every rank must count what the document says."""
+    found = explain(tiny(tp, dp, **rest), comm.grid(tp))
+    return found.counted, found.stated, found.text
+
+
+def line_of(file, text):
+    """Return 'file:line' of the first line that holds the text."""
+    lines = (ROOT / file).read_text().splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.mark.parametrize("tp, dp, rest", CASES, ids=str)
+def test_the_document_counts_what_is_sent(world, tp, dp, rest):
+    for counted, stated, text in world(tp * dp).run(run, tp, dp, rest):
+        assert counted == stated and counted
+        assert text.endswith("All equal.") and "DIFFERS" not in text
+        assert max(map(len, text.splitlines())) <= 150
+
+
+def test_a_reader_finds_the_gather(world):
+    text = world(2).run(run, 2, 1, {})[0][2]
+    gather = line_of("mpu/layers/linear.py", "all_gather(x, ctx.tp)[0] if ctx.sp")
+    lines = text.splitlines()
+    (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
+    assert "all_gather" in lines[at] and lines[at].endswith(gather)
+    assert "[8, 2, 64] -> [16, 2, 64]" in lines[at] and "blocks" in lines[at]
+    assert "of layers.0.attention_norm (mpu/layers/norm.py:" in lines[at + 1]
+
+    again = line_of("mpu/layers/linear.py", "async_op=True) if again")
+    (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
+    assert "async" in lines[at]
+    waited = line_of("mpu/layers/linear.py", "gathering.wait()")
+    assert f"waited for at {waited}" in lines[at + 2]
+    assert lines[at + 2].endswith("hidden under: dgrad matmul of layers.1.mlp.gate_up")
+    assert "reduce_scatter" in lines[at + 3] and "backward" in lines[at + 3]
+    assert lines[at + 5].endswith("hidden under: wgrad matmul of layers.1.mlp.gate_up")
+
+
+def test_phases_and_buckets(world):
+    text = world(4).run(run, 2, 2, {"more": FULL})[0][2]
+    assert re.search(r"recompute layers\.1\.mlp\.gate_up +all_gather", text)
+    assert re.search(r"backward  embedding +all_gather .*embedding\.py:\d+ \(backward\)", text)
+    assert re.search(r"grad sum  bucket 0 +reduce_scatter data of 2 .* async +mpu/zero", text)
+    assert re.search(r"norm      optimizer +all_gather +model of 2", text)
+    assert "needs autograd's add of the gradients of two branches" in text
+    backward = text.index("--- backward")
+    assert backward < text.index("grad sum  bucket 0") < text.index("--- the gradient sums")
+
+
+def test_the_padding_of_buckets_is_small():
+    config = tiny(2, 2)
+    lengths, norms = bucket_lengths(config)
+    assert len(lengths) > 2 and norms and all(n % (4096 * 2) == 0 for n in [*lengths, norms])
+    assert symbols(config)["B"] == len(lengths) + 1
+
+
+def test_the_document_names_what_exists():
+    text = DOCUMENT.read_text()
+    places = re.findall(
+        r"[(|;] ?((?:mpu|training|pretrain)\S*\.py)[,` |]+((?:`[\w.]+`[, ]*)+)", text
+    )
+    assert len(places) > 12
+    for file, names in places:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"[\w.]+", names):
+            for part in filter(None, name.split(".")):
+                assert re.search(rf"(def|class) {part}\b|    {part}:", source), (file, name)
+
+
+def test_a_formula_is_arithmetic_and_nothing_else():
+    names = {"a": 7, "b": 2}
+    assert evaluate("-(-a//b)*b + 1", names) == 9
+    assert evaluate("a > 1 and not b > 2", names)
+    for bad in ("__import__('os')", "a.real", "a[0]", "c + 1", "a ** b", "'x'", "a if b else 1"):
+        with pytest.raises(ValueError, match="is not allowed"):
+            evaluate(bad, names)
+
+
+def test_a_document_without_the_table_is_refused(tmp_path):
+    assert len(read_formulas()) > 10
+    (tmp_path / "none.md").write_text("| what | count |\n|---|---|\n| a | b |\n")
+    with pytest.raises(ValueError, match="none.md: there is no table"):
+        read_formulas(tmp_path / "none.md")
+
+
+def test_a_difference_is_said():
+    lines = sums({("tp", "all_gather"): (3, 96)}, {("tp", "all_gather"): (2, 96)}, [])
+    assert "DIFFERS: the document says 2 and 96 bytes" in lines[3]
+    assert lines[-1] == "DIFFERENT: tp all_gather"
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--pp 2", "--pp 2: this version has no pipeline parallelism"),
+        ("--zero 1", "--zero 1: this version has ZeRO level 0 only"),
+        ("--tp 0", "--tp 0 must be at least 1"),
+        ("--tp 64 --dp 2", "at most 16"),
+    ],
+)
+def test_what_a_user_is_told(capsys, argv, said):
+    assert main(argv.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command(capsys):
+    assert main(["--dp", "2", "--layers", "1"]) == 0
+    assert capsys.readouterr().out.endswith("All equal.\n")
+
+
+def test_one_rank_sends_nothing():
+    found = explain(tiny(1, 1, layers=1), Grid())
+    assert found.counted == found.stated == {}
+    assert found.text.endswith("One rank: every collective is the identity, and nothing is sent.")
