@@ -272,5 +272,6 @@ class WeightGradientQueue:
     def flush(self) -> None:
         """Run what was kept, oldest first, and stop keeping."""
         waiting, self._waiting = self._waiting or [], None
-        for work in waiting:
-            work()
+        with torch.no_grad():  # as in backward
+            for work in waiting:
+                work()

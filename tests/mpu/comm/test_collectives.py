@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw verbs against their definitions, in every dtype, async and not, staged through the host or
+not.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mpu.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_in_order,
+    broadcast,
+    gather_bytes,
+    reduce_scatter,
+)
+from mpu.grid import Axis
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def contribution(rank: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def verbs(comm, staged: bool) -> None:
+    axis = replace(comm.grid().world, staged=staged)
+    n = axis.size
+    for dtype in DTYPES:
+        parts = [contribution(r, (2 * n, 3), dtype) for r in range(n)]
+        mine = parts[axis.rank]
+        in_order = parts[0]
+        wide = parts[0].float() if dtype == torch.bfloat16 and n > 2 else parts[0]
+        for part in parts[1:]:
+            wide = wide + part
+        in_order = wide.to(dtype)
+        for async_op in (False, True):
+            out, handle = all_gather(mine, axis, async_op)
+            handle.wait()
+            assert torch.equal(out, torch.cat(parts))
+            out, handle = reduce_scatter(mine, axis, async_op)
+            handle.wait()
+            handle.wait()  # a second wait does nothing
+            assert torch.equal(out, in_order[2 * axis.rank : 2 * axis.rank + 2])
+            out, handle = all_reduce(mine.clone(), axis, async_op)
+            handle.wait()
+            torch.testing.assert_close(out, in_order, rtol=2e-2, atol=2e-2)
+        odd = mine.reshape(-1)[: 2 * n + 1].clone()  # does not divide by the axis
+        assert torch.equal(all_reduce_in_order(odd, axis), in_order.reshape(-1)[: 2 * n + 1])
+        assert torch.equal(mine, contribution(axis.rank, (2 * n, 3), dtype)), "an input changed"
+        strided = mine.t().contiguous().t()  # not contiguous
+        assert torch.equal(all_gather(strided, axis)[0], torch.cat(parts))
+    for src in range(n):
+        assert broadcast(torch.tensor([axis.rank]), axis, src).item() == src
+    words = [b"", b"\x00\xff", b"x" * 1000]
+    assert gather_bytes(words[axis.rank % 3], axis) == [words[r % 3] for r in range(n)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_verbs(world, size, staged):
+    world(size).run(verbs, staged)
+
+
+def test_one_rank_needs_no_group():
+    x = torch.randn(3, 2)
+    for verb in (all_gather, reduce_scatter, all_reduce):
+        out, handle = verb(x, Axis("tp"), True)
+        handle.wait()
+        assert out is x
+    assert gather_bytes(b"a", Axis("tp")) == [b"a"]

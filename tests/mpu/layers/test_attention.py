@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions and attention against formulas; documents in one row do not see each other."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from mpu.context import LayerContext
+from mpu.layers.attention import attention_core, document_mask
+from mpu.layers.norm import RMSNorm
+from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
+from mpu.layers.swiglu import swiglu
+from mpu.param import GradientSink
+
+
+def table(length: int, d: int, dtype: torch.dtype = torch.float64):
+    return rope_table(rope_frequencies(d, 100.0), length, dtype, torch.device("cpu"))
+
+
+def test_rope_turns_by_an_angle_that_grows_with_position():
+    cos, sin = table(5, 4)
+    x = torch.randn(5, 2, 3, 4, dtype=torch.float64)
+    y = apply_rope(x, cos, sin, 2)
+    assert torch.equal(y[:, :, 2], x[:, :, 2]), "the value head turned"
+    for pos in range(5):
+        for pair, frequency in enumerate((1.0, 0.1)):
+            a = torch.complex(x[pos, :, :2, pair], x[pos, :, :2, pair + 2])
+            b = torch.complex(y[pos, :, :2, pair], y[pos, :, :2, pair + 2])
+            turn = torch.polar(torch.tensor(1.0).double(), torch.tensor(pos * frequency).double())
+            torch.testing.assert_close(b, a * turn)
+
+
+@pytest.mark.parametrize("factor, original", [(8.0, 8192), (32.0, 8192), (8.0, 64)])
+def test_stretched_frequencies_equal_hugging_face(factor, original):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": original,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072,
+                         rope_theta=5e5, rope_scaling=rope)  # fmt: skip
+    want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    got = rope_frequencies(128, 5e5, factor, original)
+    torch.testing.assert_close(got.float(), want.float(), rtol=1e-6, atol=0)
+
+
+def test_gradients_by_finite_differences():
+    torch.manual_seed(3)
+    cos, sin = table(4, 4)
+    x = torch.randn(4, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: apply_rope(x, cos, sin, 3), x)
+    gate_up = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(swiglu, gate_up)
+    qkv = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: attention_core(x, cos, sin, 2, 1, None), qkv)
+
+
+def test_rms_norm_and_its_weight_gradient():
+    sink = GradientSink(torch.float64)
+    ctx = LayerContext(dtype=torch.float64, accumulate=torch.float64, sink=sink)
+    norm = RMSNorm(6, ctx=ctx, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(6))
+    x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(5, 2, 6, dtype=torch.float64)
+    norm(x).backward(dy)
+    y, w = x.detach().requires_grad_(), norm.weight.detach().clone().requires_grad_()
+    (y / (y.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w).backward(dy)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(ctx.sink.main[norm.weight], w.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_16_bit_elementwise_is_no_worse_than_rounding(dtype):
+    """Against fp64 on the same inputs: the error of one or two roundings."""
+    eps = torch.finfo(dtype).eps
+    ctx = LayerContext(dtype=dtype)
+    norm = RMSNorm(64, ctx=ctx)
+    torch.nn.init.ones_(norm.weight)
+    x = torch.randn(9, 2, 64).to(dtype)
+    y = x.double()
+    want = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert (norm(x).double() - want).norm() <= 2 * eps * want.norm()
+    cos, sin = table(9, 32, torch.float32)
+    exact_cos, exact_sin = table(9, 32)
+    want = apply_rope(y.view(9, 2, 2, 32), exact_cos, exact_sin, 2)
+    got = apply_rope(x.view(9, 2, 2, 32), cos, sin, 2)
+    assert got.dtype == dtype and (got.double() - want).norm() <= 2 * eps * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_does_not_see_another(dtype):
+    """Change a token of the first document: the second one's outputs keep every bit."""
+    s, cut, d = 12, 5, 8
+    cos, sin = table(s, d, torch.float32)
+    ids = (torch.arange(s) >= cut).int()[None].expand(2, s)
+    mask = document_mask(ids)
+    qkv = torch.randn(s, 2, 4 * d).to(dtype)
+    before = attention_core(qkv, cos, sin, 2, 1, mask)
+    changed = qkv.clone()
+    changed[2] += 1.0
+    after = attention_core(changed, cos, sin, 2, 1, mask)
+    assert torch.equal(before[cut:], after[cut:])
+    assert not torch.equal(before[2:cut], after[2:cut])
+    alone = attention_core(qkv[:cut], cos[:cut], sin[:cut], 2, 1, None)
+    torch.testing.assert_close(before[:cut], alone)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary-parallel cross entropy against torch's, with logits scaled to attack its stability."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mpu.context import LayerContext
+from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
+
+S, B, V = 13, 11, 17
+
+
+def case(scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(S, B, V, dtype=torch.float64, generator=g) * scale
+    labels = torch.randint(0, V, (S, B), generator=g)
+    return logits, labels, torch.rand(S, B, generator=g).double()
+
+
+def parallel(comm, t: int, local: int, scale: float, dtype_name: str):
+    """Cut the vocabulary into `local` columns a rank; what lies beyond V is padding full of poison."""
+    dtype = getattr(torch, dtype_name)
+    grid = comm.grid(t)
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    ctx = LayerContext(grid, False, dtype, accumulate)
+    logits, labels, weight = case(scale)
+    padded = torch.full((S, B, local * t), 1e6, dtype=torch.float64)
+    padded[..., :V] = logits
+    mine = padded.chunk(t, -1)[grid.tp.rank].to(dtype).contiguous().requires_grad_()
+    loss = vocab_parallel_cross_entropy(mine, labels, V, ctx)
+    assert loss.dtype == accumulate
+    (loss * weight).sum().backward()
+    return loss.detach().numpy(), mine.grad.double().numpy()
+
+
+@pytest.mark.parametrize("size, t, local", [(1, 1, 17), (1, 1, 20), (2, 2, 9), (2, 2, 12), (4, 4, 5),
+                                            (4, 4, 9), (2, 2, 17)])  # fmt: skip
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_equals_torch(world, size, t, local, scale):
+    logits, labels, weight = case(scale)
+    logits.requires_grad_()
+    want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    (want * weight).sum().backward()
+    for rank, (loss, grad) in enumerate(world(size).run(parallel, t, local, scale, "float64")):
+        torch.testing.assert_close(torch.from_numpy(loss), want.detach(), rtol=1e-12, atol=1e-12)
+        first = min((rank % t) * local, V)
+        real = min(first + local, V) - first
+        got = torch.from_numpy(grad)
+        torch.testing.assert_close(
+            got[..., :real], logits.grad[..., first : first + real], rtol=1e-10, atol=1e-13
+        )
+        assert not got[..., real:].any(), "padding has a gradient"
+
+
+def test_bf16_logits_are_summed_in_fp32(world):
+    """Against an fp64 oracle on the same bf16 logits: no worse than rounding the gradient once."""
+    logits, labels, weight = case(1.0)
+    logits = logits.bfloat16().double().requires_grad_()
+    want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    (want * weight).sum().backward()
+    ((loss, grad),) = world(1).run(parallel, 1, 17, 1.0, "bfloat16")
+    torch.testing.assert_close(torch.from_numpy(loss).double(), want.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(grad), logits.grad, rtol=2**-8, atol=1e-6)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a parameter knows of its place; the sink's arithmetic; initial weights that no layout
+changes.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from mpu.grid import Axis
+from mpu.param import (
+    GradientSink,
+    Placement,
+    WeightGradientQueue,
+    cut,
+    draw_normal,
+    parameter,
+    placement_of,
+    use,
+)
+
+
+def axis(rank: int, size: int) -> Axis:
+    return Axis("tp", rank, size, tuple(range(size)))
+
+
+def place(kind: str, tp: Axis) -> Placement:
+    t = tp.size
+    if kind == "fused":  # q, k, v of 8, 4 and 4 rows
+        return Placement((16, 6), 0, tp, (8, 4, 4), 16 // t)
+    if kind == "vocabulary":  # 13 rows, padded to a multiple of 3 t
+        return Placement((13, 6), 0, tp, (13,), -(-13 // (3 * t)) * 3)
+    if kind == "row":
+        return Placement((5, 8), 1, tp, (), 8 // t)
+    return Placement((6, 2), None, tp)
+
+
+NAMES = {"fused": ("q", "k", "v"), "vocabulary": ("e",), "row": ("d",), "replicated": ("n",)}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pieces_tile_the_full_tensor(kind, size):
+    """Every row of every canonical tensor is held exactly once (or by all, where replicated)."""
+    seen: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        placement = place(kind, axis(rank, size))
+        for piece in placement.pieces(NAMES[kind]):
+            count = seen.setdefault(piece.name, torch.zeros(piece.shape))
+            count.narrow(piece.dim, piece.start, piece.size).add_(1)
+            assert piece.local + piece.size <= placement.local_shape[piece.dim]
+    expected = size if kind == "replicated" else 1
+    assert all(bool((count == expected).all()) for count in seen.values())
+    holders = [place(kind, axis(r, size)).first_holder for r in range(size)]
+    assert sum(holders) == (1 if kind == "replicated" else size)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_initial_weights_do_not_depend_on_the_layout(kind):
+    def drawn(rank: int, size: int) -> dict:
+        param = parameter(place(kind, axis(rank, size)), torch.float32, torch.device("cpu"))
+        draw_normal(param, NAMES[kind], 0.5, seed=11)
+        found = {}
+        for p in placement_of(param).pieces(NAMES[kind]):
+            found[p.name] = (p, param.detach().narrow(p.dim, p.local, p.size))
+        return found
+
+    whole = drawn(0, 1)
+    for size in (2, 4):
+        for rank in range(size):
+            for name, (piece, local) in drawn(rank, size).items():
+                full = whole[name][1]
+                assert torch.equal(local, full.narrow(piece.dim, piece.start, piece.size))
+    values = torch.cat([v.flatten() for _, v in whole.values()])
+    assert 0.3 < values.std() < 0.7 and values.unique().numel() == values.numel()
+
+
+def test_large_weights_are_drawn_by_blocks(monkeypatch):
+    """Above 2^20 elements the draw goes block by block; a rank that skips blocks gets the same
+    rows.
+    """
+    rows = 3000
+    full = parameter(Placement((rows, 1024)), torch.float32, torch.device("cpu"))
+    draw_normal(full, ("w",), 1.0, seed=1)
+    half = Placement((rows, 1024), 0, axis(1, 2), (rows,), rows // 2)
+    part = parameter(half, torch.float32, torch.device("cpu"))
+    draw_normal(part, ("w",), 1.0, seed=1)
+    assert torch.equal(part, full[rows // 2 :])
+
+
+def test_a_size_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"heads \(7\) must be a multiple of the .* size \(2\)"):
+        cut("tensor-parallel", 7, axis(0, 2), "heads")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_sink_sums_contributions(dtype):
+    sink = GradientSink(torch.float64 if dtype == torch.float64 else torch.float32)
+    weight = nn.Parameter(torch.zeros(5, 3, dtype=dtype))
+    for _ in range(2):  # the second step starts from nothing
+        sink.begin_step()
+        total = torch.zeros(5, 3, dtype=torch.float64)
+        for _ in range(3):
+            x, dy = torch.randn(7, 3).to(dtype), torch.randn(7, 5).to(dtype)
+            sink.accumulate(weight, x, dy)
+            total += dy.double().t() @ x.double()
+        grad = torch.randn(5, 3)
+        sink.add(weight, grad)
+        rows = torch.tensor([0, 4, 4])
+        sink.add_rows(weight, rows, torch.ones(3, 3, dtype=dtype))
+        total += grad
+        total.index_add_(0, rows, torch.ones(3, 3, dtype=torch.float64))
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-6
+        assert (sink.main_grad(weight).double() - total).norm() < tolerance * total.norm()
+    assert weight.grad is None
+
+
+def test_rows_added_first_start_from_zero():
+    sink, weight = GradientSink(), nn.Parameter(torch.zeros(3, 2))
+    sink.main_grad(weight).fill_(7.0)
+    sink.begin_step()
+    sink.add_rows(weight, torch.tensor([1]), torch.ones(1, 2))
+    assert sink.main_grad(weight).tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_use_sends_an_ordinary_gradient_to_the_sink():
+    class Counting(GradientSink):
+        finished = 0
+
+        def done(self, param):
+            self.finished += 1
+
+    sink, weight = Counting(), nn.Parameter(torch.tensor([2.0, 3.0]))
+    (use(weight, sink).square().sum() * 2).backward()
+    assert weight.grad is None and sink.finished == 1
+    assert sink.main_grad(weight).tolist() == [8.0, 12.0]
+
+
+def test_the_queue_keeps_order():
+    queue, seen = WeightGradientQueue(), []
+    assert queue.put(lambda: seen.append(0)) and not queue.deferring
+    queue.defer()
+    assert not queue.put(lambda: seen.append(1)) and not queue.put(lambda: seen.append(2))
+    assert seen == [0] and queue.deferring
+    queue.flush()
+    assert seen == [0, 1, 2] and not queue.deferring

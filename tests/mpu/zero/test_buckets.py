@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets: what leaves when, in which order, and what becomes of parameters that give no gradient."""
+
+import torch
+from torch import nn
+
+from mpu.grid import Axis
+from mpu.param import Placement, use
+from mpu.zero.buckets import BLOCK, GradientBuckets
+from mpu.zero.optimizer import Optimizer
+
+
+class Toy(nn.Module):
+    """Four weights used in order; `plain` goes by autograd's own .grad; `idle` is never used."""
+
+    def __init__(self, sink: GradientBuckets, tp: Axis | None = None) -> None:
+        super().__init__()
+        self.sink = sink
+        for i in range(4):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.full((3,), 1.0 + i)))
+        self.plain = nn.Parameter(torch.tensor([2.0]))
+        self.idle = nn.Parameter(torch.tensor([5.0]))
+        self.tied = self.w0  # used twice
+        if tp is not None:
+            self.w3.placement = Placement((3,), axis=tp, reduce_axes=(tp,))
+
+    def forward(self, x):
+        for w in (self.w0, self.w1, self.w2, self.w3, self.tied):
+            x = x * use(w, self.sink)
+        return (x * self.plain).sum()
+
+
+class Spy:
+    """Stands for Axis.trace: writes down every collective, between the marks of the test."""
+
+    def __init__(self):
+        self.events = []
+
+    def issued(self, verb, axis, tensor, nbytes, async_op):
+        self.events.append((verb, tensor.numel()))
+
+
+def order_on_the_wire(comm) -> dict:
+    grid = comm.grid()
+    spy = Spy()
+    grid.traced(spy)
+    try:
+        sink = GradientBuckets(grid.data, torch.float32, bucket_size=1)
+        toy = Toy(sink)
+        sink.attach(toy)
+        sink.begin_step()
+        done = sink.done
+        sink.done = lambda p: (spy.events.append("done"), done(p))
+        for last in (False, True):
+            sink.begin_micro_batch(last)
+            spy.events.append("micro-batch")
+            toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
+        spy.events.append("finish")
+        sink.finish()
+    finally:
+        grid.traced(None)
+    grads = {name: sink.main[p].tolist() for name, p in toy.named_parameters()}
+    return {"events": spy.events, "grads": grads}
+
+
+def test_a_bucket_leaves_when_its_last_gradient_is_done(world):
+    results = world(2).run(order_on_the_wire)
+    for result in results:
+        events = result["events"]
+        first, last = (i for i, e in enumerate(events) if e == "micro-batch")
+        assert events[first + 1 : last] == ["done"] * 5, "a bucket left in an earlier micro-batch"
+        backward, after = (
+            events[last + 1 : events.index("finish")],
+            events[events.index("finish") :],
+        )
+        # idle and plain, defined last, would be the first buckets: they hold the others back, as
+        # they are never done; w3 ... w0 wait for them, and all leave in finish, in one order
+        assert backward == ["done"] * 5
+        assert len(after) > 1
+    assert results[0]["events"] == results[1]["events"]
+
+
+def test_sums_ties_idle_and_plain_parameters(world):
+    toy = Toy(GradientBuckets(Axis("dp"), torch.float32))
+    names = ("w0", "w1", "w2", "w3")
+    for result in world(2).run(order_on_the_wire):
+        grads, w = result["grads"], {n: getattr(toy, n).detach() for n in names}
+        x = torch.tensor([1.0, 2.0, 3.0]) * (1 + 2) * 2  # two ranks, two micro-batches
+        product = x * w["w0"] ** 2 * w["w1"] * w["w2"] * w["w3"] * 2.0
+        for n in names:
+            want = product / w[n] * (2 if n == "w0" else 1)
+            torch.testing.assert_close(torch.tensor(grads[n]), want)
+        torch.testing.assert_close(torch.tensor(grads["plain"]), (product / 2.0).sum().view(1))
+        assert grads["idle"] == [0.0]
+
+
+def overlapped(comm) -> list:
+    """Without the idle ones every bucket but the last leaves inside backward."""
+    grid, spy = comm.grid(), Spy()
+    grid.traced(spy)
+    try:
+        sink = GradientBuckets(grid.data, torch.float32, bucket_size=1)
+        toy = Toy(sink)
+        del toy.idle, toy.plain
+        toy.forward = lambda x: (
+            x * use(toy.w0, sink) * use(toy.w1, sink) * use(toy.w0, sink)
+        ).sum()
+        del toy.w2, toy.w3
+        sink.attach(toy)
+        sink.begin_step()
+        done = sink.done
+        sink.done = lambda p: (spy.events.append("done"), done(p))
+        sink.begin_micro_batch(True)
+        toy(torch.ones(3)).backward()
+        spy.events.append("finish")
+        sink.finish()
+    finally:
+        grid.traced(None)
+    return [e if isinstance(e, str) else e[0] for e in spy.events]
+
+
+def test_reductions_start_under_backward(world):
+    for events in world(2).run(overlapped):
+        before = events[: events.index("finish")]
+        assert before.count("reduce_scatter") == 2
+        assert before.index("reduce_scatter") < len(before) - 1 - before[::-1].index("done")
+
+
+def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
+    """A flat layout of several blocks: the norm is the 2-norm of all gradients, whatever the
+    buckets.
+    """
+    grads = {f"p{i}": torch.randn(n) for i, n in enumerate((BLOCK + 5, 7, 3 * BLOCK, 1))}
+    norms = set()
+    for size in (1, BLOCK, 10**9):
+        module = nn.Module()
+        for name, grad in grads.items():
+            module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
+        sink = GradientBuckets(Axis("dp"), torch.float32, size)
+        sink.attach(module)
+        from mpu.grid import Grid
+
+        optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
+        sink.begin_step()
+        for name, grad in grads.items():
+            sink.add(module.get_parameter(name), grad)
+        norms.add(optimizer.grad_norm().item())
+    assert len(norms) == 1
+    want = torch.cat(list(grads.values())).double().norm().item()
+    assert abs(norms.pop() - want) < 1e-6 * want

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fork the model as a user would: copy the file, rename the class, change a layer; train on 2
+ranks.
+
+The fork adds a gain vector to the attention's output, whose gradient is a partial sum over tp under
+sequence parallelism, and a temperature to the logits, partial because each rank has its own
+columns. Both are ordinary autograd code: `mpu.param.use` sends the gradient to the sink, and the
+Placement says over which axis it is partial. Neither mpu nor training is touched.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+import pretrain_llama
+from mpu.comm.watch import Watch
+from mpu.context import LayerContext
+from mpu.param import unique_parameters
+from mpu.zero.buckets import GradientBuckets
+from mpu.zero.optimizer import Optimizer
+from training.config import BatchConfig, Config, ModelConfig
+from training.data.batch import Batch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_fork(folder: Path) -> Path:
+    """Copy model/llama.py and edit it the way a person would."""
+    text = (ROOT / "model" / "llama.py").read_text()
+    edits = {
+        "class Llama(nn.Module)": "class Alpaca(nn.Module)",
+        "from mpu.param import draw_normal, unique_parameters": (
+            "from mpu.param import Placement, draw_normal, parameter, unique_parameters, use"
+        ),
+        "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n": (
+            "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
+            "        self.ctx = ctx\n"
+            "        place = Placement((h,), axis=ctx.tp, reduce_axes=ctx.replicated_over)\n"
+            "        self.gain = parameter(place, ctx.dtype, ctx.device)\n"
+        ),
+        "        return self.proj(y)\n\n    def decode": (
+            "        return self.proj(y) * use(self.gain, self.ctx.sink)\n\n    def decode"
+        ),
+        "        self._rope: ": (
+            "        place = Placement((1,), axis=ctx.tp, reduce_axes=(ctx.tp,))\n"
+            "        self.temperature = parameter(place, ctx.dtype, ctx.device)\n"
+            "        self._rope: "
+        ),
+        "        loss = vocab_parallel": "        logits = logits * use(self.temperature, self.ctx.sink)\n"
+        "        loss = vocab_parallel",
+        "def hf_names(model: Llama)": "def hf_names(model)",
+        '-> "Llama":': '-> "Alpaca":',
+        "    return {name: table[name] for name, _ in unique_parameters(model)}": (
+            "    for name, _ in unique_parameters(model):\n"
+            "        table.setdefault(name, (name,))\n"
+            "    return {name: table[name] for name, _ in unique_parameters(model)}"
+        ),
+    }
+    for old, new in edits.items():
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in model/llama.py"
+        text = text.replace(old, new)
+    path = folder / "alpaca.py"
+    path.write_text(text)
+    return path
+
+
+def train_two_steps(comm, path: str, tp: int) -> dict:
+    spec = importlib.util.spec_from_file_location("alpaca", path)
+    alpaca = importlib.util.module_from_spec(spec)
+    sys.modules["alpaca"] = alpaca
+    spec.loader.exec_module(alpaca)
+    grid = comm.grid(tp)
+    sink = GradientBuckets(grid.data, torch.float64, 1000)
+    ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
+    config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
+    model = alpaca.Alpaca(config, ctx).initialize(3)
+    sink.attach(model)
+    optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
+    settings = Config(ModelConfig(2, 16, 4, 8), batch=BatchConfig(2, 4))
+    device = torch.device("cpu")
+    run = pretrain_llama.Run(settings, grid, device, model, sink, optimizer, Watch())
+    rows = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
+    share = 4 // grid.dp.size
+    rows = rows[grid.dp.rank * share : (grid.dp.rank + 1) * share]
+    batch = Batch(rows[:, :-1], rows[:, 1:], None, None, None, 0, rows[:, 1:].numel())
+    losses = [pretrain_llama.train_step(run, [batch], 1e-2)[0].item() for _ in range(2)]
+    grads = {
+        name: sink.main[param].tolist()
+        for name, param in unique_parameters(model)
+        if "gain" in name or "temperature" in name
+    }
+    return {"losses": losses, "grads": grads}
+
+
+def test_a_fork_trains_on_two_ranks(world, tmp_path):
+    path = str(write_fork(tmp_path))
+    (one,) = world(1).run(train_two_steps, path, 1)
+    assert one["losses"][1] < one["losses"][0]
+    for tp in (1, 2):
+        for result in world(2).run(train_two_steps, path, tp):
+            assert torch.allclose(
+                torch.tensor(result["losses"]), torch.tensor(one["losses"]), rtol=1e-10, atol=0
+            )
+            for name, grad in one["grads"].items():
+                got, want = torch.tensor(result["grads"][name]), torch.tensor(grad)
+                assert (got - want).norm() <= 1e-12 * want.norm(), (tp, name)
