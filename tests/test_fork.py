@@ -48,8 +48,10 @@ def write_fork(folder: Path) -> Path:
             "        self.temperature = parameter(place, ctx.dtype, ctx.device)\n"
             "        self._rope: "
         ),
-        "        loss = vocab_parallel": "        logits = logits * use(self.temperature, self.ctx.sink)\n"
-        "        loss = vocab_parallel",
+        "        loss = vocab_parallel": (
+            "        logits = logits * use(self.temperature, self.ctx.sink)\n"
+            "        loss = vocab_parallel"
+        ),
         "def hf_names(model: Llama)": "def hf_names(model)",
         '-> "Llama":': '-> "Alpaca":',
         "    return {name: table[name] for name, _ in unique_parameters(model)}": (

@@ -19,7 +19,7 @@ def case(scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def parallel(comm, t: int, local: int, scale: float, dtype_name: str):
-    """Cut the vocabulary into `local` columns a rank; what lies beyond V is padding full of poison."""
+    """Cut the vocabulary into `local` columns a rank; what lies beyond V is poisoned padding."""
     dtype = getattr(torch, dtype_name)
     grid = comm.grid(t)
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -34,8 +34,10 @@ def parallel(comm, t: int, local: int, scale: float, dtype_name: str):
     return loss.detach().numpy(), mine.grad.double().numpy()
 
 
-@pytest.mark.parametrize("size, t, local", [(1, 1, 17), (1, 1, 20), (2, 2, 9), (2, 2, 12), (4, 4, 5),
-                                            (4, 4, 9), (2, 2, 17)])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, t, local",
+    [(1, 1, 17), (1, 1, 20), (2, 2, 9), (2, 2, 12), (4, 4, 5), (4, 4, 9), (2, 2, 17)],
+)
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_equals_torch(world, size, t, local, scale):
     logits, labels, weight = case(scale)

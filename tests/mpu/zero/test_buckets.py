@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: what leaves when, in which order, and what becomes of parameters that give no gradient."""
+"""Buckets: what leaves when, in which order, and what parameters without gradient become."""
 
 import torch
 from torch import nn
