@@ -89,13 +89,13 @@ class Grid:
             )
         self.dp_size = self.world_size // parts
         self.rank = self.launch.rank
-        self.tp = self._axis("tp")
-        self.cp = self._axis("cp")
-        self.dp = self._axis("dp")
-        self.pp = self._axis("pp")
-        self.data = self._axis("dp", "cp")  # gradients are summed over it
-        self.model = self._axis("pp", "tp")  # the norm is summed over it
-        self.world = self._axis(*NAMES)
+        self.tp = self._axis("tp", "tp")
+        self.cp = self._axis("cp", "cp")
+        self.dp = self._axis("dp", "dp")
+        self.pp = self._axis("pp", "pp")
+        self.data = self._axis("data", "dp", "cp")  # gradients are summed over it
+        self.model = self._axis("model", "pp", "tp")  # the norm is summed over it
+        self.world = self._axis("world", *NAMES)
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""
@@ -110,8 +110,7 @@ class Grid:
             size *= sizes[n]
         return [tuple(row) for row in moved.reshape(-1, size).tolist()]
 
-    def _axis(self, *names: str) -> Axis:
-        name = "world" if names == NAMES else "x".join(sorted(names))
+    def _axis(self, name: str, *names: str) -> Axis:
         for ranks in self._planes(names):
             if self.rank in ranks:
                 return Axis(name, ranks.index(self.rank), len(ranks), ranks)

@@ -198,6 +198,17 @@ def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:
     return x.copy_(full[: flat.numel()].view_as(x))
 
 
+def sum_in_order(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of a few numbers over the axis, in rank order: one all-gather, no more."""
+    if axis.size == 1:
+        return x
+    every = all_gather(x[None], axis)[0]
+    total = every[0].clone()
+    for part in every[1:]:
+        total += part
+    return total
+
+
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """Send x of the axis' rank `src` to all of it, in place."""
     if axis.size == 1:

@@ -28,7 +28,7 @@ from mpu.comm.collectives import (
 from mpu.grid import Axis
 from mpu.param import GradientSink, placement_of
 
-BLOCK = 4096
+BLOCK = 1024
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import all_gather
+from mpu.comm.collectives import sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.buckets import BLOCK, GradientBuckets
@@ -100,7 +100,7 @@ class Optimizer:
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         squares = torch.cat(blocks)[self._order].square_()
         mine = squares.mul_(self._counted).sum().view(1)
-        return all_gather(mine, self.grid.model)[0].sum().sqrt()
+        return sum_in_order(mine, self.grid.model)[0].sqrt()
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""

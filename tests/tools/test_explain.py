@@ -81,7 +81,7 @@ def test_phases_and_buckets(world):
 def test_the_padding_of_buckets_is_small():
     config = tiny(2, 2)
     lengths, norms = bucket_lengths(config)
-    assert len(lengths) > 2 and norms and all(n % (4096 * 2) == 0 for n in [*lengths, norms])
+    assert len(lengths) > 2 and norms and all(n % (1024 * 2) == 0 for n in [*lengths, norms])
     assert symbols(config)["B"] == len(lengths) + 1
 
 
