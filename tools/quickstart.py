@@ -94,13 +94,30 @@ def run(command: list[str], threads: int = CORES, **how) -> str:
         try:
             said = child.communicate()[0]
         except KeyboardInterrupt:
-            child.terminate()
-            child.wait()
+            for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
+                os.kill(process, signal.SIGTERM)
+            while child.poll() is None:
+                try:
+                    child.wait()
+                except KeyboardInterrupt:  # a second Ctrl-C: no time to save
+                    child.terminate()
             raise
     if child.returncode:
         script = next(Path(word).name for word in command if word.endswith(".py"))
         raise SystemExit(f"make train: {script} failed, as it says above")
     return said
+
+
+def ranks(launcher: int) -> list[int]:
+    """Return the processes that torchrun started: told to stop, they save, and it ends in peace.
+
+    Where the system does not name them, the launcher itself, which passes a signal on loudly.
+    """
+    try:
+        started = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    except OSError:
+        started = []
+    return [int(process) for process in started] or [launcher]
 
 
 def digest(*things: object) -> str:
