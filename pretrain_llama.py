@@ -38,7 +38,7 @@ from model.llama import (
     hf_names,
     parameter_group,
 )
-from mpu.comm.collectives import CommunicationError, all_reduce_in_order
+from mpu.comm.collectives import CommunicationError, sum_in_order
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -98,7 +98,7 @@ def train_step(
         (loss.sum() / tokens).backward()
     watch.action = f"the gradient sums of iteration {step}"
     sink.finish()
-    total = all_reduce_in_order(total, run.grid.data)
+    total = sum_in_order(total, run.grid.data)
     watch.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)
@@ -122,7 +122,7 @@ def evaluate(run: Run, loader: Any) -> float:
         for batch in batches:
             loss = masked_loss(run.model, batch.to(run.device)).sum(dtype=torch.float64)
             total += torch.stack([loss, total.new_tensor(batch.token_count)])
-    loss, tokens = all_reduce_in_order(total, run.grid.data).tolist()
+    loss, tokens = sum_in_order(total, run.grid.data).tolist()
     return loss / tokens
 
 
