@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole trainer on one GPU against the same run on the CPU; `make gpu-check` runs it.
+
+One rank (nccl is the backend there, though a world of one needs no collective), and two ranks that
+share the GPU over gloo groups, whose CUDA tensors pass through host memory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --hidden-size 128
+    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --ffn-hidden-size 352
+    --seq-length 128 --max-position-embeddings 128 --swiglu --micro-batch-size 2
+    --global-batch-size 8 --lr 1e-3 --train-iters 8 --log-interval 1 --clip-grad 1.0
+    --eval-interval 8 --eval-iters 2 --overlap-grad-reduce --eod-mask-loss --reset-attention-mask
+    --reset-position-ids
+""".split()
+TOLERANCE = {"fp32": 2e-4, "bf16": 2e-2, "fp64": 1e-10}
+
+
+def train(folder: Path, device: str, dtype: str, ranks: int, *more: str) -> tuple[list, float]:
+    """Run pretrain_llama.py; return its losses and the validation loss."""
+    log = folder / f"{device}-{dtype}-{ranks}-{len(more)}.json"
+    words = [sys.executable]
+    if ranks > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += [str(ROOT / "pretrain_llama.py"), *FLAGS, "--device", device, "--log-json", str(log)]
+    words += [] if dtype == "fp32" else [f"--{dtype}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "4"}
+    done = subprocess.run([*words, *more], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    (validation,) = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    return losses, validation
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_one_rank_follows_the_cpu(tmp_path, dtype):
+    want, want_validation = train(tmp_path, "cpu", dtype, 1)
+    losses, validation = train(tmp_path, "cuda", dtype, 1)
+    assert losses == pytest.approx(want, rel=TOLERANCE[dtype])
+    assert validation == pytest.approx(want_validation, rel=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", ["tp", "sp", "dp"])
+def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout):
+    want, want_validation = train(tmp_path, "cuda", dtype, 1)
+    more = {"tp": ["--tensor-model-parallel-size", "2"], "dp": []}
+    more["sp"] = [*more["tp"], "--sequence-parallel"]
+    gloo = ["--distributed-backend", "gloo"]
+    losses, validation = train(tmp_path, "cuda", dtype, 2, *more[layout], *gloo)
+    assert losses == pytest.approx(want, rel=TOLERANCE[dtype])
+    assert validation == pytest.approx(want_validation, rel=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_on_a_gpu(tmp_path, granularity):
+    want, _ = train(tmp_path, "cuda", "fp32", 1)
+    more = ["--recompute-granularity", granularity]
+    if granularity == "full":
+        more += ["--recompute-method", "uniform", "--recompute-num-layers", "2"]
+    losses, _ = train(tmp_path, "cuda", "fp32", 1, *more)
+    assert losses == pytest.approx(want, rel=1e-6)
+
+
+def test_weight_gradients_come_out_in_fp32():
+    """bf16 operands, fp32 product and sum: no worse than fp32 accumulation of exact products."""
+    from mpu.param import GradientSink
+
+    sink, weight = GradientSink(), torch.nn.Parameter(torch.zeros(64, 32, device="cuda").bfloat16())
+    x, dy = (torch.randn(512, n, device="cuda").bfloat16() for n in (32, 64))
+    for _ in range(3):
+        sink.accumulate(weight, x, dy)
+    want = 3 * (dy.double().t() @ x.double())
+    assert (sink.main_grad(weight).double() - want).norm() < 1e-5 * want.norm()
