@@ -36,27 +36,19 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
+# fmt: off
 MODEL = {
-    "num-layers": 4,
-    "hidden-size": 192,
-    "ffn-hidden-size": 512,
-    "num-attention-heads": 6,
-    "num-query-groups": 2,
-    "seq-length": 256,
-    "max-position-embeddings": 256,
-    "micro-batch-size": 4,
-    "global-batch-size": 4,
-    "lr": 4e-3,
-    "min-lr": 2e-4,
-    "lr-decay-style": "cosine",
-    "weight-decay": 0.1,
-    "adam-beta2": 0.95,
-    "clip-grad": 1.0,
-    "log-interval": 10,
-    "eval-iters": 10,
+    "num-layers": 4, "hidden-size": 192, "ffn-hidden-size": 512,
+    "num-attention-heads": 6, "num-query-groups": 2,
+    "seq-length": 256, "max-position-embeddings": 256,
+    "normalization": "RMSNorm", "position-embedding-type": "rope",
+    "micro-batch-size": 4, "global-batch-size": 4,
+    "lr": 4e-3, "min-lr": 2e-4, "lr-decay-style": "cosine",
+    "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0,
+    "log-interval": 10, "eval-iters": 10,
 }
+# fmt: on
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
-FIXED = {"normalization": "RMSNorm", "position-embedding-type": "rope"}
 
 
 def command_line(flags: dict, switches: list[str]) -> list[str]:
@@ -72,13 +64,9 @@ def show(command: list[str], threads: int | None = None) -> None:
         if word.startswith("--"):
             units.append("")
         units[-1] += " " * bool(units[-1]) + shlex.quote(word)
-    lines = textwrap.wrap(
-        " ".join(unit.replace(" ", "\0") for unit in units),
-        width=88,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print("\n  $ " + " \\\n      ".join(lines).replace("\0", " "), flush=True)
+    whole = " ".join(unit.replace(" ", "\0") for unit in units)
+    lines = textwrap.wrap(whole, 88, break_long_words=False, break_on_hyphens=False)
+    print("\n  $ " + " \\\n      ".join(lines).replace("\0", " ") + "\n", flush=True)
 
 
 def run(command: list[str], threads: int = CORES, **how) -> str:
@@ -205,19 +193,16 @@ def launch(flags: dict, tp: int, quiet: bool = False) -> None:
         flags = {"tensor-model-parallel-size": tp, **flags}
         switches.insert(0, "sequence-parallel")
     command += command_line({**flags, "device": "cpu", "distributed-backend": "gloo"}, switches)
-    if quiet:
-        run(command, threads, stdout=subprocess.DEVNULL)
-    else:
+    if not quiet:
         show(command, threads)
-        print(flush=True)
-        run(command, threads)
+    run(command, threads, stdout=subprocess.DEVNULL if quiet else None)
 
 
 def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
     """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
     folder = out / f"tp{tp}"
     about = folder / "run.json"
-    wanted = digest(key, MODEL, FIXED, SWITCHES)
+    wanted = digest(key, MODEL, SWITCHES)
     if about.exists() and json.loads(about.read_text())["key"] != wanted:
         raise SystemExit(
             f"make train: {folder} holds a run of another model or other text;"
@@ -230,7 +215,6 @@ def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
     target = (done // iterations + 1) * iterations
     flags = {
         **MODEL,
-        **FIXED,
         "train-iters": target,
         "lr-warmup-iters": min(40, iterations // 10),
         "train-data-path": out / "tokens" / "train" / TOKENS,
@@ -285,30 +269,35 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
-    where = f"TP {tp} on {tp} CPU ranks" if tp > 1 else "one CPU process"
-    title = f"A Llama of {parameters() / 1e6:.1f} M parameters, {where}"
+    title = f"A Llama of {parameters() / 1e6:.1f} M parameters, TP {tp} on {tp} CPU rank(s)"
     command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
     command += [str(picture), "--reference", str(entropy), "unigram entropy", "--title", title]
     run(command)
-    print(f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})")
-    print(f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent")
-    print("                 each held-out token is could reach")
+    print(
+        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})\n"
+        f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent each\n"
+        "                 held-out token is could reach"
+    )
     if tp > 1:
         ours = statistics.median(r["tokens_per_second"] for r in steps[-20:])
         alone = one_process_speed(out, flags)
-        print(f"\nspeed            {ours:,.0f} tokens/s, {layout}")
-        print(f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores")
-        print("                 Both have the same cores, so the ranks cannot be faster by having")
-        print("                 more of them: this shows what cutting a model costs, not a gain.")
+        print(
+            f"\nspeed            {ours:,.0f} tokens/s, {layout}\n"
+            f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores\n"
+            "                 Both have the same cores, so the ranks cannot be faster by having\n"
+            "                 more of them: this shows what cutting a model costs, not a gain."
+        )
     command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
     command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.6"]
     show(command)
-    print(flush=True)
     run(command)
-    print(f"\npicture          {picture}")
-    print(f"TensorBoard      .venv/bin/tensorboard --logdir {folder}")
-    print(f"checkpoint       {folder / 'checkpoints'}")
-    print("make train       once more trains on from here", flush=True)
+    print(
+        f"\npicture          {picture}\n"
+        f"TensorBoard      .venv/bin/tensorboard --logdir {folder}\n"
+        f"checkpoint       {folder / 'checkpoints'}\n"
+        "make train       once more trains on from here",
+        flush=True,
+    )
 
 
 def main() -> None:
