@@ -205,7 +205,8 @@ def train(
 ) -> None:
     """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
-    settings, stop_signal.training = config.run, True
+    settings = config.run
+    stop_signal.begin(speak=run.grid.rank == 0)
     if settings.manual_gc:
         gc.disable()
         gc.collect()

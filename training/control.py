@@ -20,7 +20,7 @@ from training.config import Config, RunConfig
 class StopSignal:
     """Turn SIGTERM and Ctrl-C into an orderly end, while it is open as a context manager.
 
-    Before `training` is set, a signal ends the run at once: SystemExit in the main thread, with the
+    Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
     shell's exit code for that signal, 128 + its number. While training, the first one sets
     `received`, and the run ends after the current step, saved; one that comes more than ECHO
     seconds later ends it at once. (Within ECHO it is the same Ctrl-C: the terminal sends it to
@@ -32,7 +32,7 @@ class StopSignal:
     NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.received = self.training = False
+        self.received = self.training = self._speak = False
         self._first: float | None = None  # when the first signal came while training
         self._ending = threading.Event()
 
@@ -52,6 +52,10 @@ class StopSignal:
         signal.set_wakeup_fd(self._wakeup)
         self._sockets[0].close()
 
+    def begin(self, speak: bool) -> None:
+        """Training begins. speak: let this rank say that the first signal was heard."""
+        self.training, self._speak = True, speak
+
     def _at_once(self, first: float | None) -> bool:
         """Return whether a signal ends the run now, where the first one came at `first`."""
         return not self.training or (first is not None and time.monotonic() - first > self.ECHO)
@@ -64,7 +68,10 @@ class StopSignal:
             self._ending.set()
             self._first = now
             raise SystemExit(128 + number)
-        self.received, self._first = True, first or now
+        elif first is None:
+            self.received, self._first = True, now
+            if self._speak:  # not print(): the signal may have come in the middle of one
+                os.write(2, b"\nstopping after this step; a second signal stops at once\n")
 
     def _guard(self) -> None:
         first: float | None = None

@@ -116,10 +116,10 @@ def _tell(text: str, launch: Launch) -> bool:
     """Let the ranks that wait in `compare` know; return whether they do."""
     try:
         _exchange(json.dumps({"refused": text}), launch.rank, launch.world, meet(SHORT))
-    except (MeetingError, RuntimeError):
+    except UsageError as error:  # it comes back as everybody's verdict
+        return not isinstance(error, MeetingError)
+    except (ValueError, RuntimeError):
         return False
-    except UsageError:  # it comes back as everybody's verdict
-        return True
     return False
 
 

@@ -149,7 +149,7 @@ class _Hub(threading.Thread):
     def _silenced(self, line: _Line, why: str) -> Cause:
         """Say what is known of a rank that did not speak for itself."""
         age = time.monotonic() - line.last
-        return Cause(line.rank, "", f"{why}; {age:.1f} s before, its last word was: {line.action}")
+        return Cause(line.rank, "", f"{why}; its last word, {age:.1f} s before: {line.action}")
 
     def _judge(self, now: float) -> None:
         for line in self.lines:

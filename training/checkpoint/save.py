@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,15 +230,19 @@ def check_writable(
 ) -> None:
     """Find out before the first step whether a checkpoint of `pieces` could be saved under `root`.
 
-    Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Raises
-    SaveError.
+    Rank 0 makes the directory; one rank a node makes and removes a file in it. Where that fails,
+    nothing is left. Collective. Raises SaveError.
     """
     directory = Path(root)
+    made: list[Path] = []
 
     def check(work: Any) -> list[Any]:
         outcomes = together(work, grid, device)
         failed = first_error(outcomes)
         if failed is not None:
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
             raise SaveError(
                 f"--save {directory}: rank {failed.rank}: {failed.error}; the directory must be "
                 "writable from every node and have room for a checkpoint"
@@ -246,10 +251,17 @@ def check_writable(
 
     def probe() -> None:
         path = directory / f".probe-{secrets.token_hex(8)}"
-        write_bytes(path, b"weft")
-        path.unlink()
+        try:
+            write_bytes(path, b"weft")
+        finally:
+            path.unlink(missing_ok=True)
+
+    def make() -> None:
+        missing = [p for p in (directory, *directory.parents) if not p.exists()]
+        _check_room(missing[-1].parent if missing else directory, need)
+        made.extend(missing)
+        _make_root(directory)
 
     need = sum(check(lambda: sum(p.nbytes for p in share(pieces))))
-    check(lambda: _make_root(directory) if grid.rank == 0 else None)
-    check(lambda: _check_room(directory, need) if grid.rank == 0 else None)
+    check(lambda: make() if grid.rank == 0 else None)
     check(lambda: probe() if grid.launch.local_rank == 0 else None)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run pretrain_llama.py on several ranks at a time, with a fault on demand: a script, not a test.
+
+Importing torch takes longer than a tiny run, so this process imports the program once and forks the
+ranks of each job. A job is a JSON line on stdin; the answer is a JSON line on stdout, once all of
+its ranks have ended: exit codes (negative: the signal) and the seconds at which each ended. Each
+rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR/pid.R.
+
+With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
+
+A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank is
+killed or stopped, or raises an error.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pretrain_llama  # noqa: E402
+from mpu.grid import Grid  # noqa: E402
+from mpu.layers import linear  # noqa: E402
+from training.data.loader import Loader  # noqa: E402
+
+saving = sys.modules["training.checkpoint.save"]
+POINTS = {
+    "connect": (Grid, "connect"),
+    "build": (pretrain_llama, "build"),
+    "data": (Loader, "next_global_batch"),
+    "forward": (pretrain_llama.Llama, "forward"),
+    "layer": (linear.RowParallelLinear, "forward"),
+    "backward": (pretrain_llama.GradientBuckets, "done"),
+    "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
+    "update": (pretrain_llama.Optimizer, "step"),
+    "evaluation": (pretrain_llama, "masked_loss"),
+    "saving": (saving, "write_safetensors"),
+    "committing": (saving, "_commit"),
+}
+LIMIT = 120.0  # seconds
+
+
+def plant(fault: dict[str, Any]) -> None:
+    """Put the fault in its place, if it is this rank's."""
+    if fault["rank"] != int(os.environ["RANK"]):
+        return
+    owner, name = POINTS[fault["point"]]
+    inner, left = getattr(owner, name), [fault["call"]]
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            if fault["how"] == "raise":
+                raise RuntimeError("broken on purpose")
+            os.kill(os.getpid(), signal.SIGSTOP if fault["how"] == "stop" else signal.SIGKILL)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, struck)
+
+
+def be_rank(job: dict[str, Any], rank: int) -> None:
+    """Become one rank of a job; does not return."""
+    folder = Path(job["dir"])
+    for number, kind in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, number)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job["port"]),
+    }
+    argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
+    if job.get("fault"):
+        plant(job["fault"])
+    if job.get("silence"):
+        pretrain_llama.Watch.__init__.__kwdefaults__["silence"] = job["silence"]
+    (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    pretrain_llama.as_process(lambda: pretrain_llama.main(argv), None)
+    os._exit(0)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Fork the ranks of a job and wait for all."""
+    pids = {}
+    for rank in range(job["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            be_rank(job, rank)
+        pids[pid] = rank
+    codes: list[int | None] = [None] * job["ranks"]
+    ended = [0.0] * job["ranks"]
+    start, killed = time.monotonic(), False
+    stopped = {pid: False for pid in pids}
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        now = time.monotonic() - start
+        if pid and os.WIFSTOPPED(status):
+            stopped[pid], ended[pids[pid]] = True, now
+        elif pid:
+            rank = pids.pop(pid)
+            codes[rank] = os.waitstatus_to_exitcode(status)
+            ended[rank] = ended[rank] or now
+        else:
+            time.sleep(0.01)
+        late = now > LIMIT and not killed
+        killed = killed or late
+        for other in pids:
+            if late or all(stopped[p] for p in pids):
+                os.kill(other, signal.SIGKILL)
+    return {"codes": codes, "ended": ended, "late": killed}
+
+
+def main() -> None:
+    """Serve jobs, or be one rank."""
+    if len(sys.argv) > 1:
+        plant(json.loads(sys.argv[1]))
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
+        return
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common mistakes of a user: one readable sentence, a non-zero exit, soon, nothing written.
+
+Each is made in this process, through main(); the long form makes each once more with the program
+started as a user starts it, where the import of torch counts, too.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pretrain_llama
+from training.data.indexed import IndexedWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 10.0  # seconds, the promise
+FLAGS = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--train-iters": "1",
+    "--lr": "1e-3",
+    "--data-path": "data/good",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "500",
+    "--num-workers": "0",
+}
+
+
+def flags(changes: dict[str, str | None]) -> list[str]:
+    """Write a command line: FLAGS with changes; None leaves a flag out, "" gives it no value."""
+    merged = {**FLAGS, **changes}
+    return [w for k, v in merged.items() if v is not None for w in [k, *v.split()]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a directory of good and of lying files, and a checkpoint."""
+    place = tmp_path_factory.mktemp("mistakes")
+    (place / "data").mkdir()
+    good = place / "data" / "good"
+    rng = np.random.default_rng(0)
+    with IndexedWriter(str(good), np.dtype(np.uint16)) as out:
+        for _ in range(40):
+            out.add(rng.integers(0, 499, 60))
+    index, tokens = good.with_suffix(".idx").read_bytes(), good.with_suffix(".bin").read_bytes()
+
+    def lie(name: str, index: bytes, tokens: bytes) -> None:
+        (place / "data" / f"{name}.idx").write_bytes(index)
+        (place / "data" / f"{name}.bin").write_bytes(tokens)
+
+    lie("nonsense", b"this is no index, but it is long enough to have a header", tokens)
+    lie("torn", index[:100], tokens)
+    lie("short", index, tokens[: len(tokens) // 2])
+    lie("empty", b"", b"")
+    lie("negative", index[:34] + (-5).to_bytes(4, "little", signed=True) + index[38:], tokens)
+    (place / "data" / "lonely.bin").write_bytes(tokens)
+    (place / "a-file").write_text("not a directory")
+    (place / "nonsense.model").write_text("not a tokenizer")
+    (place / "megatron" / "iter_0000100").mkdir(parents=True)
+    (place / "megatron" / "latest_checkpointed_iteration.txt").write_text("100")
+    (place / "hf").mkdir()
+    (place / "hf" / "config.json").write_text("{}")
+    here = Path.cwd()
+    os.chdir(place)
+    try:
+        assert pretrain_llama.main(flags({"--save": "saved"})) == 0
+    finally:
+        os.chdir(here)
+    shutil.copytree(place / "saved", place / "broken")
+    (place / "broken" / "step_00000001" / "manifest.json").write_text("{")
+    return place
+
+
+Mistake = namedtuple("Mistake", "name changes says world")
+
+
+def mistake(name: str, changes: dict[str, str | None], says: str, world: int = 1) -> Mistake:
+    """Describe a mistake: the flags that make it, a pattern of the answer, the world's size."""
+    return Mistake(name, changes, says, world)
+
+
+TP2 = {"--tensor-model-parallel-size": "2"}
+MISTAKES = [
+    mistake(
+        "heads do not divide by tp",
+        {**TP2, "--num-attention-heads": "3", "--kv-channels": "16"},
+        "--num-attention-heads 3 is not a multiple of --tensor-model-parallel-size 2",
+        2,
+    ),
+    mistake(
+        "sequence does not divide by tp",
+        {**TP2, "--sequence-parallel": "", "--seq-length": "31"},
+        "--seq-length 31 is not a multiple of --tensor-model-parallel-size 2",
+        2,
+    ),
+    mistake(
+        "ffn does not divide by tp",
+        {**TP2, "--ffn-hidden-size": "99"},
+        "--ffn-hidden-size 99 is not a multiple",
+        2,
+    ),
+    mistake("world does not factor", TP2, "WORLD_SIZE 3 is not a multiple of --tensor-mod", 3),
+    mistake("too few ranks", TP2, "WORLD_SIZE 1 is not a multiple"),
+    mistake("ranks without a launcher", {}, "WORLD_SIZE is 2 but .* is not set: start with tor", 2),
+    mistake(
+        "hidden size does not divide by heads",
+        {"--num-attention-heads": "3"},
+        "--hidden-size 64 is not a multiple of --num-attention-heads 3",
+    ),
+    mistake(
+        "batch does not divide", {"--global-batch-size": "3", "--micro-batch-size": "2"}, "3 is n"
+    ),
+    mistake("negative lr", {"--lr": "-1e-3"}, "--lr -1e-3: must be"),
+    mistake("lr is no number", {"--lr": "fast"}, "--lr fast: must be a number"),
+    mistake("half a layer", {"--num-layers": "2.5"}, "--num-layers 2.5: must be a whole number"),
+    mistake("flag left out", {"--num-layers": None}, "--num-layers is missing"),
+    mistake("value left out", {"--num-layers": ""}, "--num-layers: expected"),
+    mistake("misspelt flag", {"--num-layer": "2"}, "--num-layer is not a flag.*--num-layers"),
+    mistake("refused flag", {"--fp16": ""}, "--fp16 is refused: "),
+    mistake("stray word", {"--bf16": "yes"}, "yes: a value that belongs to no flag"),
+    mistake("two lengths", {"--train-samples": "9"}, "--train-iters and --train-samples exclude"),
+    mistake("warm-up too long", {"--lr-warmup-iters": "5"}, "--lr-warmup-iters 5 must be less"),
+    mistake("no CUDA here", {"--device": "cuda"}, "--device cuda"),
+    mistake(
+        "too long for its positions", {"--max-position-embeddings": "16"}, "--seq-length 32 is"
+    ),
+    mistake("no data", {"--data-path": None}, "no data: give --data-path"),
+    mistake("data that is not there", {"--data-path": "data/gone"}, "there is no file data/gone.b"),
+    mistake("data without index", {"--data-path": "data/lonely"}, "no file data/lonely.idx"),
+    mistake(
+        "data with its ending", {"--data-path": "data/good.bin"}, "give the prefix, without .b"
+    ),
+    mistake("index that is none", {"--data-path": "data/nonsense"}, "data/nonsense.idx: magic"),
+    mistake("torn index", {"--data-path": "data/torn"}, "data/torn.idx: "),
+    mistake("tokens cut short", {"--data-path": "data/short"}, "data/short.bin: size: "),
+    mistake("empty data", {"--data-path": "data/empty"}, "data/empty.idx: header"),
+    mistake("negative length", {"--data-path": "data/negative"}, "negative.idx: lengths.* -5"),
+    mistake("blend that is none", {"--data-path": "x data/good"}, "--data-path.* x"),
+    mistake(
+        "tokens of another vocabulary", {"--vocab-size": "100"}, "data/good.bin: tokens: ids fr"
+    ),
+    mistake("empty split", {"--split": "0,1,0"}, "the train split holds no document"),
+    mistake(
+        "nothing to evaluate on", {"--split": "1,0,0", "--eval-interval": "1"}, "--eval-interval"
+    ),
+    mistake("no tokenizer", {"--tokenizer-type": None}, "--tokenizer-type is missing"),
+    mistake(
+        "tokenizer that is not there",
+        {"--tokenizer-type": "SentencePieceTokenizer", "--tokenizer-model": "gone.model"},
+        "--tokenizer-model gone.model: no such file",
+    ),
+    mistake(
+        "tokenizer that is none",
+        {"--tokenizer-type": "SentencePieceTokenizer", "--tokenizer-model": "nonsense.model"},
+        "nonsense.model",
+    ),
+    mistake("save to a file", {"--save": "a-file"}, "--save a-file: .*a-file is not a directory"),
+    mistake("save where nobody writes", {"--save": "/proc/weft"}, "--save /proc/weft: "),
+    mistake("log that is a directory", {"--log-json": "data"}, "--log-json data is a directory"),
+    mistake(
+        "checkpoint of another model", {"--load": "saved", "--hidden-size": "32"}, "hidden_size"
+    ),
+    mistake(
+        "checkpoint of another depth", {"--load": "saved", "--num-layers": "3"}, "num_hidden_l"
+    ),
+    mistake(
+        "checkpoint in another precision", {"--load": "saved", "--fp64": ""}, "was saved in F32"
+    ),
+    mistake(
+        "Megatron's checkpoint", {"--load": "megatron"}, "a Megatron-LM checkpoint .*convert.py"
+    ),
+    mistake(
+        "Hugging Face directory", {"--load": "hf"}, "Hugging Face directory: run tools/convert"
+    ),
+    mistake("broken checkpoint", {"--load": "broken"}, "--load broken: none of its 1 checkpoints"),
+    mistake(
+        "checkpoint that must be there",
+        {"--load": "gone", "--exit-on-missing-checkpoint": ""},
+        "--load gone: no checkpoint there",
+    ),
+    mistake("step that is not there", {"--load": "saved", "--ckpt-step": "7"}, "--ckpt-step 7: "),
+]
+every = pytest.mark.parametrize("case", MISTAKES, ids=[m.name for m in MISTAKES])
+
+
+def standing(place: Path) -> set[tuple[str, int, int]]:
+    """Return what stands in a place, with size and time."""
+    return {
+        (str(path), path.lstat().st_size, path.lstat().st_mtime_ns) for path in place.rglob("*")
+    }
+
+
+def check_answer(said: str, code: int, says: str, seconds: float) -> None:
+    """Hold an answer to the promise."""
+    assert code == 2, said
+    (line,) = said.splitlines()
+    assert line.startswith("pretrain_llama.py: ") and re.search(says, line), line
+    assert len(line) < 400
+    assert seconds < LIMIT
+
+
+@every
+def test_a_mistake_is_answered_in_one_sentence(
+    case: Mistake, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(place)
+    if case.world > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(case.world))
+    changes = {"--save": "new/deep", **case.changes}
+    before, began = standing(place), time.monotonic()
+    code = pretrain_llama.main(flags(changes))
+    check_answer(capsys.readouterr().err, code, case.says, time.monotonic() - began)
+    assert standing(place) == before
+
+
+def test_a_full_disk_is_found_before_the_first_step(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.chdir(place)
+    before, began = standing(place), time.monotonic()
+    code = pretrain_llama.main(flags({"--save": "new/deep"}))
+    says = r"--save new/deep: rank 0: a checkpoint has 1.. MB and 0.0 MB are free"
+    check_answer(capsys.readouterr().err, code, says, time.monotonic() - began)
+    assert {entry for entry in standing(place) if "new" in entry[0]} == set()
+    assert {entry[0] for entry in before} == {entry[0] for entry in standing(place)}
+
+
+def test_a_bug_keeps_its_traceback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what we say ourselves is a sentence: a ValueError out of a step is not."""
+    monkeypatch.chdir(place)
+
+    def broken(*args: Any) -> Any:
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr(pretrain_llama, "train_step", broken)
+    with pytest.raises(ValueError, match="not enough values"):
+        pretrain_llama.main(flags({}))
+
+
+def started(
+    place: Path, argv: list[str], world: int = 1, wrap: tuple[str, ...] = ()
+) -> tuple[str, int, float]:
+    """Start the program as a user does; return what it said on stderr, its exit code, its time."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    keep |= {"OMP_NUM_THREADS": "1"} | ({"WORLD_SIZE": str(world)} if world > 1 else {})
+    began = time.monotonic()
+    command = [*wrap, sys.executable, str(ROOT / "pretrain_llama.py"), *argv]
+    done = subprocess.run(command, cwd=place, env=keep, capture_output=True, text=True, timeout=120)
+    return done.stderr, done.returncode, time.monotonic() - began
+
+
+@pytest.fixture
+def slack() -> Callable[[], float]:
+    """Return a function: the seconds by which this machine, loaded as it is, is late.
+
+    It is what a bare `import torch` takes beyond two seconds.
+    """
+
+    def measure() -> float:
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        return max(0.0, time.monotonic() - began - 2.0)
+
+    return measure
+
+
+def test_the_program_answers_in_time(place: Path, slack: Callable[[], float]) -> None:
+    said, code, seconds = started(place, flags({"--lr": "-1"}))
+    check_answer(said, code, "--lr -1: must be", seconds - slack())
+
+
+@pytest.mark.prove
+@every
+def test_a_mistake_in_a_program_of_its_own(
+    case: Mistake, place: Path, slack: Callable[[], float]
+) -> None:
+    before = standing(place)
+    argv = flags({"--save": "new/deep", **case.changes})
+    said, code, seconds = started(place, argv, case.world)
+    check_answer(said, code, case.says, seconds - slack())
+    assert standing(place) == before
+
+
+@pytest.mark.prove
+def test_a_disk_that_takes_nothing(place: Path, slack: Callable[[], float]) -> None:
+    """No file may grow: the probe in --save fails as on a full disk, and leaves nothing."""
+    before = {entry[0] for entry in standing(place)}
+    limit = ("bash", "-c", 'ulimit -f 0; exec "$@"', "limit")
+    said, code, seconds = started(place, flags({"--save": "new/deep"}), wrap=limit)
+    check_answer(said, code, "--save new/deep: rank 0: File too large", seconds - slack())
+    assert {entry[0] for entry in standing(place)} == before
