@@ -101,10 +101,8 @@ def ranks(launcher: int) -> list[int]:
 
     Where the system does not name them, the launcher itself, which passes a signal on loudly.
     """
-    try:
-        started = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except OSError:
-        started = []
+    file = Path(f"/proc/{launcher}/task/{launcher}/children")
+    started = file.read_text().split() if file.exists() else []
     return [int(process) for process in started] or [launcher]
 
 
@@ -270,9 +268,8 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
     picture = folder / "loss.png"
     layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
     title = f"A Llama of {parameters() / 1e6:.1f} M parameters, TP {tp} on {tp} CPU rank(s)"
-    command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--output"]
-    command += [str(picture), "--reference", str(entropy), "unigram entropy", "--title", title]
-    run(command)
+    command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--title", title]
+    run([*command, "--output", str(picture), "--reference", str(entropy), "unigram entropy"])
     print(
         f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})\n"
         f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent each\n"
