@@ -56,6 +56,7 @@ from training.dry_run import report
 from training.failure import as_process, compare, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
+from training.memory import keep_freed_memory
 from training.resume import Saver
 from training.tokenizer import build_tokenizer
 
@@ -194,6 +195,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
+    keep_freed_memory()
     # torchrun sets OMP_NUM_THREADS=1 when nobody did; that leaves cores idle
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
