@@ -375,7 +375,7 @@ def work(run: Run, loaders: Loaders, stop_signal: StopSignal) -> None:
     )
     with log:
         train(run, loaders, saver, log, total, stop_signal)
-        if loaders.test and config.run.eval_interval:
+        if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 
 

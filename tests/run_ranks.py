@@ -8,8 +8,8 @@ rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR
 
 With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
 
-A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank is
-killed or stopped, or raises an error.
+A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
+each rank) gets the signals of `how`, over a second apart, or raises an error.
 """
 
 import json
@@ -41,12 +41,19 @@ POINTS = {
     "saving": (saving, "write_safetensors"),
     "committing": (saving, "_commit"),
 }
+SIGNALS = {
+    "kill": [signal.SIGKILL],
+    "stop": [signal.SIGSTOP],
+    "term": [signal.SIGTERM],
+    "int": [signal.SIGINT],
+    "int twice": [signal.SIGINT, signal.SIGINT],
+}
 LIMIT = 120.0  # seconds
 
 
 def plant(fault: dict[str, Any]) -> None:
     """Put the fault in its place, if it is this rank's."""
-    if fault["rank"] != int(os.environ["RANK"]):
+    if fault["rank"] not in (-1, int(os.environ["RANK"])):
         return
     owner, name = POINTS[fault["point"]]
     inner, left = getattr(owner, name), [fault["call"]]
@@ -56,7 +63,9 @@ def plant(fault: dict[str, Any]) -> None:
         if left[0] == 0:
             if fault["how"] == "raise":
                 raise RuntimeError("broken on purpose")
-            os.kill(os.getpid(), signal.SIGSTOP if fault["how"] == "stop" else signal.SIGKILL)
+            for i, number in enumerate(SIGNALS[fault["how"]]):
+                time.sleep(1.2 * i)
+                os.kill(os.getpid(), number)
         return inner(*args, **kwargs)
 
     setattr(owner, name, struck)
@@ -70,7 +79,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         os.dup2(file, number)
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(job["ranks"]),
+        "WORLD_SIZE": str(job.get("world", job["ranks"])),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job["port"]),
     }
@@ -80,6 +89,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     if job.get("silence"):
         pretrain_llama.Watch.__init__.__kwdefaults__["silence"] = job["silence"]
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is while the program imports torch
     pretrain_llama.as_process(lambda: pretrain_llama.main(argv), None)
     os._exit(0)
 

@@ -239,6 +239,15 @@ def test_a_full_disk_is_found_before_the_first_step(
     assert {entry[0] for entry in before} == {entry[0] for entry in standing(place)}
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(place)
+    code = pretrain_llama.main(flags({"--lr": "1e30", "--train-iters": "9"}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and "the gradient norm was not finite at iteration" in line
+
+
 def test_a_bug_keeps_its_traceback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what we say ourselves is a sentence: a ValueError out of a step is not."""
     monkeypatch.chdir(place)

@@ -16,155 +16,19 @@ came (launchers send one to the survivors) waits for a better explanation. No be
 seconds (a stopped process, a lost machine) is a cause too.
 """
 
-import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 from mpu.comm.collectives import CommunicationError
+from mpu.comm.hub import DIED, Cause, Hub, Line
 
-DIED = "the process died (killed?)"
 SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
-LINE_LIMIT = 1 << 16  # bytes without a newline: not one of ours
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Who failed first, doing what, and why."""
-
-    rank: int
-    action: str
-    why: str
-
-    def __str__(self) -> str:
-        where = f" during {self.action}" if self.action else ""
-        return f"rank {self.rank} failed first{where}: {self.why}"
-
-
-class _Line:
-    """A socket that speaks JSON lines."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buffer = sock, b""
-        self.rank, self.action, self.last, self.left = -1, "", time.monotonic(), False
-
-    def send(self, **message: Any) -> None:
-        try:
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass  # the reading side will see the end of file
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """Return the complete messages that arrived, or None at the end of the file (or of sense).
-
-        Raises TimeoutError where the socket has a timeout and nothing came.
-        """
-        try:
-            data = self.sock.recv(65536)
-        except TimeoutError:
-            raise
-        except OSError:
-            return None
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        sound = all(isinstance(m, dict) for m in messages) and len(self.buffer) < LINE_LIMIT
-        return messages if data and sound else None
-
-
-class _Hub(threading.Thread):
-    """Accept one line a rank, decide on the first cause, tell all. `token` keeps strangers out."""
-
-    def __init__(self, world: int, host: str, token: str, silence: float, beat: float) -> None:
-        super().__init__(name="watch-hub", daemon=True)
-        here = host in ("localhost", "127.0.0.1")
-        self.listener = socket.create_server((host if here else "", 0), backlog=world)
-        self.port: int = self.listener.getsockname()[1]
-        self.world, self.token, self.silence, self.beat = world, token, silence, beat
-        self.lines: list[_Line] = []
-        self.joined: set[int] = set()
-        self.decided: Cause | None = None
-        self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
-
-    def run(self) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(self.listener, selectors.EVENT_READ)
-        turn = sent = time.monotonic()
-        while len(self.joined) < self.world or any(line.rank >= 0 for line in self.lines):
-            for key, _ in selector.select(timeout=0.1):
-                if key.fileobj is self.listener:
-                    self.lines.append(_Line(self.listener.accept()[0]))
-                    selector.register(self.lines[-1].sock, selectors.EVENT_READ, self.lines[-1])
-                    continue
-                line: _Line = key.data
-                messages = line.read()
-                for message in messages or ():
-                    self._hear(line, message)
-                if messages is None:
-                    selector.unregister(line.sock)
-                    line.sock.close()
-                    self.lines.remove(line)
-                    if not line.left and line.rank >= 0:
-                        self._decide(self._silenced(line, DIED))
-            now = time.monotonic()
-            if now - turn > self.silence / 2:  # it is we who were stopped: nobody else was silent
-                for line in self.lines:
-                    line.last = now
-            turn = now
-            self._judge(now)
-            if now - sent > self.beat:
-                sent = now
-                for line in self.lines:
-                    line.send(beat=True)
-        self.listener.close()
-
-    def _hear(self, line: _Line, message: dict[str, Any]) -> None:
-        line.last = time.monotonic()
-        if line.rank < 0:
-            rank = message.get("rank")
-            if message.get("token") != self.token or type(rank) is not int:
-                return
-            line.rank = rank
-            self.joined.add(rank)
-            if self.decided is not None:
-                line.send(cause=vars(self.decided))
-        line.action = message.get("action", line.action)
-        line.left = line.left or "bye" in message or "failed" in message
-        if "failed" in message:
-            cause = Cause(line.rank, line.action, message["failed"])
-            if message["wait"]:
-                self.weak.append((line.last + message["wait"], cause))
-            else:
-                self._decide(cause)
-
-    def _silenced(self, line: _Line, why: str) -> Cause:
-        """Say what is known of a rank that did not speak for itself."""
-        age = time.monotonic() - line.last
-        return Cause(line.rank, "", f"{why}; its last word, {age:.1f} s before: {line.action}")
-
-    def _judge(self, now: float) -> None:
-        for line in self.lines:
-            if not line.left and line.rank >= 0 and now - line.last > self.silence:
-                line.left = True
-                self._decide(self._silenced(line, "no sign of life"))
-        for due, cause in self.weak:
-            if now > due:
-                self._decide(cause)
-
-    def _decide(self, cause: Cause) -> None:
-        if self.decided is None:
-            self.decided = cause
-            for line in self.lines:
-                line.send(cause=vars(cause))
 
 
 class Watch:
@@ -199,19 +63,19 @@ class Watch:
         self._told, self._failed = threading.Event(), threading.Event()
         self._own, self._left, self._said = "", False, False
         self._lock = threading.Lock()
-        self._line: _Line | None = None
-        self._hub: _Hub | None = None
+        self._line: Line | None = None
+        self._hub: Hub | None = None
         if world == 1:
             return
         assert store is not None, "a world of several ranks needs a store to meet at"
         if rank == 0:
             token = secrets.token_hex(16)
-            self._hub = _Hub(world, host, token, silence, self._beat)
+            self._hub = Hub(world, host, token, silence, self._beat)
             self._hub.start()
             store.set("weft/watch", f"{self._hub.port} {token}")
         try:
             port, token = store.get("weft/watch").decode().split()
-            self._line = _Line(socket.create_connection((host, int(port)), timeout=30))
+            self._line = Line(socket.create_connection((host, int(port)), timeout=30))
         except (OSError, RuntimeError) as error:
             raise CommunicationError(f"rank 0 is not reached at {host}: {error}") from error
         self._line.sock.settimeout(self._beat)

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from mpu.comm.collectives import CommunicationError
-from mpu.comm.watch import Cause, Watch
+from mpu.comm.hub import Cause
+from mpu.comm.watch import Watch
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
 
@@ -120,10 +121,22 @@ def test_a_failed_collective_counts_when_nothing_better_comes(
     ranks: Callable[..., Ranks],
 ) -> None:
     two = ranks(2, grace=0.2)
-    two.fail(1, CommunicationError("all_reduce over tp: no route to host\nand a stack"))
+    two.fail(1, CommunicationError("all_reduce over tp: no route to host\nand a stack"), "start-up")
     assert two.causes() == {
-        Cause(1, "work", "CommunicationError: all_reduce over tp: no route to host")
+        Cause(1, "start-up", "CommunicationError: all_reduce over tp: no route to host")
     }
+
+
+def test_a_timeout_says_who_was_somewhere_else(ranks: Callable[..., Ranks]) -> None:
+    """A rank that hangs by itself still beats; those that wait for it are the ones to fail."""
+    three = ranks(3, grace=0.2)
+    three.watches[2].action = "reading the data of iteration 7"
+    three.watches[1].action = "forward of micro-batch 0, iteration 7"
+    wait_until(lambda: all("7" in x.action for x in three.watches[0]._hub.lines if x.rank > 0))
+    error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
+    three.fail(0, error, three.watches[1].action)
+    (cause,) = three.causes()
+    assert cause.why.endswith("meanwhile rank 2 was at: reading the data of iteration 7")
 
 
 def test_a_death_explains_the_signal_that_it_brought(ranks: Callable[..., Ranks]) -> None:
