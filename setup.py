@@ -21,7 +21,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra"]
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-Wall", "-Wextra"]
 PACKAGES = [
     "model",
     "mpu",
@@ -58,12 +59,27 @@ def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
     # Written aside and renamed: a process that has the old library mapped keeps it.
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:
         output = Path(aside) / target.name
-        command = [found, *FLAGS, *map(str, sources), "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return f"native library: not built, {found} refused a source:\n{done.stderr.strip()}"
+        objects = [Path(aside) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [found, *FLAGS, *_openmp(found), "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        # Linked without OpenMP's library: its names are found in torch's, so that the process has
+        # one pool of threads.
+        commands.append([found, "-shared", "-pthread", *map(str, objects), "-o", str(output)])
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                said = done.stderr.strip()
+                return f"native library: not built, {found} refused a source:\n{said}"
         output.replace(target)
     return f"native library: built build/weft_native.so from {len(sources)} file(s) with {found}"
+
+
+def _openmp(compiler: str) -> list[str]:
+    """Return GCC's flag for threads; clang's OpenMP is another library, so it does without."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return [] if "clang" in said else ["-fopenmp"]
 
 
 class BuildNative(Command):

@@ -3,15 +3,21 @@
 ctypes.
 
 `make setup` builds build/weft_native.so where a C++ compiler is present. Everything that uses it
-has a twin in Python with the same results, so its absence costs time, never function.
+has a twin in Python, so its absence costs time, never function.
 """
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 PATH = Path(__file__).resolve().parent.parent / "build" / "weft_native.so"
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
 
 
+@cache
 def load() -> ctypes.CDLL | None:
     """Return the library, or None where it was not built (see `reason`)."""
     try:
@@ -29,3 +35,26 @@ def reason() -> str:
     except OSError as error:
         return f"{PATH.name} does not load: {error}"
     return ""
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Return whether fused operations can take these tensors: built, on the CPU, contiguous."""
+    return load() is not None and all(
+        t.device.type == "cpu" and t.dtype in KINDS and t.is_contiguous() for t in tensors
+    )
+
+
+def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
+    """Call a function of csrc/fused.cpp: kind and threads first, then pointers and numbers."""
+    library = load()
+    assert library is not None
+    getattr(library, f"weft_{name}")(
+        ctypes.c_int64(KINDS[dtype]),
+        ctypes.c_int64(torch.get_num_threads()),
+        *(
+            ctypes.c_void_p(a.data_ptr())
+            if isinstance(a, Tensor)
+            else (ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_double(a))
+            for a in args
+        ),
+    )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu import native
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 
@@ -44,12 +45,17 @@ class _CrossEntropy(torch.autograd.Function):
 
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
         top, total, chosen = stats
-        if real:
+        fused = native.fits(logits)
+        f.fused = fused
+        if real and fused:
+            native.call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)
+        elif real:
             for i in range(0, len(rows), ROWS):
                 chunk = rows[i : i + ROWS, :real].to(ctx.accumulate)
                 top[i : i + ROWS] = chunk.amax(-1)
                 chunk = (chunk - top[i : i + ROWS, None]).exp_()
                 total[i : i + ROWS] = chunk.sum(-1)
+        if real:
             chosen.copy_(rows.gather(-1, target[:, None])[:, 0]).masked_fill_(~mine, 0.0)
         else:
             top.fill_(-torch.inf)
@@ -72,6 +78,11 @@ class _CrossEntropy(torch.autograd.Function):
         # dlogits = (softmax - onehot(target)) * dloss
         logits, log_sum, target, mine = f.saved_tensors
         rows, weight = logits.view(-1, logits.shape[-1]), dloss.reshape(-1)
+        if f.fused:
+            places, scale = target.masked_fill(~mine, -1), weight.to(log_sum.dtype).contiguous()
+            sizes = (len(rows), rows.shape[1], f.real)
+            native.call("softmax_gradient", rows.dtype, rows, log_sum, scale, places, *sizes)
+            return logits, None, None, None
         at = torch.arange(len(rows), device=rows.device)
         for i in range(0, len(rows), ROWS):
             some = slice(i, i + ROWS)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpu import native
 from mpu.context import LayerContext
 from mpu.param import Placement, parameter
 
@@ -32,10 +33,18 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
-        up = x.to(layer.ctx.accumulate)
+        f.layer = layer
+        kind, h = layer.ctx.accumulate, x.shape[-1]
+        if native.fits(x, weight):
+            whole = layer.ctx.sink.materialize(weight)
+            y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
+            native.call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
+            layer.ctx.sink.release(weight)
+            f.save_for_backward(x, inverse)
+            return y
+        up = x.to(kind)
         length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
-        f.layer = layer
         f.save_for_backward(x, inverse)
         y = (up * inverse).mul_(layer.ctx.sink.materialize(weight))
         layer.ctx.sink.release(weight)
@@ -48,7 +57,16 @@ class _RMSNorm(torch.autograd.Function):
         layer: RMSNorm = f.layer
         ctx, kind = layer.ctx, layer.ctx.accumulate
         x, inverse = f.saved_tensors
-        h = x.shape[-1]
+        h, n = x.shape[-1], x.numel() // x.shape[-1]
+        dy = dy.contiguous()
+        if native.fits(x, dy, layer.weight):
+            weight, dx = ctx.sink.materialize(layer.weight), torch.empty_like(x)
+            parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
+            native.call("norm_backward", x.dtype, x, weight, inverse, dy, dx, parts, n, h)
+            ctx.sink.release(layer.weight)
+            ctx.sink.add(layer.weight, parts.sum(0))
+            ctx.sink.done(layer.weight)
+            return dx, None, None
         weight = ctx.sink.materialize(layer.weight).to(kind)
         rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
         p = grads * rows

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu import native
+
 
 def rope_frequencies(
     head_size: int, base: float, scaling_factor: float = 0.0, original_length: int = 8192
@@ -47,7 +49,13 @@ def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
+    x = x.contiguous()
     out = torch.empty_like(x)
+    if native.fits(x, cos, sin):
+        s, b, n, d = x.shape
+        share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
+        native.call("rope", x.dtype, x, cos, sin, out, s * b, n, heads, d, share, float(sign))
+        return out
     out[:, :, heads:].copy_(x[:, :, heads:])
     half = x.shape[-1] // 2
     turned, target = x[:, :, :heads], out[:, :, :heads]

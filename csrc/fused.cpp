@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elementwise pieces of a Llama layer for the CPU, each in one pass over memory: RMSNorm, SwiGLU, RoPE and
+// the cross entropy of a row, forward and backward. mpu/native.py calls them through ctypes; the layers hold
+// the same formulas in torch, with which every function here is compared.
+//
+// kind: 0 float, 1 double, 2 bfloat16. Arithmetic is in float (double for 1); bfloat16 is only read and
+// written. OpenMP comes from the process that loads this library (torch's), so there is one pool of threads.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// compile for several instruction sets, choose when loaded
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename T>
+struct Wide {
+  using type = T;
+};
+template <>
+struct Wide<bf16> {
+  using type = float;
+};
+template <typename T>
+using wide = typename Wide<T>::type;
+
+INLINE float load(float x) { return x; }
+INLINE double load(double x) { return x; }
+INLINE float load(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+INLINE void store(float* p, float x) { *p = x; }
+INLINE void store(double* p, double x) { *p = x; }
+INLINE void store(bf16* p, float x) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  p->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+}
+
+// exp in float: 2^n times a polynomial on [-ln2/2, ln2/2]; error below 2 units in the last place
+INLINE float exponential(float x) {
+  const float bounded = x > 88.0f ? 88.0f : (x < -87.0f ? -87.0f : x);
+  const float n = std::nearbyint(bounded * 1.44269504f);
+  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return p * power;
+}
+INLINE double exponential(double x) { return std::exp(x); }
+
+template <typename T>
+INLINE void norm_forward(const T* x, const T* w, T* y, wide<T>* inverse, int64_t from, int64_t to,
+                         int64_t h, double eps) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    const T* row = x + i * h;
+    A sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < h; ++j) sum += load(row[j]) * load(row[j]);
+    const A r = A(1) / std::sqrt(sum / A(h) + A(eps));
+    inverse[i] = r;
+#pragma omp simd
+    for (int64_t j = 0; j < h; ++j) store(y + i * h + j, load(row[j]) * r * load(w[j]));
+  }
+}
+
+// dw: this thread's own [h], added to
+template <typename T>
+INLINE void norm_backward(const T* x, const T* w, const wide<T>* inverse, const T* dy, T* dx,
+                          wide<T>* dw, int64_t from, int64_t to, int64_t h) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    const T *row = x + i * h, *grad = dy + i * h;
+    const A r = inverse[i];
+    A dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t j = 0; j < h; ++j) {
+      const A p = load(grad[j]) * load(row[j]);
+      dw[j] += p * r;
+      dot += p * load(w[j]);
+    }
+    const A pull = dot * r * r * r / A(h);
+#pragma omp simd
+    for (int64_t j = 0; j < h; ++j)
+      store(dx + i * h + j, load(grad[j]) * load(w[j]) * r - load(row[j]) * pull);
+  }
+}
+
+template <typename T>
+INLINE void swiglu_forward(const T* x, T* y, int64_t from, int64_t to, int64_t f) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    const T *gate = x + 2 * i * f, *up = gate + f;
+#pragma omp simd
+    for (int64_t j = 0; j < f; ++j) {
+      const A g = load(gate[j]);
+      store(y + i * f + j, g / (A(1) + exponential(-g)) * load(up[j]));
+    }
+  }
+}
+
+template <typename T>
+INLINE void swiglu_backward(const T* x, const T* dy, T* dx, int64_t from, int64_t to, int64_t f) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    const T *gate = x + 2 * i * f, *up = gate + f;
+    T *dgate = dx + 2 * i * f, *dup = dgate + f;
+#pragma omp simd
+    for (int64_t j = 0; j < f; ++j) {
+      const A g = load(gate[j]), d = load(dy[i * f + j]);
+      const A s = A(1) / (A(1) + exponential(-g));
+      store(dup + j, d * g * s);
+      store(dgate + j, d * load(up[j]) * s * (A(1) + g * (A(1) - s)));
+    }
+  }
+}
+
+// rows of `heads` heads of size d; the first `turned` are rotated; `share` rows in a row share an angle
+template <typename T>
+INLINE void rope(const T* x, const wide<T>* cos, const wide<T>* sin, T* y, int64_t from, int64_t to,
+                 int64_t heads, int64_t turned, int64_t d, int64_t share, double sign) {
+  using A = wide<T>;
+  const int64_t half = d / 2;
+  for (int64_t i = from; i < to; ++i) {
+    const A *c = cos + i / share * half, *s = sin + i / share * half;
+    for (int64_t n = 0; n < turned; ++n) {
+      const T* a = x + (i * heads + n) * d;
+      T* out = y + (i * heads + n) * d;
+#pragma omp simd
+      for (int64_t j = 0; j < half; ++j) {
+        const A first = load(a[j]), second = load(a[j + half]), t = A(sign) * s[j];
+        store(out + j, first * c[j] - second * t);
+        store(out + j + half, second * c[j] + first * t);
+      }
+    }
+    const int64_t rest = (i * heads + turned) * d;
+    std::memcpy(y + rest, x + rest, sizeof(T) * (heads - turned) * d);
+  }
+}
+
+// of each row's first `real` columns: the maximum, and the sum of exponentials under it
+template <typename T>
+INLINE void softmax_stats(const T* x, wide<T>* top, wide<T>* total, int64_t from, int64_t to,
+                          int64_t width, int64_t real) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    const T* row = x + i * width;
+    A m = load(row[0]), sum = 0;
+#pragma omp simd reduction(max : m)
+    for (int64_t j = 0; j < real; ++j) m = load(row[j]) > m ? load(row[j]) : m;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < real; ++j) sum += exponential(load(row[j]) - m);
+    top[i] = m;
+    total[i] = sum;
+  }
+}
+
+// in place: x = weight (exp(x - log_sum) - [column == target]); a target < 0 is not of this rank
+template <typename T>
+INLINE void softmax_gradient(T* x, const wide<T>* log_sum, const wide<T>* weight,
+                             const int64_t* target, int64_t from, int64_t to, int64_t width,
+                             int64_t real) {
+  using A = wide<T>;
+  for (int64_t i = from; i < to; ++i) {
+    T* row = x + i * width;
+    const A top = log_sum[i], scale = weight[i], hit = target[i] < 0 ? A(0) : load(row[target[i]]);
+#pragma omp simd
+    for (int64_t j = 0; j < real; ++j) store(row + j, exponential(load(row[j]) - top) * scale);
+    for (int64_t j = real; j < width; ++j) store(row + j, A(0));
+    if (target[i] >= 0) store(row + target[i], (exponential(hit - top) - A(1)) * scale);
+  }
+}
+
+// Cut `rows` over the threads; few rows are not worth waking them.
+template <typename Work>
+void over_rows(int64_t rows, int64_t width, int threads, Work work) {
+  const int64_t worth = rows * width / 8192 + 1;
+  if (threads > worth) threads = static_cast<int>(worth);
+  if (threads <= 1) return work(0, int64_t(0), rows);
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t n = omp_get_num_threads(), t = omp_get_thread_num();
+    work(static_cast<int>(t), rows * t / n, rows * (t + 1) / n);
+  }
+#else
+  work(0, int64_t(0), rows);
+#endif
+}
+
+}  // namespace
+
+// For each function: a clone a kind (clones cannot be templates), then the entry that picks the kind.
+#define KINDS(MAKE) MAKE(float, f32) MAKE(double, f64) MAKE(bf16, b16)
+#define PICK(name, ...)                                                            \
+  if (kind == 0) name##_f32(__VA_ARGS__);                                          \
+  else if (kind == 1) name##_f64(__VA_ARGS__);                                     \
+  else name##_b16(__VA_ARGS__)
+
+#define NORM_F(T, k)                                                                              \
+  CLONES static void norm_forward_##k(const void* x, const void* w, void* y, void* r, int64_t a,  \
+                                      int64_t b, int64_t h, double eps) {                         \
+    norm_forward<T>((const T*)x, (const T*)w, (T*)y, (wide<T>*)r, a, b, h, eps);                  \
+  }
+#define NORM_B(T, k)                                                                              \
+  CLONES static void norm_backward_##k(const void* x, const void* w, const void* r,               \
+                                       const void* dy, void* dx, void* dw, int t, int64_t a,      \
+                                       int64_t b, int64_t h) {                                    \
+    norm_backward<T>((const T*)x, (const T*)w, (const wide<T>*)r, (const T*)dy, (T*)dx,           \
+                     (wide<T>*)dw + t * h, a, b, h);                                              \
+  }
+#define GLU_F(T, k)                                                                               \
+  CLONES static void swiglu_forward_##k(const void* x, void* y, int64_t a, int64_t b, int64_t f) {\
+    swiglu_forward<T>((const T*)x, (T*)y, a, b, f);                                               \
+  }
+#define GLU_B(T, k)                                                                               \
+  CLONES static void swiglu_backward_##k(const void* x, const void* dy, void* dx, int64_t a,      \
+                                         int64_t b, int64_t f) {                                  \
+    swiglu_backward<T>((const T*)x, (const T*)dy, (T*)dx, a, b, f);                               \
+  }
+#define ROPE(T, k)                                                                                \
+  CLONES static void rope_##k(const void* x, const void* c, const void* s, void* y, int64_t a,    \
+                              int64_t b, int64_t n, int64_t m, int64_t d, int64_t e, double g) {  \
+    rope<T>((const T*)x, (const wide<T>*)c, (const wide<T>*)s, (T*)y, a, b, n, m, d, e, g);       \
+  }
+#define STATS(T, k)                                                                               \
+  CLONES static void softmax_stats_##k(const void* x, void* m, void* s, int64_t a, int64_t b,     \
+                                       int64_t w, int64_t r) {                                    \
+    softmax_stats<T>((const T*)x, (wide<T>*)m, (wide<T>*)s, a, b, w, r);                          \
+  }
+#define GRADIENT(T, k)                                                                            \
+  CLONES static void softmax_gradient_##k(void* x, const void* l, const void* g,                  \
+                                          const int64_t* t, int64_t a, int64_t b, int64_t w,      \
+                                          int64_t r) {                                            \
+    softmax_gradient<T>((T*)x, (const wide<T>*)l, (const wide<T>*)g, t, a, b, w, r);              \
+  }
+KINDS(NORM_F) KINDS(NORM_B) KINDS(GLU_F) KINDS(GLU_B) KINDS(ROPE) KINDS(STATS) KINDS(GRADIENT)
+
+#define WORK [=](int t, int64_t a, int64_t b)
+
+// x, y [rows, h], w [h], inverse [rows]
+extern "C" void weft_norm_forward(int64_t kind, int64_t threads, const void* x, const void* w,
+                                  void* y, void* inverse, int64_t rows, int64_t h, double eps) {
+  over_rows(rows, h, (int)threads, WORK { (void)t; PICK(norm_forward, x, w, y, inverse, a, b, h, eps); });
+}
+
+// dw [threads, h], zero before: a row for each thread, for the caller to add in order
+extern "C" void weft_norm_backward(int64_t kind, int64_t threads, const void* x, const void* w,
+                                   const void* inverse, const void* dy, void* dx, void* dw,
+                                   int64_t rows, int64_t h) {
+  over_rows(rows, h, (int)threads,
+            WORK { PICK(norm_backward, x, w, inverse, dy, dx, dw, t, a, b, h); });
+}
+
+// x [rows, 2 f] -> y [rows, f]
+extern "C" void weft_swiglu_forward(int64_t kind, int64_t threads, const void* x, void* y,
+                                    int64_t rows, int64_t f) {
+  over_rows(rows, 4 * f, (int)threads, WORK { (void)t; PICK(swiglu_forward, x, y, a, b, f); });
+}
+
+extern "C" void weft_swiglu_backward(int64_t kind, int64_t threads, const void* x, const void* dy,
+                                     void* dx, int64_t rows, int64_t f) {
+  over_rows(rows, 4 * f, (int)threads, WORK { (void)t; PICK(swiglu_backward, x, dy, dx, a, b, f); });
+}
+
+// x, y [rows, heads, d]; cos, sin [rows / share, d / 2]
+extern "C" void weft_rope(int64_t kind, int64_t threads, const void* x, const void* cos,
+                          const void* sin, void* y, int64_t rows, int64_t heads, int64_t turned,
+                          int64_t d, int64_t share, double sign) {
+  over_rows(rows, heads * d, (int)threads,
+            WORK { (void)t; PICK(rope, x, cos, sin, y, a, b, heads, turned, d, share, sign); });
+}
+
+// x [rows, width] -> top, total [rows]
+extern "C" void weft_softmax_stats(int64_t kind, int64_t threads, const void* x, void* top,
+                                   void* total, int64_t rows, int64_t width, int64_t real) {
+  over_rows(rows, 4 * width, (int)threads,
+            WORK { (void)t; PICK(softmax_stats, x, top, total, a, b, width, real); });
+}
+
+// x [rows, width] in place; log_sum, weight [rows]; target [rows], -1 where it is another rank's
+extern "C" void weft_softmax_gradient(int64_t kind, int64_t threads, void* x, const void* log_sum,
+                                      const void* weight, const int64_t* target, int64_t rows,
+                                      int64_t width, int64_t real) {
+  over_rows(rows, 4 * width, (int)threads,
+            WORK { (void)t; PICK(softmax_gradient, x, log_sum, weight, target, a, b, width, real); });
+}
