@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
                     grid.connect(device, store, timeout)
                 except RuntimeError as error:
                     raise CommunicationError(f"the ranks did not connect: {error}") from error
-                work(build(config, grid, device, watch), loaders, stop_signal)
+                work(build(config, grid, device, watch), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
             expected = isinstance(error, (UsageError, CheckpointError, FloatingPointError))
@@ -328,7 +328,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
     if config.run.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    digests = {"the tokenizer's hash": tokenizer.digest(), "the data's hash": loaders.digest}
+    digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
     return config, device, loaders, digests
 
 
@@ -345,7 +345,7 @@ def meta_model(config: Config, grid: Grid) -> Llama:
     return Llama(llama_config(config), ctx)
 
 
-def work(run: Run, loaders: Loaders, stop_signal: StopSignal) -> None:
+def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load, train and close the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
     for line in config.notes:
@@ -354,8 +354,8 @@ def work(run: Run, loaders: Loaders, stop_signal: StopSignal) -> None:
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     dtype = str(config.run.dtype).removeprefix("torch.")
     hf = hf_config(run.model.config, dtype)
-    names, data = hf_names(run.model), loaders.digest
-    saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, data, note)
+    names = hf_names(run.model)
+    saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, digests, note)
     if config.checkpoint.load:
         run.iteration, run.consumed = saver.load()
     if config.checkpoint.save:

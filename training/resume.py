@@ -5,6 +5,7 @@ asked of one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Saver:
     """Knows how a run's model and optimizer are called in a checkpoint.
 
     names: the model's table of canonical names. hf_config: its sizes in Hugging Face's terms.
+    digests: hashes of the tokenizer and of the data, kept with the state.
     """
 
     config: Config
@@ -32,7 +34,7 @@ class Saver:
     optimizer: Optimizer
     names: Mapping[str, Sequence[str]]
     hf_config: Mapping[str, Any]
-    data_digest: str
+    digests: Mapping[str, str]
     note: Callable[[str], None]
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
@@ -60,13 +62,17 @@ class Saver:
             "optimizer_steps": self.optimizer.steps_done(),
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
-            "data_digest": self.data_digest,
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": config.data.tokenizer_model,
+            **self.digests,
             "config": config.flat(),
             "config_digest": config.digest(),
             "hf_config": dict(self.hf_config),
         }
+        attach, tokenizer = {}, Path(config.data.tokenizer_model or "")
+        if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
+            attach[tokenizer.name] = tokenizer.read_bytes()
+            state["tokenizer_model"] = tokenizer.name
         try:
             path = checkpoint.save(
                 config.checkpoint.save,
@@ -75,6 +81,7 @@ class Saver:
                 state=state,
                 grid=self.grid,
                 device=self.device,
+                attach=attach,
             )
             self.note(f"saved {path}")
         except checkpoint.SaveError as error:
