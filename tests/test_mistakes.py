@@ -132,7 +132,9 @@ MISTAKES = [
     mistake("stray word", {"--bf16": "yes"}, "yes: a value that belongs to no flag"),
     mistake("two lengths", {"--train-samples": "9"}, "--train-iters and --train-samples exclude"),
     mistake("warm-up too long", {"--lr-warmup-iters": "5"}, "--lr-warmup-iters 5 must be less"),
-    mistake("no CUDA here", {"--device": "cuda"}, "--device cuda"),
+    mistake(
+        "nccl on a CPU", {"--device": "cpu", "--distributed-backend": "nccl"}, "nccl needs --dev"
+    ),
     mistake(
         "too long for its positions", {"--max-position-embeddings": "16"}, "--seq-length 32 is"
     ),
