@@ -269,7 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     raises SystemExit with 130 (Ctrl-C) or 143 (SIGTERM).
     """
     launch, watch, report_to = Launch(), Watch(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    with StopSignal() as stop_signal:
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    with StopSignal(launcher) as stop_signal:
         try:
             launch = Launch.from_env()
             config = parse(sys.argv[1:] if argv is None else argv, launch.world)

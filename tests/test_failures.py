@@ -331,7 +331,8 @@ class Torchrun:
             out, err = self.process.communicate(timeout=120)
         finally:
             if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                for pid in [*self.children(), self.process.pid]:
+                    os.kill(pid, signal.SIGKILL)
         return self.process.returncode, out, err
 
 
@@ -400,6 +401,35 @@ def test_under_torchrun_a_signal_saves_and_leaves_no_process(
     assert "stopped after iteration" in out
     step = int(out.rsplit("stopped after iteration ", 1)[1].split()[0])
     assert (tmp_path / "saved" / f"step_{step:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("training", [True, False])
+def test_no_rank_outlives_a_torchrun_that_was_killed(
+    tmp_path: Path, free_port: Callable[[], int], training: bool
+) -> None:
+    """While training they save first; before, they may wait for ranks that will never come."""
+    more = ["--train-iters", "1000000", "--eval-interval", "1000000", "--save-interval", "1000000"]
+    run = Torchrun(tmp_path, 2, free_port(), ["pretrain_llama.py"], more)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (run.log.exists() and run.log.stat().st_size):
+        if not training and len(run.children()) == 2:
+            break
+        time.sleep(0.05)
+    pids = run.children()
+    assert len(pids) == 2
+    if not training:
+        time.sleep(2.0)  # somewhere among the imports and the meeting
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + LIMIT
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert not training or list((tmp_path / "saved").glob("step_*/manifest.json"))
 
 
 @pytest.mark.prove

@@ -26,20 +26,23 @@ class StopSignal:
     seconds later ends it at once. (Within ECHO it is the same Ctrl-C: the terminal sends it to
     every process, and torchrun passes on its own.) A main thread that is stuck in a wait and cannot
     raise is ended by a guard after PATIENCE seconds.
+
+    launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
+    a torchrun that was killed.
     """
 
     ECHO, PATIENCE = 1.0, 3.0
     NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: int | None = None) -> None:
         self.received = self.training = self._speak = False
+        self._launcher = launcher
         self._first: float | None = None  # when the first signal came while training
         self._ending = threading.Event()
 
     def __enter__(self) -> "StopSignal":
         self._sockets = socket.socketpair()
-        for end in self._sockets:
-            end.setblocking(end is self._sockets[1])
+        self._sockets[0].setblocking(False)
         # the interpreter writes a signal's number here at once, whatever the main thread is doing
         self._wakeup = signal.set_wakeup_fd(self._sockets[0].fileno(), warn_on_full_buffer=False)
         self._before = [signal.signal(number, self._handle) for number in self.NUMBERS]
@@ -76,12 +79,21 @@ class StopSignal:
     def _guard(self) -> None:
         first: float | None = None
         with self._sockets[1] as end:
-            while number := end.recv(1):
-                if number[0] not in self.NUMBERS:
+            end.settimeout(1.0)
+            while True:
+                try:
+                    number = end.recv(1)
+                except TimeoutError:
+                    if self._launcher not in (None, os.getppid()):
+                        self._launcher = None
+                        os.kill(os.getpid(), signal.SIGTERM)
                     continue
-                if self._at_once(first) and not self._ending.wait(self.PATIENCE):
-                    os._exit(128 + number[0])
-                first = first or time.monotonic()
+                if not number:
+                    return
+                if number[0] in self.NUMBERS:
+                    if self._at_once(first) and not self._ending.wait(self.PATIENCE):
+                        os._exit(128 + number[0])
+                    first = first or time.monotonic()
 
 
 class Agreement:
