@@ -20,20 +20,22 @@ train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes
 	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
 test: setup lint ## lint, and every test that needs neither a GPU nor patience
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs
 
 prove: setup ## every proof in its long form
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -m "not gpu"
 
-explain: setup ## print every collective of one tiny step (TP=2 DP=2 PP=1 ZERO=0 ...)
-	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero)
+explain: setup ## print every collective of one tiny step (TP=2 DP=2 LAYERS=1 MICRO_BATCHES=2 RECOMPUTE=full SP=0 ...)
+	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
+	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
+	  $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
 
 lint: setup ## ruff everywhere, mypy strict on mpu/
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy mpu
 
-bench: setup ## measure the claims of the README on this machine
-	$(RUN) benchmarks/bench_step.py
+bench: setup ## measure the claims of the README on this machine, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
+	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)
 
 gpu-check: setup ## the whole trainer on one GPU
-	$(RUN) -m pytest tests/gpu -q -m gpu
+	$(RUN) -m pytest tests/gpu -q -rs -m gpu

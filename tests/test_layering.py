@@ -35,6 +35,10 @@ COLLECTIVES = {
     "broadcast", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "gather",
     "scatter", "reduce", "all_gather_object", "broadcast_object_list", "new_group",
 }  # fmt: skip
+BANNED = (
+    "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "pickle",
+    "yaml",
+)  # fmt: skip
 PRODUCT = [
     p for d in ("mpu", "model", "training", "tools") for p in sorted((ROOT / d).rglob("*.py"))
 ]
@@ -101,9 +105,7 @@ def test_collectives_argparse_and_environment_stay_in_their_rooms(path):
             module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
             if module == "argparse":
                 assert door, f"{name} imports argparse"
-            banned = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
-                      "pickle", "yaml")  # fmt: skip
-            assert not (module or "").startswith(banned), f"{name} imports {module}"
+            assert not (module or "").startswith(BANNED), f"{name} imports {module}"
 
 
 def test_no_module_level_state():
