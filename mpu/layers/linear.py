@@ -114,33 +114,21 @@ def column_placement(
     return Placement((sum(sections), width), 0, tp, sections, local)
 
 
-TILE = 512  # output columns a call; see _project
-
-
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _project(x: Tensor, weight: Tensor) -> Tensor:
+def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x [s, b, i] times weight^T, weight [o, i] -> [s, b, o].
 
-    On CPU in fp32 by tiles of columns: MKL's sgemm loses a tenth or more of its speed when the
-    transposed weight is tall (`make bench` prints it).
+    In fp32 on a CPU by oneDNN's linear, the operator that torch's own compiler emits there: MKL's
+    sgemm, which F.linear calls, is slower by a tenth to a third on these shapes. Everything else is
+    F.linear.
     """
-    columns = weight.shape[0]
-    if x.is_cuda or x.dtype != torch.float32 or columns <= TILE:
+    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight)
-    rows = _flat(x)
-    y = x.new_empty((*x.shape[:-1], columns))
-    out = y.view(-1, columns)
-    for i in range(0, columns, TILE):
-        torch.mm(rows, weight[i : i + TILE].t(), out=out[:, i : i + TILE])
-    return y
-
-
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [s, b, n] times weight [n, m] -> [s, b, m]."""
-    return torch.mm(_flat(x), weight).view(*x.shape[:-1], weight.shape[1])
+    return onednn(x, weight, None, "none", [], "")
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -150,7 +138,7 @@ class _ColumnLinear(torch.autograd.Function):
         f.layer = layer
         f.save_for_backward(x)  # under SP only the shard is kept
         full = all_gather(x, ctx.tp)[0] if ctx.sp else x
-        y = _project(full, ctx.sink.materialize(weight))
+        y = _product(full, ctx.sink.materialize(weight))
         ctx.sink.release(weight)
         return y
 
@@ -163,7 +151,7 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = f.saved_tensors
         again = ctx.sp and not ctx.queue.deferring
         full, gathering = all_gather(x, ctx.tp, async_op=True) if again else (x, DONE)
-        dx = _matmul(dy, ctx.sink.materialize(weight))
+        dx = _product(dy, ctx.sink.materialize(weight).t())
         ctx.sink.release(weight)
         reduce: Any = reduce_scatter if ctx.sp else all_reduce
         dx, reducing = reduce(dx, ctx.tp, async_op=True)
@@ -185,7 +173,7 @@ class _RowLinear(torch.autograd.Function):
         ctx = layer.ctx
         f.layer = layer
         f.save_for_backward(x)
-        partial = _project(x, ctx.sink.materialize(weight))
+        partial = _product(x, ctx.sink.materialize(weight))
         ctx.sink.release(weight)
         return (reduce_scatter if ctx.sp else all_reduce)(partial, ctx.tp)[0]
 
@@ -195,7 +183,7 @@ class _RowLinear(torch.autograd.Function):
         ctx, weight = layer.ctx, layer.weight
         (x,) = f.saved_tensors
         full = all_gather(dy, ctx.tp)[0] if ctx.sp else dy
-        dx = _matmul(full, ctx.sink.materialize(weight))
+        dx = _product(full, ctx.sink.materialize(weight).t())
         ctx.sink.release(weight)
         kept = dy if ctx.queue.deferring else full  # a deferred wgrad keeps the shard
 

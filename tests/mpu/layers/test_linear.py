@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -68,9 +69,11 @@ def test_column_then_row(world, size, t):
     world(size).run(every_case, t)
 
 
-def test_wide_projections_go_by_tiles():
-    x, weight = torch.randn(4, 3, 16), torch.randn(2 * linear.TILE + 77, 16)
-    torch.testing.assert_close(linear._project(x, weight), x @ weight.t())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_product_is_that_of_torch(dtype):
+    x, weight = torch.randn(4, 3, 16).to(dtype), torch.randn(77, 16).to(dtype)
+    for w in (weight, torch.randn(16, 77).to(dtype).t()):  # as in forward, as in dgrad
+        torch.testing.assert_close(linear._product(x, w), F.linear(x, w))
 
 
 @pytest.mark.parametrize("build", [lambda c: ColumnParallelLinear(4, (6, 5), ctx=c),
