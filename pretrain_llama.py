@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a Llama: parse -> grid -> data -> model -> optimizer -> loop. `train_step` is one step,
-whole.
+"""Pretrain a Llama: parse -> grid -> data -> model -> optimizer -> loop. See `train_step` first.
 
-    python pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
-    --num-layers 2 \\
-        --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 10 --lr 1e-3
-    torchrun --nproc-per-node 2 pretrain_llama.py --tensor-model-parallel-size 2 --sequence-parallel
-    ...
-    WORLD_SIZE=512 python pretrain_llama.py --dry-run ...   what would run where
+    python pretrain_llama.py --mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 \\
+        --num-attention-heads 4 --seq-length 64 --train-iters 10 --lr 1e-3
+    torchrun --nproc-per-node 2 pretrain_llama.py --tensor-model-parallel-size 2 \\
+        --sequence-parallel ...
+    WORLD_SIZE=512 python pretrain_llama.py --dry-run ...      what would run where
 """
 
 import gc
@@ -241,7 +239,7 @@ def train(
             if skipped and settings.on_nan == "stop":
                 raise FloatingPointError(
                     f"the gradient norm was not finite at iteration {run.iteration - 1}: that "
-                    "update was skipped on every rank, and nothing was saved since"
+                    "update was skipped on every rank"
                 )
             if profile is not None:
                 profile.step()

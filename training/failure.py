@@ -134,8 +134,11 @@ def tell_launcher(text: str, error_file: str | None) -> None:
 
 
 def as_process(main: Callable[[], int], error_file: str | None) -> None:
-    """Run main() and end the process: a bug leaves its traceback, and no failed run waits at its
-    end for ranks that are gone, as a process group's destructors would.
+    """Run main() and end the process at once, flushed: a bug leaves its traceback.
+
+    The interpreter's own end is left out. There a failed run may wait for ranks that are gone, and
+    a good one may abort: a gloo thread that wants Python's lock then is unwound through C++ code
+    that cannot be ("terminate called without an active exception").
     """
     try:
         code = main()
@@ -147,5 +150,4 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)
+    os._exit(code)

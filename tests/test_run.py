@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that steer the loop, each by what a run leaves behind: one process, a few steps."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_llama
+from training import control
+
+FLAGS = """
+    --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2
+    --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1
+    --device cpu --num-workers 0
+"""
+
+
+def run(tmp_path: Path, more: str, code: int = 0) -> list[dict]:
+    """Run and return the rows of its JSON log."""
+    log = tmp_path / "log.json"
+    if log.exists():
+        log.unlink()
+    words = [*FLAGS.split(), "--log-json", str(log), *more.format(tmp=tmp_path).split()]
+    assert pretrain_llama.main(words) == code
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_row_of_the_log(tmp_path, capsys):
+    rows = run(tmp_path, "--train-iters 3 --log-params-norm --log-interval 2")
+    assert [row["iteration"] for row in rows] == [2, 3]  # the last one always
+    keys = "loss grad_norm lr tokens_per_second step_seconds peak_memory_bytes params_norm mfu"
+    for row in rows:
+        assert {*keys.split(), "consumed_samples", "data_wait_seconds"} <= row.keys()
+        assert row["params_norm"] > 1 and row["loss"] == pytest.approx(4.6, abs=0.5)
+    assert rows[1]["consumed_samples"] == 12
+    said = capsys.readouterr().out
+    assert "1 ranks" in said and "iteration 3/3" in said and "MFU" in said
+
+
+def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):
+    more = "--train-iters 6 --profile --profile-step-start 2 --profile-step-end 4"
+    run(tmp_path, more + " --tensorboard-dir {tmp}/tb")
+    (trace,) = (tmp_path / "tb").glob("rank0*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
+    assert len(steps) == 2 and any(e.get("name") == "_ColumnLinear" for e in events)
+    assert list((tmp_path / "tb").glob("events.out.tfevents.*")), "no TensorBoard events"
+
+
+def test_profile_ranks_leaves_the_others_alone(tmp_path):
+    run(tmp_path, "--train-iters 3 --profile --profile-ranks 1 --tensorboard-dir {tmp}/tb")
+    assert not list((tmp_path / "tb").glob("rank*.json"))
+
+
+def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
+    whole = run(tmp_path, "--train-iters 7")
+    folder = "--train-iters 7 --save {tmp}/saved --load {tmp}/saved --exit-interval 3"
+    parts = [run(tmp_path, folder) for _ in range(3)]
+    assert [[row["iteration"] for row in part] for part in parts] == [[1, 2, 3], [4, 5, 6], [7]]
+    losses = [row["loss"] for part in parts for row in part]
+    assert losses == [row["loss"] for row in whole]
+    steps = sorted(p.name for p in (tmp_path / "saved").glob("step_*"))
+    assert steps == ["step_00000003", "step_00000006", "step_00000007"]
+
+
+def test_exit_duration(tmp_path, monkeypatch):
+    monkeypatch.setattr(control.time, "monotonic", iter(range(0, 100_000, 40)).__next__)
+    rows = run(tmp_path, "--train-iters 50 --exit-duration-in-mins 5")
+    assert 2 <= len(rows) < 10
+
+
+def test_evaluation(tmp_path):
+    rows = run(tmp_path, "--train-iters 5 --eval-interval 2 --eval-iters 3")
+    found = [row["iteration"] for row in rows if "validation_loss" in row]
+    assert found == [2, 4, 5]
+    assert [row["iteration"] for row in rows if "test_loss" in row] == [5]
+
+
+def test_manual_gc_and_determinism_change_no_number(tmp_path):
+    plain = run(tmp_path, "--train-iters 3")
+    try:
+        more = run(
+            tmp_path, "--train-iters 3 --manual-gc --manual-gc-interval 2 --deterministic-mode"
+        )
+        assert not gc.isenabled() and torch.are_deterministic_algorithms_enabled()
+    finally:
+        gc.enable()
+        torch.use_deterministic_algorithms(False)
+    assert [r["loss"] for r in more] == [r["loss"] for r in plain]
+
+
+def test_a_batch_size_that_grows(tmp_path):
+    log = tmp_path / "log.json"
+    words = [*FLAGS.split(), "--log-json", str(log), "--train-samples", "32"]
+    words[words.index("--global-batch-size") : words.index("--global-batch-size") + 2] = []
+    words += ["--step-batch-size-schedule", f"0:4 {16 * 8}:8"]
+    assert pretrain_llama.main(words) == 0
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["consumed_samples"] for row in rows] == [4, 8, 16, 24, 32]
+
+
+def test_recomputation_changes_no_bit(tmp_path):
+    plain = run(tmp_path, "--train-iters 3")
+    for how in ("selective", "full --recompute-method uniform --recompute-num-layers 1"):
+        again = run(tmp_path, f"--train-iters 3 --recompute-granularity {how}")
+        assert [r["loss"] for r in again] == [r["loss"] for r in plain]
+
+
+def test_a_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    words = [*FLAGS.split(), "--train-iters", "3", "--dry-run", "--log-json", str(tmp_path / "x")]
+    words += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    assert pretrain_llama.main(words) == 0
+    said = capsys.readouterr().out
+    assert "TP 2 x CP 1 x DP 4 x PP 1 = 8 ranks" in said and not list(tmp_path.iterdir())
