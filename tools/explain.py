@@ -254,6 +254,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
         store.set("equal", str(int(found.counted == found.stated)))
         store.set("text", found.text)
     grid.close()
+    os._exit(0)  # not by the interpreter's teardown; see training/failure.py, as_process
 
 
 def read_arguments(argv: Sequence[str] | None) -> Config:

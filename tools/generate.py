@@ -29,6 +29,7 @@ from mpu.grid import Axis, Grid, Launch
 from mpu.param import unique_parameters
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
+from training.failure import as_process
 from training.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 
@@ -252,4 +253,4 @@ def main(argv: Iterable[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_process(lambda: main() or 0, None)
