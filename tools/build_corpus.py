@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from training.text import documents
+from training.data.shards import documents
 
 SKIPPED_FOLDERS = {
     "__pycache__",

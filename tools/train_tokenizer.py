@@ -19,7 +19,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from training.text import documents
+from training.data.shards import documents
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]

@@ -14,6 +14,7 @@ import torch
 
 from training import batch_schedule, config, flags, rules
 from training.config import Config, UsageError
+from training.data.split import DEFAULT_SPLIT
 from training.flags import Flag
 
 __all__ = ["UsageError", "build_parser", "parse"]
@@ -217,7 +218,7 @@ def _assemble(
     if data.get("split"):
         data["split"] = data["split"].strip(" '\"")
     if data.get("data_path"):
-        data.setdefault("split", "969,30,1")
+        data.setdefault("split", DEFAULT_SPLIT)
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
     notes += rules.idle(given)

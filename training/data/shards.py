@@ -101,6 +101,12 @@ def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
     return shards
 
 
+def documents(path: str | os.PathLike[str], key: str = "text") -> Iterator[str]:
+    """Yield the documents of one file: all of a .txt, or a .jsonl's `key`, line by line."""
+    for _, text in Shard(os.fspath(path), 0, None).texts(key, lines=False):
+        yield text
+
+
 def kind_of(path: str) -> str:
     """Return "txt" or "jsonl"; other names raise ValueError."""
     kind = path.removesuffix(".gz").rpartition(".")[2]
