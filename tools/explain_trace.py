@@ -24,8 +24,8 @@ from pretrain_llama import Run
 ROOT = Path(__file__).resolve().parent.parent
 # functions that do one kind of matmul, by file and name
 MATMULS = {
-    ("mpu/layers/linear.py", "_project"): "matmul",
-    ("mpu/layers/linear.py", "_matmul"): "dgrad matmul",
+    ("mpu/layers/linear.py", "_product"): "matmul",
+    ("mpu/layers/linear.py", "_dgrad"): "dgrad matmul",
     ("mpu/param.py", "accumulate"): "wgrad matmul",
 }
 # what the step itself asks for, by file: phase, and the name that stands for a layer
@@ -139,7 +139,7 @@ class Explainer:
                         layer = layer or node.explained[0]
                         site = site or f"{node.explained[1]} (backward)"
                     nodes += [node] if name == "forward" else []
-                task = task or MATMULS.get((path, name), "")
+                task = MATMULS.get((path, name), task)  # the outer name says more
                 event = event or (seen if isinstance(seen, Seen) else None)
                 phase = phase or _phase(path, name)
                 if isinstance(bucket, Bucket):

@@ -131,6 +131,11 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return onednn(x, weight, None, "none", [], "")
 
 
+def _dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy [s, b, o] times weight [o, i] -> [s, b, i]."""
+    return _product(dy, weight.t())
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear) -> Tensor:
@@ -151,7 +156,7 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = f.saved_tensors
         again = ctx.sp and not ctx.queue.deferring
         full, gathering = all_gather(x, ctx.tp, async_op=True) if again else (x, DONE)
-        dx = _product(dy, ctx.sink.materialize(weight).t())
+        dx = _dgrad(dy, ctx.sink.materialize(weight))
         ctx.sink.release(weight)
         reduce: Any = reduce_scatter if ctx.sp else all_reduce
         dx, reducing = reduce(dx, ctx.tp, async_op=True)
@@ -183,7 +188,7 @@ class _RowLinear(torch.autograd.Function):
         ctx, weight = layer.ctx, layer.weight
         (x,) = f.saved_tensors
         full = all_gather(dy, ctx.tp)[0] if ctx.sp else dy
-        dx = _product(full, ctx.sink.materialize(weight).t())
+        dx = _dgrad(full, ctx.sink.materialize(weight))
         ctx.sink.release(weight)
         kept = dy if ctx.queue.deferring else full  # a deferred wgrad keeps the shard
 
