@@ -36,6 +36,7 @@ from model.llama import (
     hf_names,
     parameter_group,
 )
+from mpu import native
 from mpu.comm.collectives import CommunicationError, sum_in_order
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
@@ -351,6 +352,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
+    if run.device.type == "cpu" and native.load() is None:
+        note(f"without fused operations, so slower: {native.reason()}")
     dtype = str(config.run.dtype).removeprefix("torch.")
     hf = hf_config(run.model.config, dtype)
     names = hf_names(run.model)

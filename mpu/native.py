@@ -37,10 +37,18 @@ def reason() -> str:
     return ""
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Return whether fused operations can take these tensors: built, on the CPU, contiguous."""
-    return load() is not None and all(
-        t.device.type == "cpu" and t.dtype in KINDS and t.is_contiguous() for t in tensors
+def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
+    """Return whether fused operations can take these tensors: built, CPU, contiguous, of one dtype.
+
+    accumulate: the dtype that sums must have, where there are any; the library's is fp32, or fp64.
+    """
+    dtype = tensors[0].dtype
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    return (
+        load() is not None
+        and dtype in KINDS
+        and accumulate in (None, sums)
+        and all(t.device.type == "cpu" and t.dtype == dtype and t.is_contiguous() for t in tensors)
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pretrain_llama
+from mpu import native
 from training import control
 from training.arguments import parse
 
@@ -110,6 +111,15 @@ def test_recomputation_changes_no_bit(tmp_path):
     for how in ("selective", "full --recompute-method uniform --recompute-num-layers 1"):
         again = run(tmp_path, f"--train-iters 3 --recompute-granularity {how}")
         assert [r["loss"] for r in again] == [r["loss"] for r in plain]
+
+
+def test_without_the_compiled_library_a_run_says_so_and_follows(tmp_path, capsys, monkeypatch):
+    fused = run(tmp_path, "--train-iters 4")
+    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setattr(native, "PATH", tmp_path / "weft_native.so")
+    plain = run(tmp_path, "--train-iters 4")
+    assert "weft_native.so is not built: run `make setup`" in capsys.readouterr().out
+    assert [r["loss"] for r in plain] == pytest.approx([r["loss"] for r in fused], rel=1e-5)
 
 
 def test_a_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):

@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
         top, total, chosen = stats
-        fused = native.fits(logits)
+        fused = native.fits(logits, accumulate=ctx.accumulate)
         f.fused = fused
         if real and fused:
             native.call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)

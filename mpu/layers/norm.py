@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
         f.layer = layer
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        if native.fits(x, weight):
+        if native.fits(x, weight, accumulate=kind):
             whole = layer.ctx.sink.materialize(weight)
             y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             native.call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         x, inverse = f.saved_tensors
         h, n = x.shape[-1], x.numel() // x.shape[-1]
         dy = dy.contiguous()
-        if native.fits(x, dy, layer.weight):
+        if native.fits(x, dy, layer.weight, accumulate=kind):
             weight, dx = ctx.sink.materialize(layer.weight), torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
             native.call("norm_backward", x.dtype, x, weight, inverse, dy, dx, parts, n, h)

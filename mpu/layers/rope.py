@@ -51,7 +51,7 @@ def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    if native.fits(x, cos, sin):
+    if native.fits(x, accumulate=cos.dtype) and native.fits(cos, sin):
         s, b, n, d = x.shape
         share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
         native.call("rope", x.dtype, x, cos, sin, out, s * b, n, heads, d, share, float(sign))

@@ -115,3 +115,6 @@ def test_what_does_not_fit_goes_to_the_twin():
     assert not native.fits(torch.zeros(2, 2, dtype=torch.float16))
     assert not native.fits(torch.zeros(2, 2).t()[:1])
     assert not native.fits(torch.zeros(2, 2, device="meta"))
+    assert not native.fits(torch.zeros(2), torch.zeros(2).bfloat16())
+    assert not native.fits(torch.zeros(2), accumulate=torch.float64)
+    assert native.fits(torch.zeros(2).bfloat16(), accumulate=torch.float32)
