@@ -22,6 +22,7 @@ from typing import Any
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: go, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    PARENT = os.getppid()  # now: a torchrun may be killed during the imports
 
 import torch
 import torch.distributed as dist
@@ -262,13 +263,13 @@ def train(
                 return
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """Run; return the exit code: 0 done, or stopped by a signal after a whole step; 1 a failure of
     the run; 2 a mistake in the flags or the data. A signal before the first step, or a second one,
-    raises SystemExit with 130 (Ctrl-C) or 143 (SIGTERM).
+    raises SystemExit with 130 (Ctrl-C) or 143 (SIGTERM). parent: the process that started this one.
     """
     launch, watch, report_to = Launch(), Watch(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    launcher = (parent or os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else None
     with StopSignal(launcher) as stop_signal:
         try:
             launch = Launch.from_env()
@@ -382,4 +383,4 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
 
 
 if __name__ == "__main__":
-    as_process(main, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    as_process(lambda: main(parent=PARENT), os.environ.get("TORCHELASTIC_ERROR_FILE"))
