@@ -197,11 +197,11 @@ class GradientSink:
                 torch.mm(dy.t(), x, out=main)
             else:
                 main.addmm_(dy.t(), x)
-        elif x.is_cuda:
-            product = torch.mm(dy.t(), x, out_dtype=main.dtype)
-            main.copy_(product) if fresh else main.add_(product)
         else:
-            product = torch.mm(dy.t(), x)
+            turned = dy.t()
+            product = (
+                torch.mm(turned, x, out_dtype=main.dtype) if x.is_cuda else torch.mm(turned, x)
+            )
             main.copy_(product) if fresh else main.add_(product)
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:

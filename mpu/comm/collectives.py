@@ -99,6 +99,16 @@ def _to_wire(x: Tensor, axis: Axis) -> Tensor:
     return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
 
 
+def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
+    """Return what brings the result of an in-place verb home, where it travelled as a copy."""
+
+    def finish() -> None:
+        if wire.data_ptr() != x.data_ptr():
+            x.copy_(wire)
+
+    return finish
+
+
 def all_reduce(
     x: Tensor, axis: Axis, async_op: bool = False, op: Any = dist.ReduceOp.SUM
 ) -> tuple[Tensor, Handle]:
@@ -107,14 +117,10 @@ def all_reduce(
         return x, DONE
     wire = _to_wire(x, axis)
 
-    def finish() -> None:
-        if wire.data_ptr() != x.data_ptr():
-            x.copy_(wire)
-
     def call() -> Any:
         return dist.all_reduce(wire, op=op, group=axis.group, async_op=True)
 
-    return x, _start("all_reduce", axis, x, call, (wire,), finish, async_op)
+    return x, _start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op)
 
 
 def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
@@ -215,14 +221,10 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
         return x
     wire = _to_wire(x, axis)
 
-    def finish() -> None:
-        if wire.data_ptr() != x.data_ptr():
-            x.copy_(wire)
-
     def call() -> Any:
         return dist.broadcast(wire, src=axis.ranks[src], group=axis.group, async_op=True)
 
-    _start("broadcast", axis, x, call, (wire,), finish)
+    _start("broadcast", axis, x, call, (wire,), _copy_back(wire, x))
     return x
 
 
