@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+V_SHAPED = ("zb-v", "v-half")  # schedules whose second chunk comes back up the ranks
+
 
 class UsageError(ValueError):
     """A mistake of the user, in one readable sentence: the flag, its value and the rule."""
@@ -71,6 +73,15 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    pipeline_schedule: str | None = None  # None: 1f1b, or interleaved with virtual stages
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None  # None: 1, or what a V has, 2
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None  # None: p
+    pipeline_model_parallel_layout: str | None = None  # "Ett|tttL"; None: balanced
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
     sequence_parallel: bool = False
     distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
     distributed_timeout_minutes: int = 10
@@ -94,6 +105,20 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Count the copies of the model, D."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def schedule(self) -> str:
+        """Name the pipeline schedule."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        return "interleaved" if self.virtual_stages > 1 else "1f1b"
+
+    @property
+    def virtual_stages(self) -> int:
+        """Count the stages a pipeline rank holds, v; `parse` has filled in what other flags say."""
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank
+        return 2 if self.pipeline_schedule in V_SHAPED else 1
 
 
 @dataclass(frozen=True)
