@@ -42,6 +42,8 @@ from mpu.comm.collectives import CommunicationError, sum_in_order
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
+from mpu.pipeline.engine import Engine
+from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.optimizer import Optimizer
@@ -57,6 +59,7 @@ from training.failure import as_process, compare, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
+from training.pipeline import rank_stages, schedule_of
 from training.resume import Saver
 from training.tokenizer import build_tokenizer
 
@@ -69,6 +72,7 @@ class Run:
     grid: Grid
     device: torch.device
     model: Llama
+    engine: Engine
     sink: GradientBuckets
     optimizer: Optimizer
     watch: Watch
@@ -82,48 +86,57 @@ def train_step(
     """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
     batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
-    last gradient is done) -> finish sums -> global norm, clip -> update. Nothing waits for the
-    device: the three results are scalars on it.
+    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule says in which
+    order, on which pipeline rank. Nothing waits for the device: the results are scalars on it.
     """
-    sink, watch, step = run.sink, run.watch, run.iteration + 1
+    step, schedule = run.iteration + 1, schedule_of(run.config, len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.data.size  # masked ones too
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # of losses, of tokens counted
-    sink.begin_step()
-    for i, batch in enumerate(batches):
-        sink.begin_micro_batch(last=i == len(batches) - 1)
-        watch.action = f"forward of micro-batch {i}, iteration {step}"
-        loss = masked_loss(run.model, batch.to(run.device))
-        total[0] += loss.detach().sum(dtype=torch.float64)
-        total[1] += batch.token_count
-        watch.action = f"backward of micro-batch {i}, iteration {step}"
-        (loss.sum() / tokens).backward()
-    watch.action = f"the gradient sums of iteration {step}"
-    sink.finish()
-    total = sum_in_order(total, run.grid.data)
-    watch.action = f"the update of iteration {step}"
+    run.sink.begin_step(len(batches))
+    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
+    run.watch.action = f"the gradient sums of iteration {step}"
+    run.sink.finish()
+    total = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp)
+    run.watch.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)
     return total[0] / total[1], norm, found_inf
 
 
-def masked_loss(model: Llama, batch: Batch) -> Tensor:
-    """Return the loss of each token [b, s], zero where it is masked."""
-    loss = model(batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
-    return loss if batch.loss_mask is None else loss * batch.loss_mask
+def run_schedule(
+    run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
+) -> Tensor:
+    """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
+
+    Zeros except on the last stage. Backward starts from the sum of the losses / `tokens`.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+
+    def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
+        batch = batches[i].to(run.device)
+        ids = (batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
+        out = run.model(*ids, hidden=hidden, chunk=chunk)
+        if not run.model.stages[chunk].loss:
+            return out
+        loss = out if batch.loss_mask is None else out * batch.loss_mask  # [b, s]
+        total[0] += loss.detach().sum(dtype=torch.float64)
+        total[1] += batch.token_count
+        return loss.sum() / tokens
+
+    run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    return total
 
 
-@torch.no_grad()
 def evaluate(run: Run, loader: Any) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
-    run.watch.action = f"evaluation after iteration {run.iteration}"
+    during = f"of the evaluation after iteration {run.iteration}"
+    run.watch.action = f"the data {during}"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     for batches in loader.global_batches(
         run.config.run.eval_iters, run.config.batch.global_batch_size
     ):
-        for batch in batches:
-            loss = masked_loss(run.model, batch.to(run.device)).sum(dtype=torch.float64)
-            total += torch.stack([loss, total.new_tensor(batch.token_count)])
-    loss, tokens = sum_in_order(total, run.grid.data).tolist()
+        schedule = forward_only(schedule_of(run.config, len(batches)))
+        total += run_schedule(run, schedule, batches, 1, during)
+    loss, tokens = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp).tolist()
     return loss / tokens
 
 
@@ -168,10 +181,10 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     sink = GradientBuckets(grid.data, accumulate, p.ddp_bucket_size or 0, p.overlap_grad_reduce)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    model = Llama(llama_config(config), ctx, recompute)
+    model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
     if device.type != "meta":
         model.initialize(config.run.seed)
-    sink.attach(model)
+    sink.attach(model, model.chunk_of)
     optimizer = Optimizer(
         model,
         sink,
@@ -183,7 +196,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
         weight_decay=o.weight_decay,
         clip=o.clip_grad,
     )
-    return Run(config, grid, device, model, sink, optimizer, watch)
+    engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
+    return Run(config, grid, device, model, engine, sink, optimizer, watch)
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
@@ -343,7 +357,7 @@ def meta_model(config: Config, grid: Grid) -> Llama:
     ctx = LayerContext(
         grid, config.parallel.sequence_parallel, config.run.dtype, device=torch.device("meta")
     )
-    return Llama(llama_config(config), ctx)
+    return Llama(llama_config(config), ctx, stages=rank_stages(config, grid.pp.rank))
 
 
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:

@@ -28,6 +28,7 @@ PACKAGES = [
     "mpu",
     "mpu.comm",
     "mpu.layers",
+    "mpu.pipeline",
     "mpu.zero",
     "training",
     "training.checkpoint",

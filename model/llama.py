@@ -11,11 +11,12 @@ it.
 
 Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul,
 RowParallelLinear reduce-scatters after it, the embedding reduce-scatters once, the loss gathers
-three numbers a token.
+three numbers a token. A pipeline rank builds only its stages, and the hidden states between them
+travel (mpu/pipeline/engine.py).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.norm import RMSNorm
 from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
 from mpu.layers.swiglu import swiglu
-from mpu.param import draw_normal, unique_parameters
+from mpu.param import draw_normal, tie, unique_parameters
+from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
 
@@ -157,20 +159,35 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model. Raises ValueError where a size does not divide over the tensor-parallel ranks."""
+    """The model, or this pipeline rank's stages of it, one a chunk; layers keep their numbers.
+
+    Raises ValueError where a size does not divide over the tensor-parallel ranks.
+    """
 
     def __init__(
-        self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute | None = None
+        self,
+        config: LlamaConfig,
+        ctx: LayerContext,
+        recompute: Recompute | None = None,
+        stages: Sequence[Stage] | None = None,
     ) -> None:
         super().__init__()
         recompute = recompute or Recompute()
         self.config, self.ctx, self.recompute = config, ctx, recompute
+        self.stages = stages or [Stage(0, config.num_layers, embedding=True, loss=True)]
         h, v, pad = config.hidden_size, config.vocab_size, config.make_vocab_size_divisible_by
-        self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
-        self.layers = nn.ModuleList(Block(config, ctx, recompute) for _ in range(config.num_layers))
-        self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
-        tied = self.embedding.weight if config.tied else None
-        self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=tied)
+        shared = None  # the embedding's weight, where the head is tied to it
+        if any(stage.embedding for stage in self.stages):
+            self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
+            shared = self.embedding.weight if config.tied else None
+        numbers = [i for stage in self.stages for i in stage.layers]
+        self.layers = nn.ModuleDict({str(i): Block(config, ctx, recompute) for i in numbers})
+        if any(stage.loss for stage in self.stages):
+            self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
+            self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=shared)
+        if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):
+            end = self.embedding if hasattr(self, "embedding") else self.head
+            tie(end.weight, ctx.grid.ends)  # the other end of the pipeline holds a copy
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
@@ -193,27 +210,48 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
         document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
-        ...
+        ... In a pipeline this runs the stage `chunk`: from hidden [s/t, b, h] where it is not the
+        first, to hidden where it is not the last.
         """
+        stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1])
         mask = None if document_ids is None else document_mask(document_ids)
-        h = self.embedding(tokens)  # [s/t, b, h]
-        h = self.recompute.blocks(list(self.layers), h, cos, sin, mask)
+        h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
+        blocks = [self.layers[str(i)] for i in stage.layers]
+        h = self.recompute.blocks(blocks, h, cos, sin, mask)
+        if not stage.loss:
+            return h
         logits = self.head(self.norm(h))  # [s, b, V/t]
         if labels is None:
             return logits
         loss = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.ctx)
         return loss.t()  # [b, s]
 
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
+        """Return the shape of what travels between stages for tokens [batch, length]."""
+        return length // (self.ctx.tp.size if self.ctx.sp else 1), batch, self.config.hidden_size
+
+    def chunk_of(self, name: str) -> int:
+        """Return the chunk of this rank that holds a parameter; 0 (the last to end) if unsure."""
+        part, *rest = name.split(".")
+        for chunk, stage in enumerate(self.stages):
+            own = int(rest[0]) in stage.layers if part == "layers" else stage.loss
+            if own or (part == "embedding" and stage.embedding):
+                return chunk
+        return 0
+
     def decode(self, tokens: Tensor, position: int, caches: list[list[Tensor]]) -> Tensor:
         """Continue: new tokens [b, n] at `position` -> logits [n, b, V/t]; a cache a layer."""
         cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
         h = self.embedding(tokens)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
             h = h + layer.attention.decode(layer.attention_norm(h), cos, sin, cache)
             h = h + layer.mlp(layer.mlp_norm(h))
         return self.head(self.norm(h))
@@ -237,13 +275,12 @@ class Llama(nn.Module):
 
 
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
-    """Map each parameter to its Hugging Face tensors, one a fused section. The canonical names of
-    checkpoints.
-    """
+    """Map each parameter to its Hugging Face tensors (checkpoints' names), one a fused section."""
+    head = "model.embed_tokens.weight" if model.config.tied else "lm_head.weight"
     table: dict[str, tuple[str, ...]] = {
         "embedding.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
-        "head.weight": ("lm_head.weight",),
+        "head.weight": (head,),
     }
     inside: dict[str, tuple[str, ...]] = {
         "attention_norm": ("input_layernorm",),

@@ -3,7 +3,8 @@
 
 The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest,
 so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane of it,
-where something is summed or counted over several axes at once.
+where something is summed or counted over several axes at once. `ends` joins the first and the last
+rank of a pipeline, the two that hold a copy of tied embeddings.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7]; model planes (tp x pp) [0,1,4,5] [2,3,6,7].
@@ -94,7 +95,14 @@ class Grid:
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
         self.data = self._axis("data", "dp", "cp")  # gradients are summed over it
-        self.model = self._axis("model", "pp", "tp")  # the norm is summed over it
+        self.model = self._axis("model", "pp", "tp")  # holds one copy of the model
+        # A rank between the ends is alone there; it too makes a group in `add_groups`, since torch
+        # names a group by its ranks and by how many groups its maker has.
+        self.ends = Axis("ends", ranks=(self.rank,))
+        if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
+            first, last = self.pp.ranks[0], self.pp.ranks[-1]
+            self.ends = Axis("ends", int(self.pp.rank > 0), 2, (first, last))
+        self.pp_back = replace(self.pp, name="pp_back")
         self.world = self._axis("world", *NAMES)
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -116,7 +124,9 @@ class Grid:
                 return Axis(name, ranks.index(self.rank), len(ranks), ranks)
         raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
 
-    AXES = ("tp", "cp", "dp", "pp", "data", "model", "world")
+    # `pp` carries what goes to a higher rank, `pp_back` what goes to a lower one: on NCCL a receive
+    # that waits must not hold up a send the other way.
+    AXES = ("tp", "cp", "dp", "pp", "data", "model", "world", "pp_back", "ends")
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
@@ -138,8 +148,10 @@ class Grid:
         groups: dict[tuple[int, ...], Any] = {}
         for name in self.AXES:
             axis: Axis = getattr(self, name)
-            if axis.size > 1 and axis.ranks not in groups:
-                whole = axis.size == self.world_size
+            apart = name == "pp_back" and self.backend == "nccl"
+            between = name == "ends" and self.pp.size > 2
+            if (axis.size > 1 or between) and (apart or axis.ranks not in groups):
+                whole = axis.size == self.world_size and not apart
                 groups[axis.ranks] = (
                     dist.group.WORLD
                     if whole

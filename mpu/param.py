@@ -6,8 +6,9 @@ knows the buckets, the micro-batches and the data-parallel ranks. What must stil
 afterwards, and over whom, is written on the parameter itself as a Placement.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ class Placement:
         so a checkpoint can speak of q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included.
     reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence
-    parallelism).
+    parallelism, tied embeddings over the two ends of the pipeline).
+    copies: axes over which other ranks hold the same part for a layer of their own (tied
+    embeddings).
     """
 
     shape: tuple[int, ...]
@@ -54,6 +57,7 @@ class Placement:
     sections: tuple[int, ...] = ()
     local_size: int = 0
     reduce_axes: tuple[Axis, ...] = ()
+    copies: tuple[Axis, ...] = ()
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -64,8 +68,13 @@ class Placement:
 
     @property
     def first_holder(self) -> bool:
-        """True on the one rank of the axis that counts a replicated parameter."""
-        return self.dim is not None or self.axis.rank == 0
+        """True on the one rank that counts a replicated parameter."""
+        return all(axis.rank == 0 for axis in self.holders)
+
+    @property
+    def holders(self) -> tuple[Axis, ...]:
+        """Axes, data-parallel ones apart, over which other ranks hold the very same part."""
+        return self.copies if self.dim is not None else (self.axis, *self.copies)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """List the rectangles of the canonical tensors `names`, one name a section."""
@@ -104,6 +113,14 @@ def parameter(placement: Placement, dtype: torch.dtype, device: torch.device) ->
 def placement_of(param: nn.Parameter) -> Placement:
     """Return the parameter's placement; a plain nn.Parameter is replicated, its gradient whole."""
     return getattr(param, "placement", None) or Placement(tuple(param.shape))
+
+
+def tie(param: nn.Parameter, axis: Axis) -> None:
+    """Say that each rank of `axis` holds this weight for another layer: the gradients add up."""
+    place = placement_of(param)
+    param.placement = replace(  # type: ignore[attr-defined]
+        place, reduce_axes=(*place.reduce_axes, axis), copies=(*place.copies, axis)
+    )
 
 
 def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -155,7 +172,7 @@ class GradientSink:
 
     This base class keeps each in a tensor of its own and knows nothing of other ranks;
     mpu/zero/buckets.py keeps them in flat buckets and reduces a bucket when its last gradient of
-    the last micro-batch is done.
+    the step is done.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -170,7 +187,7 @@ class GradientSink:
     def release(self, param: nn.Parameter) -> None:
         """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, micro_batches: int = 1) -> None:
         """Forget the old gradients: the step's first contribution overwrites, no zeroing pass."""
         self._written.clear()
 
@@ -217,7 +234,7 @@ class GradientSink:
         main.index_add_(0, rows, grad.to(main.dtype))
 
     def done(self, param: nn.Parameter) -> None:
-        """Say that this use of the parameter has given all its gradient of the micro-batch."""
+        """Say that this use of the parameter has given all its gradient of one micro-batch."""
 
 
 class _Use(torch.autograd.Function):
@@ -243,35 +260,41 @@ def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
 
 
 class WeightGradientQueue:
-    """Run weight gradients at once, or keep them until the pipeline engine says W.
+    """Run weight gradients at once, or keep those of a backward until the pipeline engine says W.
 
-    Order is kept: gradients are added in the order of the micro-batches, so deferring changes no
+    The engine runs the W's of a stage in the order of the micro-batches, so deferring changes no
     bit.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] | None = None
+        self._kept: deque[Callable[[], None]] | None = None
 
-    def put(self, work: Callable[[], None]) -> bool:
-        """Run or keep one weight gradient; True when it ran."""
-        if self._waiting is None:
+    def put(self, work: Callable[[], None]) -> None:
+        """Run one weight gradient, or keep it."""
+        if self._kept is None:
             work()
-            return True
-        self._waiting.append(work)
-        return False
+        else:
+            self._kept.append(work)
 
     @property
     def deferring(self) -> bool:
-        """True between `defer()` and `flush()`."""
-        return self._waiting is not None
+        """True between `defer()` and `take()`."""
+        return self._kept is not None
 
     def defer(self) -> None:
         """Keep what is put from now on."""
-        self._waiting = self._waiting or []
+        assert self._kept is None, "one backward at a time defers"
+        self._kept = deque()
 
-    def flush(self) -> None:
-        """Run what was kept, oldest first, and stop keeping."""
-        waiting, self._waiting = self._waiting or [], None
-        with torch.no_grad():  # as in backward
-            for work in waiting:
-                work()
+    def take(self) -> "deque[Callable[[], None]]":
+        """Stop keeping, and hand over what was kept, oldest first."""
+        assert self._kept is not None, "nothing was deferred"
+        kept, self._kept = self._kept, None
+        return kept
+
+
+@torch.no_grad()  # as in backward
+def run_deferred(works: "deque[Callable[[], None]]") -> None:
+    """Run weight gradients that were kept, and free what each held as soon as it is done."""
+    while works:
+        works.popleft()()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fork the model as a user would: copy the file, rename the class, change a layer; train on 2
-ranks.
+ranks, cut by tensor, data or pipeline parallelism.
 
 The fork adds a gain vector to the attention's output, whose gradient is a partial sum over tp under
 sequence parallelism, and a temperature to the logits, partial because each rank has its own
@@ -18,10 +18,12 @@ import pretrain_llama
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.param import unique_parameters
+from mpu.pipeline.engine import Engine
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.optimizer import Optimizer
-from training.config import BatchConfig, Config, ModelConfig
+from training.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from training.data.batch import Batch
+from training.pipeline import rank_stages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,8 +33,8 @@ def write_fork(folder: Path) -> Path:
     text = (ROOT / "model" / "llama.py").read_text()
     edits = {
         "class Llama(nn.Module)": "class Alpaca(nn.Module)",
-        "from mpu.param import draw_normal, unique_parameters": (
-            "from mpu.param import Placement, draw_normal, parameter, unique_parameters, use"
+        "from mpu.param import draw_normal, tie, unique_parameters": (
+            "from mpu.param import Placement, draw_normal, parameter, tie, unique_parameters, use"
         ),
         "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n": (
             "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
@@ -43,10 +45,10 @@ def write_fork(folder: Path) -> Path:
         "        return self.proj(y)\n\n    def decode": (
             "        return self.proj(y) * use(self.gain, self.ctx.sink)\n\n    def decode"
         ),
-        "        self._rope: ": (
-            "        place = Placement((1,), axis=ctx.tp, reduce_axes=(ctx.tp,))\n"
-            "        self.temperature = parameter(place, ctx.dtype, ctx.device)\n"
-            "        self._rope: "
+        "            self.norm = RMSNorm(": (
+            "            place = Placement((1,), axis=ctx.tp, reduce_axes=(ctx.tp,))\n"
+            "            self.temperature = parameter(place, ctx.dtype, ctx.device)\n"
+            "            self.norm = RMSNorm("
         ),
         "        loss = vocab_parallel": (
             "        logits = logits * use(self.temperature, self.ctx.sink)\n"
@@ -68,21 +70,24 @@ def write_fork(folder: Path) -> Path:
     return path
 
 
-def train_two_steps(comm, path: str, tp: int) -> dict:
+def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
     spec = importlib.util.spec_from_file_location("alpaca", path)
     alpaca = importlib.util.module_from_spec(spec)
     sys.modules["alpaca"] = alpaca
     spec.loader.exec_module(alpaca)
-    grid = comm.grid(tp)
+    grid = comm.grid(tp, pp=pp)
     sink = GradientBuckets(grid.data, torch.float64, 1000)
     ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
     config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
-    model = alpaca.Alpaca(config, ctx).initialize(3)
-    sink.attach(model)
+    parallel = ParallelConfig(comm.size, tp, pipeline_model_parallel_size=pp)
+    settings = Config(ModelConfig(2, 16, 4, 8, vocab_size=50), parallel, BatchConfig(2, 4))
+    stages = rank_stages(settings, grid.pp.rank)
+    model = alpaca.Alpaca(config, ctx, stages=stages).initialize(3)
+    sink.attach(model, model.chunk_of)
     optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
-    settings = Config(ModelConfig(2, 16, 4, 8), batch=BatchConfig(2, 4))
-    device = torch.device("cpu")
-    run = pretrain_llama.Run(settings, grid, device, model, sink, optimizer, Watch())
+    device, watch = torch.device("cpu"), Watch()
+    engine = Engine(grid, ctx.queue, watch, ctx.dtype, device)
+    run = pretrain_llama.Run(settings, grid, device, model, engine, sink, optimizer, watch)
     rows = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
     share = 4 // grid.dp.size
     rows = rows[grid.dp.rank * share : (grid.dp.rank + 1) * share]
@@ -98,13 +103,16 @@ def train_two_steps(comm, path: str, tp: int) -> dict:
 
 def test_a_fork_trains_on_two_ranks(world, tmp_path):
     path = str(write_fork(tmp_path))
-    (one,) = world(1).run(train_two_steps, path, 1)
+    (one,) = world(1).run(train_two_steps, path, 1, 1)
     assert one["losses"][1] < one["losses"][0]
-    for tp in (1, 2):
-        for result in world(2).run(train_two_steps, path, tp):
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        seen = set()
+        for result in world(2).run(train_two_steps, path, tp, pp):
             assert torch.allclose(
                 torch.tensor(result["losses"]), torch.tensor(one["losses"]), rtol=1e-10, atol=0
             )
-            for name, grad in one["grads"].items():
-                got, want = torch.tensor(result["grads"][name]), torch.tensor(grad)
-                assert (got - want).norm() <= 1e-12 * want.norm(), (tp, name)
+            for name, grad in result["grads"].items():
+                got, want = torch.tensor(grad), torch.tensor(one["grads"][name])
+                assert (got - want).norm() <= 1e-12 * want.norm(), (tp, pp, name)
+                seen.add(name)
+        assert seen == one["grads"].keys()

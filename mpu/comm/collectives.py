@@ -52,6 +52,11 @@ class Handle:
         self._keep = ()
 
 
+    def is_completed(self) -> bool:
+        """True when the transfer is over, as far as the backend tells without waiting."""
+        return self._work is None or bool(self._work.is_completed())
+
+
 DONE = Handle()
 
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
@@ -62,6 +67,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def _wire_bytes(verb: str, tensor: Tensor, size: int) -> int:
     """Count the bytes one rank sends for a verb on its input `tensor`, by the ideal algorithm."""
     n = tensor.numel() * tensor.element_size()
+    if verb == "receive":
+        return 0
     if verb == "all_gather":
         return n * (size - 1)
     if verb == "all_reduce":
@@ -69,7 +76,7 @@ def _wire_bytes(verb: str, tensor: Tensor, size: int) -> int:
     return n * (size - 1) // size if verb == "reduce_scatter" else n
 
 
-def _start(
+def start(
     verb: str,
     axis: Axis,
     tensor: Tensor,
@@ -78,7 +85,7 @@ def _start(
     finish: Callable[[], None] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Issue one collective, record it, and wait for it unless `async_op`."""
+    """Issue one collective or message, record it, and wait for it unless `async_op`."""
     event = None
     if axis.trace is not None:
         event = axis.trace.issued(
@@ -95,7 +102,8 @@ def _start(
     return handle
 
 
-def _to_wire(x: Tensor, axis: Axis) -> Tensor:
+def to_wire(x: Tensor, axis: Axis) -> Tensor:
+    """Return x as the backend takes it: contiguous, in host memory where the axis is staged."""
     return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
 
 
@@ -115,19 +123,19 @@ def all_reduce(
     """Sum x over the axis, in place. The order of the sum is the backend's own."""
     if axis.size == 1:
         return x, DONE
-    wire = _to_wire(x, axis)
+    wire = to_wire(x, axis)
 
     def call() -> Any:
         return dist.all_reduce(wire, op=op, group=axis.group, async_op=True)
 
-    return x, _start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op)
+    return x, start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op)
 
 
 def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
     """Concatenate the ranks' x along dim 0: [n, ...] -> [t*n, ...]."""
     if axis.size == 1:
         return x, DONE
-    wire = _to_wire(x, axis)
+    wire = to_wire(x, axis)
     out = wire.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     result = torch.empty_like(out, device=x.device) if axis.staged else out
 
@@ -138,7 +146,7 @@ def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, H
     def call() -> Any:
         return _all_gather(out, wire, group=axis.group, async_op=True)
 
-    return result, _start("all_gather", axis, x, call, (wire, out), finish, async_op)
+    return result, start("all_gather", axis, x, call, (wire, out), finish, async_op)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
@@ -150,14 +158,14 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tenso
         return x, DONE
     assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
     shape = (x.shape[0] // axis.size, *x.shape[1:])
-    wire = _to_wire(x, axis)
+    wire = to_wire(x, axis)
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if x.is_cuda and not axis.staged:
 
         def call() -> Any:
             return _reduce_scatter(out, wire, group=axis.group, async_op=True)
 
-        return out, _start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
+        return out, start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
 
     parts = torch.empty_like(wire)
 
@@ -167,7 +175,7 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tenso
     def finish() -> None:
         _sum_in_order(parts.view(axis.size, *shape), out)
 
-    return out, _start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op)
+    return out, start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op)
 
 
 def _sum_in_order(parts: Tensor, out: Tensor) -> None:
@@ -219,12 +227,12 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """Send x of the axis' rank `src` to all of it, in place."""
     if axis.size == 1:
         return x
-    wire = _to_wire(x, axis)
+    wire = to_wire(x, axis)
 
     def call() -> Any:
         return dist.broadcast(wire, src=axis.ranks[src], group=axis.group, async_op=True)
 
-    _start("broadcast", axis, x, call, (wire,), _copy_back(wire, x))
+    start("broadcast", axis, x, call, (wire,), _copy_back(wire, x))
     return x
 
 

@@ -4,14 +4,16 @@ complete.
 
 Parameters stand in reverse definition order, which is about the order in which backward finishes
 them, so bucket 0 is complete first. Each parameter starts at a multiple of BLOCK elements, the unit
-of the global norm and the grain at which a bucket may be cut among ranks. Parameters whose gradient
-must also be summed over another axis (norms under sequence parallelism) share the last bucket, so
-that this takes one collective for all of them.
+of the global norm and the grain at which a bucket may be cut among ranks. A bucket holds parameters
+of one pipeline chunk, since chunks end at different times. Parameters whose gradient must also be
+summed over another axis (norms under sequence parallelism, tied embeddings over the ends of a
+pipeline) share the last buckets, so that this takes one collective for all of them.
 
-    last backward    ... done(p) done(p) | bucket 0 leaves | done(p) ... | bucket 1 leaves | ...
-    finish()         wait for all, then sum the last bucket over its extra axis
+    last micro-batch   ... done(p) done(p) | bucket 0 leaves | done(p) ... | bucket 1 leaves | ...
+    finish()           sum the last buckets over their extra axis, let them leave, wait for all
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +40,7 @@ class Bucket:
     params: list[tuple[str, nn.Parameter, int]]
     grad: Tensor
     reduce_axes: tuple[Axis, ...] = ()
-    waiting: int = 0  # uses of its parameters not yet done in this micro-batch
+    waiting: int = 0  # uses of its parameters, in all micro-batches, that are not done yet
     launched: bool = False
     shard: Tensor | None = None
     handle: Handle = field(default=DONE)
@@ -64,13 +66,17 @@ class GradientBuckets(GradientSink):
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
-        self._last, self._next = False, 0
+        self._apart: dict[nn.Parameter, Tensor] = {}
+        self._next = 0
 
-    def attach(self, module: nn.Module) -> None:
-        """Build the buckets for a module's parameters; a tied parameter counts each of its uses."""
+    def attach(self, module: nn.Module, chunk_of: Callable[[str], int] = lambda name: 0) -> None:
+        """Build the buckets for a module's parameters; a tied parameter counts each of its uses.
+
+        chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket.
+        """
         for _, param in module.named_parameters(remove_duplicate=False):
             self._uses[param] = self._uses.get(param, 0) + 1
-        named = list(module.named_parameters())[::-1]
+        named = sorted(list(module.named_parameters())[::-1], key=lambda x: -chunk_of(x[0]))
         total = sum(p.numel() for _, p in named)
         size = self.bucket_size or max(1 << 20, min(40_000_000, total // 8))
         groups: list[list[tuple[str, nn.Parameter]]] = [[]]
@@ -81,12 +87,13 @@ class GradientBuckets(GradientSink):
             if axes:
                 extra.setdefault(axes, []).append((name, param))
                 continue
-            if full >= size:
+            if full >= size or (groups[-1] and chunk_of(groups[-1][-1][0]) != chunk_of(name)):
                 groups.append([])
                 full = 0
             groups[-1].append((name, param))
             full += param.numel()
-        for axes, params in [*(((), g) for g in groups if g), *extra.items()]:
+        last = sorted(extra.items(), key=lambda x: [axis.name for axis in x[0]])
+        for axes, params in [*(((), g) for g in groups if g), *last]:
             self.buckets.append(self._make(params, axes))
 
     def _make(self, params: list[tuple[str, nn.Parameter]], axes: tuple[Axis, ...]) -> Bucket:
@@ -104,29 +111,49 @@ class GradientBuckets(GradientSink):
             self._bucket_of[param] = bucket
         return bucket
 
-    def begin_step(self) -> None:
-        """Start a step: nothing written, nothing launched."""
+    def begin_step(self, micro_batches: int = 1) -> None:
+        """Start a step: nothing written, nothing launched; each use is done once a micro-batch."""
         super().begin_step()
-        self._last, self._next = False, 0
+        self._next = 0
         for bucket in self.buckets:
             bucket.launched, bucket.shard, bucket.handle = False, None, DONE
+            bucket.waiting = micro_batches * sum(self._uses[p] for _, p, _ in bucket.params)
 
-    def begin_micro_batch(self, last: bool) -> None:
-        """Start a micro-batch; buckets leave only in the last one of a step."""
-        self._last = last
-        for bucket in self.buckets:
-            bucket.waiting = sum(self._uses[param] for _, param, _ in bucket.params)
+    def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
+        """Add grad[i] to row rows[i]; apart where the parameter has another use on this rank.
+
+        A tied gradient is then (sum of the head's) + (sum of the embedding's), the same bits in
+        every schedule and whether or not the two are on one rank.
+        """
+        if self._uses[param] == 1:
+            return super().add_rows(param, rows, grad)
+        if param not in self._apart:
+            self._apart[param] = torch.zeros_like(self.main[param])
+        self._apart[param].index_add_(0, rows, grad.to(self.dtype))
 
     def done(self, param: nn.Parameter) -> None:
-        """Count the use; in the last micro-batch, let complete buckets leave, in order on every
-        rank.
+        """Count the use, and let complete buckets leave, in the same order on every rank."""
+        self._bucket_of[param].waiting -= 1
+        while self.overlap and self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.waiting or bucket.reduce_axes:
+                return
+            self._complete(bucket)
+            self._launch(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Bring in what was kept elsewhere: look-ups summed apart, plain autograd's `.grad`.
+
+        A parameter that no one used gets zero.
         """
-        bucket = self._bucket_of[param]
-        bucket.waiting -= 1
-        if not (self._last and self.overlap):
-            return
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._launch(self.buckets[self._next])
+        for _, param, _ in bucket.params:
+            if param in self._apart:
+                self.add(param, self._apart.pop(param))
+            if param.grad is not None:
+                self.add(param, param.grad)
+                param.grad = None
+            elif param not in self._written:
+                self.main[param].zero_()
 
     def _launch(self, bucket: Bucket) -> None:
         """Start summing a bucket. On CPU: all-to-all now, and the all-gather when the next one
@@ -157,20 +184,12 @@ class GradientBuckets(GradientSink):
         bucket.handle = Handle(finish=finish)
 
     def finish(self) -> None:
-        """Complete every sum: afterwards each main gradient is the global batch's.
-
-        A parameter no one used gets zero; one used in plain autograd brings its `.grad`.
-        """
+        """Complete every sum: afterwards each main gradient is the global batch's."""
         for bucket in self.buckets[self._next :]:
-            for _, param, _ in bucket.params:
-                if param.grad is not None:
-                    self.add(param, param.grad)
-                    param.grad = None
-                elif param not in self._written:
-                    self.main[param].zero_()
+            self._complete(bucket)
+            for axis in bucket.reduce_axes:
+                all_reduce_in_order(bucket.grad, axis)
             self._launch(bucket)
         for bucket in self.buckets:
             self._gather(bucket)
             bucket.handle.wait()
-            for axis in bucket.reduce_axes:
-                all_reduce_in_order(bucket.grad, axis)

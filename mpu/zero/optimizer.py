@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import sum_in_order
+from mpu.comm.collectives import gather_bytes, sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.buckets import BLOCK, GradientBuckets
@@ -72,10 +72,13 @@ class Optimizer:
             for (decay, decoupled), found in segments.items()
         ]
         self.adam: Any = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        self._order, self._counted = self._canonical(module)
+        self._canonical(module)
 
-    def _canonical(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the norm's blocks in definition order, and which of them this rank counts."""
+    def _canonical(self, module: nn.Module) -> None:
+        """Fix the norm's order: each parameter's own blocks, then the whole model's parameters.
+
+        A parameter is known by its name, the same in every layout. Of copies one is counted.
+        """
         place, base = {}, 0
         for bucket in self.sink.buckets:
             for _, param, start in bucket.params:
@@ -83,24 +86,38 @@ class Optimizer:
             base += len(bucket.grad)
         order: list[int] = []
         counted: list[bool] = []
-        for param in module.parameters():
-            blocks = -(-param.numel() // BLOCK)
+        lengths: list[int] = []
+        names: list[str] = []
+        for name, param in module.named_parameters():
+            placement, blocks = placement_of(param), -(-param.numel() // BLOCK)
+            if any(axis.rank for axis in placement.copies):
+                continue  # another layer's copy stands for it
             order += range(place[param], place[param] + blocks)
-            counted += [placement_of(param).first_holder] * blocks
+            counted += [placement.first_holder] * blocks
+            lengths.append(blocks)
+            names.append(name)
         device = self.sink.buckets[0].grad.device
-        return torch.tensor(order, device=device), torch.tensor(counted, device=device)
+        self._order = torch.tensor(order, device=device)
+        self._counted = torch.tensor(counted, device=device)
+        self._lengths = torch.tensor(lengths, device=device)
+        lists = gather_bytes("\n".join(names).encode(), self.grid.pp, device)
+        every = sorted({name for text in lists for name in text.decode().split("\n")})
+        self._row = torch.tensor([every.index(name) for name in names], device=device)
+        self._rows = len(every)
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Global 2-norm in fp64: blocks of fixed size, folded in definition order, then over ranks
-        in order.
+        """Global 2-norm in fp64: blocks of fixed size, folded in order to one square a parameter;
+        those summed over tp in rank order, then over the whole model's parameters in name order.
 
-        The blocks are a parameter's own, so the bits do not depend on how buckets are cut or
-        shared.
+        The blocks are a parameter's own and the order is the names', so the bits do not depend on
+        how buckets are cut or shared, nor on the pipeline.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        squares = torch.cat(blocks)[self._order].square_()
-        mine = squares.mul_(self._counted).sum().view(1)
-        return sum_in_order(mine, self.grid.model)[0].sqrt()
+        squares = torch.cat(blocks)[self._order].square_().mul_(self._counted)
+        own = torch.segment_reduce(squares, "sum", lengths=self._lengths)
+        every = own.new_zeros(self._rows)
+        every[self._row] = sum_in_order(own, self.grid.tp)
+        return sum_in_order(every, self.grid.pp).sum().sqrt()
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""

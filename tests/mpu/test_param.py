@@ -3,6 +3,8 @@
 changes.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from mpu.param import (
     draw_normal,
     parameter,
     placement_of,
+    run_deferred,
     use,
 )
 
@@ -138,9 +141,26 @@ def test_use_sends_an_ordinary_gradient_to_the_sink():
 
 def test_the_queue_keeps_order():
     queue, seen = WeightGradientQueue(), []
-    assert queue.put(lambda: seen.append(0)) and not queue.deferring
+    queue.put(lambda: seen.append(0))
+    assert seen == [0] and not queue.deferring
     queue.defer()
-    assert not queue.put(lambda: seen.append(1)) and not queue.put(lambda: seen.append(2))
+    queue.put(lambda: seen.append(1))
+    queue.put(lambda: seen.append(2))
     assert seen == [0] and queue.deferring
-    queue.flush()
-    assert seen == [0, 1, 2] and not queue.deferring
+    kept = queue.take()
+    queue.put(lambda: seen.append(3))
+    assert seen == [0, 3] and not queue.deferring
+    run_deferred(kept)
+    assert seen == [0, 3, 1, 2] and not kept
+
+
+def test_a_deferred_gradient_is_freed_as_soon_as_it_is_done():
+    queue, refs, alive = WeightGradientQueue(), [], []
+    queue.defer()
+    for _ in range(3):
+        x = torch.ones(4)
+        refs.append(weakref.ref(x))
+        queue.put(lambda x=x: alive.append(sum(ref() is not None for ref in refs)))
+    del x
+    run_deferred(queue.take())
+    assert alive == [3, 2, 1]

@@ -104,7 +104,7 @@ def _cut(
     """Cut a tensor shaped like the local parameter by the parameter's placement; padding is left
     out."""
     place = placement_of(param)
-    holders = (grid.data,) if place.dim is not None else (grid.data, place.axis)
+    holders = (grid.data, *place.holders)
     found = []
     for piece in place.pieces(names):
         if piece.size == 0:

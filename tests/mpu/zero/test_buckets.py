@@ -48,11 +48,10 @@ def order_on_the_wire(comm) -> dict:
         sink = GradientBuckets(grid.data, torch.float32, bucket_size=1)
         toy = Toy(sink)
         sink.attach(toy)
-        sink.begin_step()
+        sink.begin_step(micro_batches=2)
         done = sink.done
         sink.done = lambda p: (spy.events.append("done"), done(p))
-        for last in (False, True):
-            sink.begin_micro_batch(last)
+        for _ in range(2):
             spy.events.append("micro-batch")
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
         spy.events.append("finish")
@@ -110,7 +109,6 @@ def overlapped(comm) -> list:
         sink.begin_step()
         done = sink.done
         sink.done = lambda p: (spy.events.append("done"), done(p))
-        sink.begin_micro_batch(True)
         toy(torch.ones(3)).backward()
         spy.events.append("finish")
         sink.finish()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass tensors from stage to stage: send, receive, and the outbox that keeps what is on its way.
+
+What one rank sends to another arrives in the order of the sends. Nothing here waits: a receive is
+posted early and waited for when its data is needed, a send stays in the outbox until it is gone.
+Each direction has an axis of its own (`pp`, `pp_back`), so that on NCCL a receive that waits for
+its peer never stands before a send the other way.
+"""
+
+import queue
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.comm.collectives import Handle, start, to_wire
+from mpu.grid import Axis
+
+
+def send(x: Tensor, axis: Axis, to: int) -> Handle:
+    """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
+    wire = to_wire(x, axis)
+
+    def call() -> Any:
+        return dist.isend(wire, axis.ranks[to], group=axis.group)
+
+    return start("send", axis, x, call, (wire,), None, True)
+
+
+def receive(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: Axis, source: int
+) -> tuple[Tensor, Handle]:
+    """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    wire = torch.empty(shape, dtype=dtype) if axis.staged else out
+
+    def call() -> Any:
+        return dist.irecv(wire, axis.ranks[source], group=axis.group)
+
+    def finish() -> None:
+        if wire is not out:
+            out.copy_(wire)
+
+    return out, start("receive", axis, out, call, (wire,), finish, True)
+
+
+class Outbox:
+    """Hold each message until it is gone, then let go of its memory.
+
+    gloo cannot be asked whether a send is done, only waited for: a thread does that. NCCL can be
+    asked, and its wait would hold up the compute stream. As a context manager it returns when all
+    is gone. Raises CommunicationError, at the next call, when a send fails.
+    """
+
+    def __init__(self, polls: bool) -> None:
+        self._polls = polls
+        self._flying: list[Handle] = []
+        self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def put(self, handle: Handle) -> None:
+        """Keep a send until it is gone."""
+        self.check()
+        if self._polls:
+            self._flying.append(handle)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="outbox", daemon=True)
+            self._thread.start()
+        self._queue.put(handle)
+
+    def check(self) -> None:
+        """Let go of what is gone; raise what went wrong."""
+        self._flying = [handle for handle in self._flying if not handle.is_completed()]
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            try:
+                handle.wait()
+            except RuntimeError as error:  # CommunicationError too
+                self._error = error
+                return
+
+    def __enter__(self) -> "Outbox":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._queue.put(None)
+            return
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        for handle in self._flying:
+            handle.wait()
+        self.check()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execute a pipeline schedule on one rank: any schedule, forward and backward or forward alone.
+
+    for each action of this rank (mpu/pipeline/simulate.py, plan, says what to receive and send):
+        post the receives that come next      asynchronous, one action ahead of their use
+        F  wait for the activation of the stage before, forward, send the output, forget it
+        B  wait for the gradient of the stage after, backward, send the gradient of the input;
+           in a split schedule the weights' gradients wait
+        W  the weights' gradients that waited
+    Sends are asynchronous too (mpu/comm/p2p.py, Outbox): they run under the next actions.
+
+One pipeline stage is a schedule like any other: gradient accumulation. The engine knows nothing of
+the model. It is given forward(chunk, micro_batch, hidden), which returns the output to hand on or,
+on the last stage, the loss to go backward from; layers put weight gradients into the sink
+themselves.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpu.comm.collectives import Handle
+from mpu.comm.p2p import Outbox, receive, send
+from mpu.comm.watch import Watch
+from mpu.grid import Grid
+from mpu.param import WeightGradientQueue, run_deferred
+from mpu.pipeline.schedules import Action, Schedule
+from mpu.pipeline.simulate import Message, Step, plan
+
+Forward = Callable[[int, int, Tensor | None], Tensor]
+Key = tuple[int, int]  # chunk, micro-batch
+
+
+class Engine:
+    """Run schedules on one rank of the pipeline axis.
+
+    queue: the layers' weight-gradient queue. dtype: of the hidden states that travel. spans: set to
+    a list, it is given (kind, chunk, micro_batch, begin, end) of each action, kind BW where B and W
+    are one; times are seconds, or CUDA events.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        queue: WeightGradientQueue,
+        watch: Watch,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.grid, self.queue, self.watch = grid, queue, watch
+        self.dtype, self.device = dtype, device
+        self.spans: list[tuple[str, int, int, Any, Any]] | None = None
+
+    def run(
+        self, schedule: Schedule, forward: Forward, shape: tuple[int, ...], during: str = ""
+    ) -> None:
+        """Execute this rank's part of `schedule`; a schedule of F's alone runs without autograd.
+
+        forward(chunk, micro_batch, hidden): hidden is None on the first stage, else [*shape], and
+        so is what it returns on every stage but the last, which returns a scalar loss. during: the
+        words that follow an action where the rank says what it is doing ("of iteration 7").
+        """
+        steps = plan(schedule)[self.grid.pp.rank]
+        with Outbox(polls=self.device.type == "cuda" and not self.grid.pp.staged) as outbox:
+            turn = _Run(self, schedule, forward, shape, outbox, f" {during}" if during else "")
+            for step in steps:
+                turn.do(step)
+
+
+class _Run:
+    """What one execution of a schedule holds: what has arrived, and what waits for its backward."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        forward: Forward,
+        shape: tuple[int, ...],
+        outbox: Outbox,
+        during: str,
+    ) -> None:
+        self.engine, self.schedule, self.forward = engine, schedule, forward
+        self.shape, self.outbox, self.during = shape, outbox, during
+        self.rank, self.last = engine.grid.pp.rank, schedule.stages - 1
+        self.training = any(action.kind == "B" for action in schedule.ranks[self.rank])
+        self.arriving: dict[tuple[str, int, int], tuple[Tensor, Handle]] = {}
+        self.handed: dict[tuple[str, int, int], Tensor] = {}  # from a chunk of this very rank
+        self.inputs: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, GradientEdge] = {}  # how to go back; the tensor itself is gone
+        self.deferred: dict[Key, deque[Callable[[], None]]] = {}
+
+    def do(self, step: Step) -> None:
+        """Post receives, take the input, compute, send."""
+        for message in step.receives:
+            self.arriving[message[:3]] = self._post(message)
+        kind, chunk, i = step.action
+        fused = kind != "F" and not self.schedule.split
+        if kind == "W" and fused:
+            return  # it ran with its B
+        given = self._take(step.action) if kind != "W" else None
+        name = "BW" if fused else kind
+        stage = self.schedule.stage(self.rank, chunk)
+        doing = f"{name} chunk {chunk} micro-batch {i}"
+        self.engine.watch.action = f"{doing} in stage {stage}{self.during}"
+        begin = self._now()
+        if kind == "F":
+            out = self._forward(chunk, i, given)
+        elif kind == "B":
+            out = self._backward(chunk, i, given, fused)
+        else:
+            out = run_deferred(self.deferred.pop((chunk, i)))
+        if self.engine.spans is not None:
+            self.engine.spans.append((name, chunk, i, begin, self._now()))
+        if out is not None:
+            self._give(kind, stage, i, out)
+
+    def _forward(self, chunk: int, i: int, hidden: Tensor | None) -> Tensor | None:
+        with torch.set_grad_enabled(self.training):
+            if hidden is not None and self.training:
+                self.inputs[chunk, i] = hidden.requires_grad_()
+            out = self.forward(chunk, i, hidden)
+            if self.training:
+                self.outputs[chunk, i] = get_gradient_edge(out)
+        return None if self.schedule.stage(self.rank, chunk) == self.last else out.detach()
+
+    def _backward(self, chunk: int, i: int, dy: Tensor | None, fused: bool) -> Tensor | None:
+        queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
+        if not fused:
+            queue.defer()
+        torch.autograd.backward((edge,), (dy,))  # None: of a scalar loss
+        if not fused:
+            self.deferred[chunk, i] = queue.take()
+        x = self.inputs.pop((chunk, i), None)
+        return None if x is None else x.grad
+
+    def _post(self, message: Message) -> tuple[Tensor, Handle]:
+        engine, grid = self.engine, self.engine.grid
+        axis = grid.pp if message.sender < message.to else grid.pp_back
+        return receive(self.shape, engine.dtype, engine.device, axis, message.sender)
+
+    def _take(self, action: Action) -> Tensor | None:
+        """Return what an F or B starts from, waiting for it if it comes from another rank."""
+        kind, chunk, i = action
+        stage = self.schedule.stage(self.rank, chunk)
+        if stage == (0 if kind == "F" else self.last):
+            return None
+        if action in self.handed:
+            return self.handed.pop(action)
+        tensor, handle = self.arriving.pop(action)
+        source = stage + (-1 if kind == "F" else 1)
+        rank = self.engine.grid.pp.ranks[self.schedule.place(source)[0]]
+        self.engine.watch.action = (
+            f"waiting for {kind} chunk {chunk} micro-batch {i} from stage {source} (rank {rank}) "
+            f"in stage {stage}{self.during}"
+        )
+        handle.wait()
+        return tensor
+
+    def _give(self, kind: str, stage: int, i: int, out: Tensor) -> None:
+        """Hand an output to the next stage, or an input's gradient to the one before."""
+        to, chunk = self.schedule.place(stage + (1 if kind == "F" else -1))
+        if to == self.rank:
+            self.handed[kind, chunk, i] = out
+            return
+        grid = self.engine.grid
+        self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to))
+
+    def _now(self) -> Any:
+        if self.engine.spans is None:
+            return None
+        if self.engine.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
