@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from training import batch_schedule, config, flags, rules
+from training import batch_schedule, config, flags, pipeline, rules
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import Flag
@@ -201,6 +201,9 @@ def _assemble(
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
+    virtual = pipeline.virtual_stages(parallel, model["num_layers"])
+    if virtual is not None:
+        parallel["num_virtual_stages_per_pipeline_rank"] = virtual
     layout = config.ParallelConfig(**parallel)
     rules.check_world(layout)
     if "step_batch_size_schedule" in batch:

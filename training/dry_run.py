@@ -6,7 +6,7 @@ Everything is arithmetic on the Config; no process group, no device, no file is 
 
 from torch import nn
 
-from training import batch_schedule, estimate
+from training import batch_schedule, estimate, pipeline
 from training.config import Config
 from training.estimate import Shapes
 from training.megatron_flags import DIFFERENCES
@@ -18,19 +18,35 @@ def report(config: Config, module: nn.Module | None = None) -> str:
     """Return the report of --dry-run.
 
     `module` is the model of one rank, built on the meta device: its own shapes are then counted
-    instead of those worked out from the flags, as a fork's model may differ.
+    instead of those worked out from the flags, as a fork's model may differ. In a pipeline each
+    rank has its own share, worked out from the flags, and the report is of the fullest.
     """
-    if module is None:
-        parameters = estimate.shapes(config)
-    else:
-        parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    size = config.parallel.pipeline_model_parallel_size
+    held = estimate.held(config)
+    shapes = [
+        estimate.shapes(config, stages=pipeline.rank_stages(config, rank)) for rank in range(size)
+    ]
+    if module is not None and size == 1:
+        shapes = [{name: tuple(p.shape) for name, p in module.named_parameters()}]
+    kinds = [
+        estimate.state(config, s) | {"activations": h.activations, "logits": h.logits}
+        for s, h in zip(shapes, held, strict=True)
+    ]
+    fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
+    parameters = shapes[fullest]
+    rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     sections = [
         ("Layout", _layout(config)),
-        ("Parameters of one rank", _parameters(config, parameters)),
-        ("Memory of one rank", _memory(config, parameters)),
+        ("Pipeline", pipeline.lines(config)),
+        ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
+        (f"Parameters of {rank}", _parameters(config, parameters)),
+        (f"Memory of {rank}", _memory(config, kinds[fullest], held[fullest])),
         ("Batch", _batch(config)),
         ("Work", _work(config)),
-        ("Traffic of one step", _traffic(config, parameters)),
+        (
+            f"Traffic of one step{f', {rank}' if size > 1 else ''}",
+            _traffic(config, shapes, fullest),
+        ),
         ("Said of the flags", list(config.notes)),
         (
             "Differs from Megatron-LM",
@@ -44,13 +60,20 @@ def report(config: Config, module: nn.Module | None = None) -> str:
 
 def _layout(config: Config) -> list[str]:
     p = config.parallel
-    t, dp = p.tensor_model_parallel_size, p.data_parallel_size
+    t, dp, pp = (
+        p.tensor_model_parallel_size,
+        p.data_parallel_size,
+        p.pipeline_model_parallel_size,
+    )
     sp = "on" if p.sequence_parallel else "off"
-    return [
-        f"TP {t} x CP 1 x DP {dp} x PP 1 = {p.world_size} ranks; sequence parallelism {sp}",
+    lines = [
+        f"TP {t} x CP 1 x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
         f"tensor-parallel group of rank 0: {_few(range(t))}",
-        f"data-parallel group of rank 0: {_few(range(0, p.world_size, t))}",
+        f"data-parallel group of rank 0: {_few(range(0, t * dp, t))}",
     ]
+    if pp > 1:
+        lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * dp))}")
+    return lines
 
 
 def _few(ranks: range) -> str:
@@ -78,8 +101,23 @@ def _parameters(config: Config, parameters: Shapes) -> list[str]:
     ]
 
 
-def _memory(config: Config, parameters: Shapes) -> list[str]:
-    kinds = estimate.memory(config, parameters)
+def _ranks(
+    shapes: list[Shapes], held: list[estimate.Held], kinds: list[dict[str, int]]
+) -> list[str]:
+    """One line a rank of a pipeline; of the activations, also what waits for B's and for W's."""
+    if len(shapes) == 1:
+        return []
+    columns = ("rank", "parameters", "state", "activations", "for B", "for W", "logits", "total")
+    rows = [columns]
+    for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
+        state = sum(kind[k] for k in ("parameters", "gradients", "masters", "moments"))
+        sizes = (state, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
+        rows.append((str(rank), f"{estimate.count(parameters):,}", *map(_bytes, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _memory(config: Config, kinds: dict[str, int], held: estimate.Held) -> list[str]:
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
     told = {
         "parameters": dtype,
@@ -89,6 +127,11 @@ def _memory(config: Config, parameters: Shapes) -> list[str]:
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
+    if p.pipeline_model_parallel_size > 1:
+        told["activations"] = (
+            f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
+        )
+        told["logits"] = "as many micro-batches as wait; the gradient of one takes the same memory"
     total = sum(kinds.values())
     state = sum(kinds[k] for k in ("masters", "moments"))
     lines = [f"{kind:<12} {_bytes(value):>10}  {told[kind]}" for kind, value in kinds.items()]
@@ -137,11 +180,11 @@ def _days(seconds: float) -> str:
     return f"{seconds / 86400:,.1f} days" if seconds > 86400 else f"{seconds / 3600:,.2f} hours"
 
 
-def _traffic(config: Config, parameters: Shapes) -> list[str]:
+def _traffic(config: Config, shapes: list[Shapes], rank: int) -> list[str]:
     lines = [
         f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {_bytes(t.bytes):>9}; a rank sends "
         f"{_bytes(t.sent)}"
-        for t in estimate.traffic(config, parameters)
+        for t in estimate.traffic(config, shapes[rank], rank)
     ]
     return lines or ["none: one rank"]
 

@@ -41,6 +41,16 @@ LIVE = """
 --init-method-std | float>0 | standard deviation | of the initial weights
 [parallel] The layout
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
+--pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
+--pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
+--num-virtual-stages-per-pipeline-rank | int>=1 | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
+--num-layers-per-virtual-pipeline-stage | int>=1 | layers; off: left out | put exactly this many on every stage, which gives v
+--microbatch-group-size-per-virtual-pipeline-stage | int>=1 | micro-batches; default: p | run this many through a stage before the rank's next one (interleaved)
+--pipeline-model-parallel-layout | text | stages; off: left out, balanced by cost | write the stages out: E embedding, t layer, L loss, a bar between stages, t*3 or (t...)*3 to repeat
+--decoder-first-pipeline-num-layers | int>=1 | layers; off: left out | layers of the first pipeline rank; the others share the rest evenly
+--decoder-last-pipeline-num-layers | int>=1 | layers; off: left out | layers of the last pipeline rank; the others share the rest evenly
+--account-for-embedding-in-pipeline-split | switch | off: left out | cut evenly, the embedding counted as one layer
+--account-for-loss-in-pipeline-split | switch | off: left out | cut evenly, the head with the loss counted as one layer
 --sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
 --distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | library that moves the bytes
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops

@@ -34,13 +34,12 @@ CHECKED = """
 --context-parallel-size | int>=1 | 1 | context parallelism is not in this version yet
 --hierarchical-context-parallel-sizes | ints | 1 | context parallelism is not in this version yet
 --cp-comm-type | texts | any | context parallelism is not in this version yet; at size 1 there is nothing to communicate
---pipeline-model-parallel-size | int>=1 | 1 | the pipeline engine is not in this version yet; use --tensor-model-parallel-size and data parallelism
---num-virtual-stages-per-pipeline-rank | int>=1 | 1 | the pipeline engine is not in this version yet
---pipeline-model-parallel-comm-backend | text | nccl | there is no pipeline traffic
---no-overlap-p2p-communication --use-ring-exchange-p2p --overlap-p2p-communication-warmup-flush | switch | any | there is no pipeline traffic
+--pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, as everything does
+--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
+--use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
 --use-distributed-optimizer | switch | any | ! optimizer state is replicated in this version (level 0): the same numbers, more memory
 --overlap-param-gather | switch | any | ! parameters are replicated in this version, so there is nothing to gather: the same numbers
---no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | there is one pipeline stage
+--no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | pipeline stages never wait for one another to reduce: a bucket leaves when it is complete
 --num-distributed-optimizer-instances | int>=1 | 1 | there is one copy of the optimizer
 --tp-comm-overlap | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
 --tp-comm-overlap-cfg --tp-comm-bootstrap-backend | text | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
@@ -49,7 +48,7 @@ CHECKED = """
 --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs | switch | any | tensor-parallel communication is not overlapped in this version
 --tp-comm-overlap-rs-dgrad | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
 --no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce | switch | any | picks an implementation with the same numbers
---use-tp-pp-dp-mapping | switch | any | without a pipeline both orders of the ranks are the same
+--use-tp-pp-dp-mapping | switch | any | ! ranks always stand in the order tensor, data, pipeline: the same numbers, other neighbours
 --ddp-pad-buckets-for-high-nccl-busbw | switch | any | ! buckets are not padded: the same numbers
 --use-nccl-ub --disable-symmetric-registration --use-sharp | switch | any | ! NCCL buffer registration and SHARP are not used: the same numbers
 --high-priority-stream-groups | texts | any | ! every group uses a plain stream: the same numbers
@@ -277,13 +276,14 @@ REFUSED = (
         """,
     ),
     (
-        "the pipeline engine is not in this version yet; leave it out",
+        "--pipeline-schedule zb-h1, zb-v and v-half put off weight gradients; leave it out",
         """
 --delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit
---microbatch-group-size-per-virtual-pipeline-stage --mtp-standalone
---account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
---decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
---pipeline-model-parallel-layout --num-layers-per-virtual-pipeline-stage
+        """,
+    ),
+    (
+        "parameters are replicated in this version, so there is nothing to gather; leave it out",
+        """
 --overlap-param-gather-with-optimizer-step
         """,
     ),
@@ -291,7 +291,7 @@ REFUSED = (
         "predicting several tokens ahead is not a Llama's training",
         """
 --mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
---mtp-hsm --mtp-hybrid-override-pattern
+--mtp-hsm --mtp-hybrid-override-pattern --mtp-standalone
         """,
     ),
     (
@@ -698,6 +698,16 @@ DIFFERENCES = (
         "--use-distributed-optimizer --overlap-param-gather --tp-comm-overlap --async-save",
         "shard, overlap, write in the background",
         "accepted; not in this version, the numbers are the same",
+    ),
+    (
+        "--pipeline-model-parallel-size",
+        "cuts evenly: --num-layers must divide over the stages",
+        "balances the ranks by what layers and head cost, unless a flag cuts otherwise",
+    ),
+    (
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "ignored without virtual stages",
+        "refused without them",
     ),
     ("--grad-reduce-in-bf16", "gradients are reduced in bf16", "in fp32"),
     (

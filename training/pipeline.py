@@ -10,12 +10,16 @@ from typing import Any
 from mpu.pipeline import layout, schedules
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import Costs, simulate
 from training import batch_schedule
 from training.config import V_SHAPED, Config, ModelConfig, ParallelConfig, UsageError
 
 LAYOUT = "--pipeline-model-parallel-layout"
 SIZE = "--pipeline-model-parallel-size"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+SPLIT = "in_pipeline_split"
 # What cuts the layers otherwise than by the automatic balance.
 CUTS = (
     LAYOUT,
@@ -32,7 +36,12 @@ def layer_flops(model: ModelConfig) -> float:
     m = model
     heads = 2 * m.num_attention_heads + 2 * m.num_query_groups
     weights = m.hidden_size * (m.kv_channels * heads + 3 * m.ffn_hidden_size)
-    return 2.0 * weights + 2.0 * m.seq_length * m.num_attention_heads * m.kv_channels
+    return 2.0 * weights + attention_flops(m)
+
+
+def attention_flops(model: ModelConfig) -> float:
+    """Count the forward FLOPs of one layer's two products in causal attention, a token."""
+    return 2.0 * model.seq_length * model.num_attention_heads * model.kv_channels
 
 
 def head_flops(model: ModelConfig) -> float:
@@ -69,11 +78,16 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 
 def rank_stages(config: Config, pp_rank: int) -> tuple[Stage, ...]:
     """Return what a pipeline rank holds, in the order of its chunks."""
+    cut = stages_of(config)
+    return tuple(cut[stage] for stage in _own(config, pp_rank))
+
+
+def _own(config: Config, pp_rank: int) -> list[int]:
+    """Number the stages of a pipeline rank, in the order of its chunks."""
     p = config.parallel
-    cut, size, v_shape = stages_of(config), p.pipeline_model_parallel_size, p.schedule in V_SHAPED
-    return tuple(
-        cut[schedules.stage_of(pp_rank, chunk, size, v_shape)] for chunk in range(p.virtual_stages)
-    )
+    size, v_shape = p.pipeline_model_parallel_size, p.schedule in V_SHAPED
+    chunks = range(p.virtual_stages)
+    return [schedules.stage_of(pp_rank, chunk, size, v_shape) for chunk in chunks]
 
 
 def schedule_of(config: Config, micro_batches: int) -> Schedule:
@@ -81,7 +95,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
 
     Raises UsageError where the schedule has no such form.
     """
-    p = config.parallel
+    p, one = config.parallel, config.batch.micro_batch_size
     try:
         return schedules.build(
             p.schedule,
@@ -91,48 +105,149 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             p.microbatch_group_size_per_virtual_pipeline_stage,
         )
     except ValueError as error:
-        raise UsageError(f"--pipeline-schedule {p.schedule}: {error}") from None
+        dp = p.data_parallel_size
+        raise UsageError(
+            f"--pipeline-schedule {p.schedule} at --global-batch-size {micro_batches * one * dp} = "
+            f"{micro_batches} micro-batches of {one} x {dp} data-parallel ranks: {error}"
+        ) from None
+
+
+def recomputed_layers(config: Config, stage: Stage) -> int:
+    """Count the layers of a stage that run again in backward as a whole."""
+    p, layers = config.parallel, len(stage.layers)
+    if p.recompute_granularity != "full":
+        return 0
+    return layers if p.recompute_method == "uniform" else min(layers, p.recompute_num_layers)
+
+
+def costs(config: Config) -> Costs:
+    """Return the FLOPs a token of every stage: F = B = W, recomputation on top of B."""
+    m, cut = config.model, stages_of(config)
+    forward = [len(s.layers) * layer_flops(m) + s.loss * head_flops(m) for s in cut]
+    again = [recomputed_layers(config, s) * layer_flops(m) for s in cut]
+    if config.parallel.recompute_granularity == "selective":
+        again = [len(s.layers) * attention_flops(m) for s in cut]
+    return Costs(forward, [f + a for f, a in zip(forward, again, strict=True)], forward)
+
+
+def messages(config: Config, pp_rank: int) -> int:
+    """Count what a pipeline rank sends for one micro-batch: activations on, gradients back."""
+    own = _own(config, pp_rank)
+    last = len(stages_of(config)) - 1
+    return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
+
+
+def lines(config: Config) -> list[str]:
+    """Say what each pipeline rank holds, and how long it waits, for rank 0 to print first."""
+    p = config.parallel
+    size, v = p.pipeline_model_parallel_size, p.virtual_stages
+    if size == 1:
+        return []
+    cost = costs(config)
+    parts = (cost.forward, cost.input_gradient, cost.weight_gradient)
+    work = [sum(part[s] for part in parts for s in _own(config, rank)) for rank in range(size)]
+    more = 100 * (max(work) * size / sum(work) - 1)
+    stages = f", {v} stages each" if v > 1 else ""
+    out = [
+        f"pipeline {p.schedule}: {size} ranks{stages}; the slowest does {more:.1f} % more than "
+        "the mean"
+    ]
+    out += [f"pipeline rank {rank}: {told(rank_stages(config, rank))}" for rank in range(size)]
+    for count in micro_batch_counts(config):
+        waits = simulate(schedule_of(config, count), cost)
+        formula, least = ideal_bubble(p.schedule, size, v, cost)
+        least = least / (least + count * sum(work) / size)
+        out.append(
+            f"{count} micro-batches: bubble {100 * waits.bubble / waits.step:.2f} % of a step, "
+            f"simulated; {100 * least:.2f} % were all stages equal, {formula}"
+        )
+    return out
+
+
+def told(stages: tuple[Stage, ...]) -> str:
+    """Write what a rank holds: "embedding + layers 0-1 | layers 8-9"."""
+    return " | ".join(_told(stage) for stage in stages)
+
+
+def _told(stage: Stage) -> str:
+    layers = {0: [], 1: [f"layer {stage.first}"]}.get(
+        len(stage.layers), [f"layers {stage.first}-{stage.last - 1}"]
+    )
+    return " + ".join(["embedding"] * stage.embedding + layers + ["head"] * stage.loss) or "nothing"
+
+
+def ideal_bubble(name: str, p: int, v: int, cost: Costs) -> tuple[str, float]:
+    """Return the formula of a schedule's bubble, and its value were all stages equal."""
+    f, b, w = (sum(c) / p for c in (cost.forward, cost.input_gradient, cost.weight_gradient))
+    if name == "zb-h1":
+        return "(p-1)(F+B-W)", (p - 1) * (f + b - w)
+    if name == "zb-v":
+        return "at F = B = W", 0.0
+    if name == "v-half":
+        return "(p-1)(F+B+W)/2 at F = B = W", (p - 1) * (f + b + w) / 2
+    if v > 1:
+        return "(p-1)(F+B+W)/v", (p - 1) * (f + b + w) / v
+    return "(p-1)(F+B+W)", (p - 1) * (f + b + w)
 
 
 def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
-    """Work out v from the flags of the layout, or None where they leave it open.
+    """Work out v where a flag of the cut gives it; else return None.
 
-    Raises UsageError where a layout does not divide over the ranks.
+    parallel: values of the flags given, by field. Raises UsageError where they do not divide.
     """
     p = parallel.get("pipeline_model_parallel_size", 1)
     written = parallel.get("pipeline_model_parallel_layout")
+    each = parallel.get("num_layers_per_virtual_pipeline_stage")
     if written is not None:
         try:
-            count = len(layout.read_layout(written))
+            stages = len(layout.read_layout(written))
         except ValueError as error:
             raise UsageError(f"{LAYOUT} {written}: {error}") from None
-        if count % p:
-            raise UsageError(f"{LAYOUT} {written}: {count} stages are not a multiple of {SIZE} {p}")
-        return count // p
-    each = parallel.get("num_layers_per_virtual_pipeline_stage")
-    if each is not None:
-        things = [f"--num-layers {num_layers}"]
-        for end in ("embedding", "loss"):
-            if parallel.get(f"account_for_{end}_in_pipeline_split"):
-                things.append(f"the {end}")
-        total = num_layers + len(things) - 1
-        if total % (p * each):
+        if stages % p:
             raise UsageError(
-                f"{PER_STAGE} {each}: {' and '.join(things)} do not divide over {SIZE} {p} ranks "
-                f"in stages of {each}"
+                f"{LAYOUT} {written}: its {stages} stages are not a multiple of {SIZE} {p}"
+            )
+        stated = parallel.get("num_virtual_stages_per_pipeline_rank", stages // p)
+        if stated != stages // p:
+            raise UsageError(
+                f"{VIRTUAL} {stated}: {LAYOUT} {written} has {stages} stages, {stages // p} a rank"
+            )
+        return stages // p
+    if each is not None:
+        ends = [e for e in ("embedding", "loss") if parallel.get(f"account_for_{e}_{SPLIT}")]
+        total = num_layers + len(ends)
+        if total % (p * each):
+            counted = " and ".join([f"--num-layers {num_layers}", *(f"the {e}" for e in ends)])
+            raise UsageError(
+                f"{PER_STAGE} {each}: {counted} are not a multiple of {each} x {SIZE} {p}"
             )
         return total // (p * each)
     return None
 
 
 def micro_batch_counts(config: Config) -> list[int]:
-    """List every number of micro-batches that a step of the run takes; an evaluation's is one."""
+    """List every number of micro-batches that a step, or an evaluation, of the run takes."""
     one = config.batch.micro_batch_size * config.parallel.data_parallel_size
     return sorted({size // one for _, size in batch_schedule.schedule(config)})
 
 
 def check(config: Config) -> None:
     """Refuse a cut or a schedule that does not work out, at any batch size of the run."""
+    p = config.parallel
+    size, v = p.pipeline_model_parallel_size, p.virtual_stages
+    if v > 1 and size == 1:
+        raise UsageError(f"{VIRTUAL} {v}: virtual stages need a pipeline, {SIZE} of at least 2")
+    chunks = 2 if p.schedule in V_SHAPED else v if p.schedule == "interleaved" else 1
+    if v != chunks:
+        raise UsageError(
+            f"--pipeline-schedule {p.schedule} has {chunks} virtual stage{'s' * (chunks > 1)} a "
+            f"rank: {VIRTUAL} is {v}"
+        )
+    group = p.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None and (p.schedule != "interleaved" or v == 1):
+        raise UsageError(
+            f"{GROUP} {group} needs --pipeline-schedule interleaved and {VIRTUAL} of at least 2"
+        )
     if config.model.vocab_size is None:  # what the head costs moves layers, it refuses none
         config = replace(config, model=replace(config.model, vocab_size=1))
     stages_of(config)
@@ -142,9 +257,9 @@ def check(config: Config) -> None:
 
 def _cut_by(p: ParallelConfig) -> str:
     """Name the flags that the cut follows, with their values."""
-    given = []
+    given = [f"{SIZE} {p.pipeline_model_parallel_size}"]
     for flag in CUTS:
         value = getattr(p, flag[2:].replace("-", "_"))
         if value not in (None, False):
             given.append(flag if value is True else f"{flag} {value}")
-    return " ".join(given or [f"{SIZE} {p.pipeline_model_parallel_size}"])
+    return " and ".join(given[-2:])

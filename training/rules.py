@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from training import batch_schedule, places
+from training import batch_schedule, pipeline, places
 from training.config import Config, ParallelConfig, UsageError
 
 REQUIRED = (
@@ -37,6 +37,18 @@ EXCLUDE = (
     ("--train-samples", "--lr-decay-iters"),
     ("--train-samples", "--lr-wsd-decay-iters"),
     ("--train-samples", "--lr-warmup-iters"),
+    ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
+    ("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
+    ("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
+    ("--pipeline-model-parallel-layout", "--decoder-last-pipeline-num-layers"),
+    ("--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split"),
+    ("--pipeline-model-parallel-layout", "--account-for-loss-in-pipeline-split"),
+    ("--num-layers-per-virtual-pipeline-stage", "--decoder-first-pipeline-num-layers"),
+    ("--num-layers-per-virtual-pipeline-stage", "--decoder-last-pipeline-num-layers"),
+    ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
+    ("--decoder-first-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
+    ("--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
+    ("--decoder-last-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
 )
@@ -94,9 +106,15 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
 def check_world(layout: ParallelConfig) -> None:
     """Refuse a world that does not hold a whole number of model copies."""
     if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
+        copy = f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"
+        if layout.pipeline_model_parallel_size > 1:
+            copy += (
+                f" x --pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
+                f" = {layout.model_parallel_size}"
+            )
         raise UsageError(
-            f"WORLD_SIZE {layout.world_size} is not a multiple of --tensor-model-parallel-size "
-            f"{layout.tensor_model_parallel_size}: every copy of the model needs that many ranks"
+            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
+            "needs that many ranks"
         )
 
 
@@ -105,6 +123,7 @@ def check(config: Config) -> None:
     _shapes(config)
     _layout(config)
     _batch(config)
+    pipeline.check(config)
     _learning_rate(config)
     _run(config)
     places.check(config)

@@ -148,7 +148,6 @@ MISTAKES = [
     ("--use-torch-fsdp2", 1, "--use-torch-fsdp2 is refused"),
     ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
     ("--context-parallel-size 2", 2, "--context-parallel-size 2: only 1"),
-    ("--pipeline-model-parallel-size 2", 2, "not in this version yet"),
     (
         "--hidden-dropout 0.1",
         1,

@@ -145,9 +145,8 @@ def test_memory_a_parameter():
     for flag, size in (("", 16), ("--bf16", 18), ("--fp64", 32)):
         config = read(flag)
         parameters = estimate.shapes(config)
-        kinds = estimate.memory(config, parameters)
-        state = sum(kinds[k] for k in ("parameters", "gradients", "masters", "moments"))
-        assert state == size * estimate.count(parameters)
+        held = sum(estimate.state(config, parameters).values())
+        assert held == size * estimate.count(parameters)
 
 
 def test_traffic():
