@@ -51,7 +51,7 @@ from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
-from training.control import Agreement, StopSignal, profiler, time_is_up
+from training.control import Agreement, StopSignal, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
@@ -60,6 +60,7 @@ from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
 from training.pipeline import rank_stages, schedule_of
+from training.profile import Profile
 from training.resume import Saver
 from training.tokenizer import build_tokenizer
 
@@ -226,7 +227,7 @@ def train(
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with profiler(config, run.grid.rank) as profile:
+    with Profile(config, run.grid, run.engine) as profile:
         while run.iteration < total:
             begin = time.perf_counter()
             run.watch.action = f"reading the data of iteration {run.iteration + 1}"
@@ -257,8 +258,7 @@ def train(
                     f"the gradient norm was not finite at iteration {run.iteration - 1}: that "
                     "update was skipped on every rank"
                 )
-            if profile is not None:
-                profile.step()
+            profile.step()
             if settings.manual_gc and settings.manual_gc_interval:
                 if run.iteration % settings.manual_gc_interval == 0:
                     gc.collect()

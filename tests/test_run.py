@@ -53,12 +53,6 @@ def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):
     assert list((tmp_path / "tb").glob("events.out.tfevents.*")), "no TensorBoard events"
 
 
-def test_profile_ranks_leaves_the_others_alone():
-    config = parse([*FLAGS.split(), "--train-iters", "3", "--profile"], 2)  # of rank 0 alone
-    assert isinstance(control.profiler(config, 1), nullcontext)
-    assert isinstance(control.profiler(config, 0), torch.profiler.profile)
-
-
 def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
     whole = run(tmp_path, "--train-iters 7")
     folder = "--train-iters 7 --save {tmp}/saved --load {tmp}/saved --exit-interval 3"

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide together when to stop, and who is profiled."""
+"""Decide together when to stop."""
 
 import os
 import signal
 import socket
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import Handle, all_reduce
 from mpu.grid import Axis
-from training.config import Config, RunConfig
+from training.config import RunConfig
 
 
 class StopSignal:
@@ -125,21 +124,3 @@ def time_is_up(settings: RunConfig, iteration: int, started: float) -> bool:
     minutes = settings.exit_duration_in_mins
     late = minutes is not None and time.monotonic() - started > 60 * minutes
     return late or (settings.exit_interval is not None and iteration % settings.exit_interval == 0)
-
-
-def profiler(config: Config, rank: int) -> Any:
-    """Return the torch profiler of --profile on the ranks that asked for it, else a null context.
-
-    Steps [start, end) are traced; the trace goes to --tensorboard-dir, or ./profile.
-    """
-    log = config.log
-    if not log.profile or rank not in log.profile_ranks:
-        return nullcontext()
-    wait = max(0, log.profile_step_start - 1)
-    steps = log.profile_step_end - log.profile_step_start
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=wait, warmup=1, active=steps, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(
-            log.tensorboard_dir or "profile", f"rank{rank}"
-        ),
-    )

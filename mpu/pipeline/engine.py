@@ -39,9 +39,9 @@ Key = tuple[int, int]  # chunk, micro-batch
 class Engine:
     """Run schedules on one rank of the pipeline axis.
 
-    queue: the layers' weight-gradient queue. dtype: of the hidden states that travel. spans: set to
-    a list, it is given (kind, chunk, micro_batch, begin, end) of each action, kind BW where B and W
-    are one; times are seconds, or CUDA events.
+    queue: the layers' weight-gradient queue. dtype: of the hidden states that travel. schedule: the
+    last one run. spans: where it is a list, a run leaves there (kind, chunk, micro_batch, begin,
+    end) of each action, in seconds of time.perf_counter; kind BW where B and W are one.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Engine:
     ) -> None:
         self.grid, self.queue, self.watch = grid, queue, watch
         self.dtype, self.device = dtype, device
-        self.spans: list[tuple[str, int, int, Any, Any]] | None = None
+        self.schedule: Schedule | None = None
+        self.spans: list[tuple[str, int, int, float, float]] | None = None
 
     def run(
         self, schedule: Schedule, forward: Forward, shape: tuple[int, ...], during: str = ""
@@ -66,10 +67,50 @@ class Engine:
         words that follow an action where the rank says what it is doing ("of iteration 7").
         """
         steps = plan(schedule)[self.grid.pp.rank]
+        self.schedule, clock = schedule, None
+        if self.spans is not None:
+            clock = _CudaClock() if self.device.type == "cuda" else _Clock()
         with Outbox(polls=self.device.type == "cuda" and not self.grid.pp.staged) as outbox:
             turn = _Run(self, schedule, forward, shape, outbox, f" {during}" if during else "")
             for step in steps:
-                turn.do(step)
+                turn.do(step, clock)
+        if clock is not None:
+            self.spans = clock.spans()
+
+
+class _Clock:
+    """Notes when each action began and ended."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int, int, Any, Any]] = []
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def spans(self) -> list[tuple[str, int, int, float, float]]:
+        return self.noted
+
+
+class _CudaClock(_Clock):
+    """The same in events on the stream, which is read once, at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.cuda.synchronize()
+        self.zero, self.began = self.now(), time.perf_counter()
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def spans(self) -> list[tuple[str, int, int, float, float]]:
+        torch.cuda.synchronize()
+        at = [
+            [self.began + self.zero.elapsed_time(event) / 1e3 for event in note[3:]]
+            for note in self.noted
+        ]
+        return [(*note[:3], *times) for note, times in zip(self.noted, at, strict=True)]
 
 
 class _Run:
@@ -94,7 +135,7 @@ class _Run:
         self.outputs: dict[Key, GradientEdge] = {}  # how to go back; the tensor itself is gone
         self.deferred: dict[Key, deque[Callable[[], None]]] = {}
 
-    def do(self, step: Step) -> None:
+    def do(self, step: Step, clock: _Clock | None) -> None:
         """Post receives, take the input, compute, send."""
         for message in step.receives:
             self.arriving[message[:3]] = self._post(message)
@@ -107,15 +148,15 @@ class _Run:
         stage = self.schedule.stage(self.rank, chunk)
         doing = f"{name} chunk {chunk} micro-batch {i}"
         self.engine.watch.action = f"{doing} in stage {stage}{self.during}"
-        begin = self._now()
+        begin = clock.now() if clock else None
         if kind == "F":
             out = self._forward(chunk, i, given)
         elif kind == "B":
             out = self._backward(chunk, i, given, fused)
         else:
             out = run_deferred(self.deferred.pop((chunk, i)))
-        if self.engine.spans is not None:
-            self.engine.spans.append((name, chunk, i, begin, self._now()))
+        if clock:
+            clock.noted.append((name, chunk, i, begin, clock.now()))
         if out is not None:
             self._give(kind, stage, i, out)
 
@@ -169,12 +210,3 @@ class _Run:
             return
         grid = self.engine.grid
         self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to))
-
-    def _now(self) -> Any:
-        if self.engine.spans is None:
-            return None
-        if self.engine.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write what --profile asks for: torch's trace, and what each pipeline rank did when.
+
+`python tools/draw_schedule.py --profile DIR` draws the second.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu.grid import Grid
+from mpu.pipeline.engine import Engine
+from training.config import Config
+
+
+class Profile:
+    """Trace steps [--profile-step-start, --profile-step-end), counted from 0 at the run's start.
+
+    The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
+    pipeline_rank<r>.json, the spans of the last of these steps in seconds of the wall clock. Both
+    go to --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
+    """
+
+    def __init__(self, config: Config, grid: Grid, engine: Engine) -> None:
+        log = config.log
+        self._folder, self._steps = Path(log.tensorboard_dir or "profile"), 0
+        self._first, self._end = log.profile_step_start, log.profile_step_end
+        first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.data.rank == 0
+        self._engine = engine if log.profile and first_pipeline else None
+        self._pp, self._trace = grid.pp, None
+        if log.profile and grid.rank in log.profile_ranks:
+            self._trace: Any = torch.profiler.profile(
+                schedule=torch.profiler.schedule(
+                    wait=max(0, self._first - 1),
+                    warmup=1,
+                    active=self._end - self._first,
+                    repeat=1,
+                ),
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(
+                    str(self._folder), f"rank{grid.rank}"
+                ),
+            )
+
+    def __enter__(self) -> "Profile":
+        self._measure()
+        if self._trace is not None:
+            self._trace.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._trace is not None:
+            self._trace.__exit__(*error)
+
+    def step(self) -> None:
+        """Count one training step."""
+        if self._trace is not None:
+            self._trace.step()
+        self._steps += 1
+        if self._engine is not None and self._steps == self._end:
+            self._write(self._engine)
+        self._measure()
+
+    def _measure(self) -> None:
+        if self._engine is not None:
+            self._engine.spans = [] if self._first <= self._steps < self._end else None
+
+    def _write(self, engine: Engine) -> None:
+        schedule, to_wall = engine.schedule, time.time() - time.perf_counter()
+        assert schedule is not None and engine.spans is not None
+        told = {
+            "schedule": schedule.name,
+            "micro_batches": schedule.micro_batches,
+            "chunks": schedule.chunks,
+            "v_shape": schedule.v_shape,
+            "split": schedule.split,
+            "pp_rank": self._pp.rank,
+            "pp_size": self._pp.size,
+            "iteration": self._steps,
+            "spans": [
+                [kind, chunk, i, begin + to_wall, end + to_wall]
+                for kind, chunk, i, begin, end in engine.spans
+            ],
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"pipeline_rank{self._pp.rank}.json"
+        path.write_text(json.dumps(told) + "\n")
