@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cut of the layers: none is dropped, no balance is better, slips are refused."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpu.pipeline.layout import Stage, read_layout, stages
+from mpu.pipeline.schedules import stage_of
+
+
+def counts(*args, **options):
+    return [len(stage.layers) for stage in stages(*args, **options)]
+
+
+def check_whole(cut, num_layers):
+    """Every layer stands once, in order, and each end where it belongs."""
+    assert [i for stage in cut for i in stage.layers] == list(range(num_layers))
+    assert [stage.embedding for stage in cut] == [True] + [False] * (len(cut) - 1)
+    assert [stage.loss for stage in cut] == [False] * (len(cut) - 1) + [True]
+
+
+def work_of_ranks(layers, p, v, v_shape, head):
+    work = [
+        sum(layers[stage_of(rank, chunk, p, v_shape)] for chunk in range(v)) for rank in range(p)
+    ]
+    work[0 if v_shape else p - 1] += head
+    return work
+
+
+def test_one_rank_holds_everything():
+    assert stages(5, 1) == (Stage(0, 5, embedding=True, loss=True),)
+
+
+@pytest.mark.parametrize(
+    "args,head,expected",
+    [
+        ((8, 2), 0.0, [4, 4]),
+        ((8, 2, 2), 0.0, [2, 2, 2, 2]),
+        ((8, 2, 2, True), 0.0, [2, 2, 2, 2]),
+        ((7, 2), 0.0, [3, 4]),  # between equals the later rank, which keeps less in flight
+        ((8, 2), 1.5, [5, 3]),
+        ((2, 2), 5.0, [2, 0]),  # a head that outweighs the layers
+        ((126, 16), 0.6, [7, *[8] * 14, 7]),  # Llama 3.1 405B
+        ((126, 16, 4), 0.6, [1, *[2] * 62, 1]),
+        ((16, 4, 2, True), 2.0, [2, 2, 2, 2, 3, 3, 2, 0]),  # both ends on rank 0
+        ((3, 2, 4), 0.0, [0, 0, 0, 0, 0, 1, 1, 1]),  # fewer layers than stages
+    ],
+)
+def test_the_balance(args, head, expected):
+    assert counts(*args, head_cost=head) == expected
+    check_whole(stages(*args, head_cost=head), args[0])
+
+
+@given(st.integers(1, 5), st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 2.7, 30.0]))
+def test_no_cut_has_a_faster_slowest_rank(p, more, head):
+    num_layers = p + more
+    cut = counts(num_layers, p, head_cost=head)
+    bars = combinations(range(num_layers + p - 1), p - 1)
+    best = min(
+        max(work_of_ranks([b - a - 1 for a, b in zip(x, x[1:], strict=False)], p, 1, False, head))
+        for x in ((-1, *cuts, num_layers + p - 1) for cuts in bars)
+    )
+    assert max(work_of_ranks(cut, p, 1, False, head)) == best
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.booleans(),
+    st.integers(0, 70),
+    st.sampled_from([0.0, 0.25, 1.0, 3.9]),
+)
+def test_the_balance_over_virtual_stages(p, v, v_shape, more, head):
+    v = 2 if v_shape else v
+    num_layers = p + more
+    check_whole(stages(num_layers, p, v, v_shape, head_cost=head), num_layers)
+    cut = counts(num_layers, p, v, v_shape, head_cost=head)
+    work = work_of_ranks(cut, p, v, v_shape, head)
+    with_head = work[0 if v_shape else p - 1]
+    # Nobody could hand a layer on and be the better for it, unless the head alone is too much.
+    assert max(work) - min(work) <= 1 or max(work) == with_head < head + 1
+    if head == 0 and num_layers % (p * v) == 0:
+        assert len(set(cut)) == 1
+
+
+def test_a_rank_that_holds_nothing_is_refused():
+    assert counts(2, 4, head_cost=1.0) == [0, 1, 1, 0]  # the ends hold an end
+    with pytest.raises(ValueError, match="rank 1 would hold nothing: an embedding, a head and 1 l"):
+        stages(1, 4, head_cost=1.0)
+    with pytest.raises(ValueError, match="rank 2 would hold nothing: .* 2 layers over 4 ranks"):
+        stages(2, 4, 2, True, layout="Et|t||||||L")
+    with pytest.raises(ValueError, match="rank 1 would hold nothing"):
+        stages(2, 3, layout="Et||tL")
+
+
+@pytest.mark.parametrize(
+    "args,options,expected",
+    [
+        ((8, 2, 2), {"even": True}, [2, 2, 2, 2]),
+        ((8, 2, 2, True), {"even": True}, [2, 2, 2, 2]),
+        ((7, 2), {"count_embedding": True}, [3, 4]),
+        ((7, 4), {"count_loss": True}, [2, 2, 2, 1]),
+        ((126, 16, 8), {"count_embedding": True, "count_loss": True}, [0, *[1] * 126, 0]),
+        ((8, 4), {"first_rank": 1, "last_rank": 3}, [1, 2, 2, 3]),
+        ((8, 4), {"first_rank": 2}, [2, 2, 2, 2]),
+        ((5, 3), {"last_rank": 1}, [2, 2, 1]),
+        ((8, 2), {"first_rank": 3, "last_rank": 5}, [3, 5]),
+        ((12, 3, 2), {"first_rank": 2, "last_rank": 4}, [1, 3, 2, 1, 3, 2]),
+        ((12, 3, 2, True), {"first_rank": 2, "last_rank": 4}, [1, 3, 2, 2, 3, 1]),
+        ((7, 2, 2), {"layout": "Et|t*2|tt|ttL"}, [1, 2, 2, 2]),
+        ((4, 2, 2), {"layout": "Ett||tt|L"}, [2, 0, 2, 0]),
+    ],
+)
+def test_cuts_that_flags_ask_for(args, options, expected):
+    assert counts(*args, **options) == expected
+    check_whole(stages(*args, **options), args[0])
+
+
+@pytest.mark.parametrize(
+    "args,options,sentence",
+    [
+        ((8, 3), {"even": True}, "8 layers do not divide over 3 stages"),
+        ((8, 2), {"count_loss": True}, "8 layers and the loss, 9 in all, do not divide over 2"),
+        ((8, 3), {"first_rank": 3}, "8 layers, 3 of them at the ends: the other 5 do not divide"),
+        ((8, 2), {"first_rank": 3, "last_rank": 4}, "3 and 4 of them at the ends: the other 1 do"),
+        ((8, 2), {"first_rank": 9}, "9 of them at the ends: the other -1 do not"),
+        ((8, 1), {"first_rank": 4, "last_rank": 4}, "1 pipeline rank has no two ends"),
+        ((8, 2, 2), {"first_rank": 3}, "the 3 of pipeline rank 0 do not divide over its 2"),
+        ((8, 2), {"layout": "Et|tL"}, "it has 2 layers .t. and 8 are needed"),
+        ((2, 2), {"layout": "Et|t|L"}, "it has 3 stages and 2 are needed"),
+        ((2, 2), {"layout": "t|tL"}, "E must stand once, first of all; it has 0"),
+        ((2, 2), {"layout": "tE|tL"}, "E must stand once, first of all"),
+        ((2, 2), {"layout": "EEt|tL"}, "E must stand once, first of all; it has 2"),
+        ((2, 2), {"layout": "Et|tLL"}, "L must stand once, last of all; it has 2"),
+        ((2, 3), {"layout": "Et|tL|"}, "L must stand once, last of all"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(args, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        stages(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("Et*3|(tt|)*2ttL", ["Ettt", "tt", "tt", "ttL"]),
+        ("Et*3|(tt|)*29|L", ["Ettt", *["tt"] * 29, "", "L"]),
+        ("Ettt, (|t*2)*2, | L", ["Ettt", "tt", "tt", "L"]),
+        ("E(t|)*2L", ["Et", "t", "L"]),
+        ("E((t)*2|)*2(t)L", ["Ett", "tt", "tL"]),
+        ("E|*3L", ["E", "", "", "L"]),
+        ("Et*12L", ["E" + "t" * 12 + "L"]),
+    ],
+)
+def test_a_layout_written_out(text, expected):
+    assert read_layout(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text,sentence",
+    [
+        ("Et|m|L", "m, a layer that predicts several tokens ahead"),
+        ("Ex|tL", "x is none of E .embedding., t .layer., L .loss."),
+        ("E(t|tL", r"a \( is never closed"),
+        ("Et)|tL", r"a \) closes nothing"),
+        ("Et*|tL", r"\* must be followed by a whole number >= 1, not by '\|'"),
+        ("Et*0|tL", "not by '0'"),
+        ("EtL*", "not by ''"),
+        ("E*t|3L", "not by 't'"),
+        ("3E|tL", "3 is none of"),
+        ("E(t*999)*999L", r"\*999 makes it longer than 100,000 symbols"),
+    ],
+)
+def test_a_layout_that_cannot_be_read(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read_layout(text)
