@@ -20,8 +20,7 @@ class Profile:
     """Trace steps [--profile-step-start, --profile-step-end), counted from 0 at the run's start.
 
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
-    pipeline_rank<r>.json, the spans of the last of these steps in seconds of the wall clock. Both
-    go to --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
+    pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
     """
 
     def __init__(self, config: Config, grid: Grid, engine: Engine) -> None:
@@ -31,6 +30,7 @@ class Profile:
         first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.data.rank == 0
         self._engine = engine if log.profile and first_pipeline else None
         self._pp, self._trace = grid.pp, None
+        self._told: list[dict[str, Any]] = []
         if log.profile and grid.rank in log.profile_ranks:
             self._trace: Any = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
@@ -59,17 +59,21 @@ class Profile:
         if self._trace is not None:
             self._trace.step()
         self._steps += 1
-        if self._engine is not None and self._steps == self._end:
-            self._write(self._engine)
+        if self._engine is not None and self._engine.spans is not None:
+            self._note(self._engine)
         self._measure()
 
     def _measure(self) -> None:
         if self._engine is not None:
             self._engine.spans = [] if self._first <= self._steps < self._end else None
 
-    def _write(self, engine: Engine) -> None:
+    def _note(self, engine: Engine) -> None:
         schedule, to_wall = engine.schedule, time.time() - time.perf_counter()
         assert schedule is not None and engine.spans is not None
+        spans = [[*span[:3], span[3] + to_wall, span[4] + to_wall] for span in engine.spans]
+        self._told.append({"iteration": self._steps, "spans": spans})
+        if self._steps < self._end:
+            return
         told = {
             "schedule": schedule.name,
             "micro_batches": schedule.micro_batches,
@@ -78,11 +82,7 @@ class Profile:
             "split": schedule.split,
             "pp_rank": self._pp.rank,
             "pp_size": self._pp.size,
-            "iteration": self._steps,
-            "spans": [
-                [kind, chunk, i, begin + to_wall, end + to_wall]
-                for kind, chunk, i, begin, end in engine.spans
-            ],
+            "steps": self._told,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"pipeline_rank{self._pp.rank}.json"

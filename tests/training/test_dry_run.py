@@ -11,7 +11,7 @@ from model.llama import SIZES, Llama, LlamaConfig, flops_per_token
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
 from mpu.recompute import Recompute
-from training import estimate
+from training import estimate, pipeline
 from training.arguments import parse
 from training.config import UsageError
 from training.dry_run import report
@@ -43,12 +43,14 @@ def llama_config(config):
     )
 
 
-def build(config, device):
+def build(config, device, pp_rank=0):
     p = config.parallel
-    grid = Grid(p.world_size, p.tensor_model_parallel_size, launch=Launch(0, p.world_size))
+    t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    first = pp_rank * t * p.data_parallel_size  # of this pipeline rank
+    grid = Grid(p.world_size, t, pp_size=pp, launch=Launch(first, p.world_size))
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, device=torch.device(device))
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    return Llama(llama_config(config), ctx, recompute)
+    return Llama(llama_config(config), ctx, recompute, pipeline.rank_stages(config, pp_rank))
 
 
 @pytest.mark.parametrize("tie", TIES)
@@ -59,6 +61,24 @@ def test_shapes_are_the_models_own(tp, tie):
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert estimate.shapes(config) == own
     assert report(config, model) == report(config)
+
+
+CUTS = (
+    "",
+    "--num-virtual-stages-per-pipeline-rank 3 --num-layers 7",
+    "--pipeline-schedule zb-v --num-layers 2",
+)
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("cut", CUTS, ids=["plain", "virtual", "V"])
+def test_shapes_of_each_pipeline_rank_are_the_models_own(cut, tie):
+    line = f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 {tie} {cut}"
+    config = read(f"{line} --global-batch-size 12", 12)
+    for rank in range(3):
+        own = build(config, "meta", rank).named_parameters()
+        stages = pipeline.rank_stages(config, rank)
+        assert estimate.shapes(config, stages=stages) == {n: tuple(p.shape) for n, p in own}
 
 
 def test_flops_are_the_models_own():
@@ -132,6 +152,28 @@ def test_full_recomputation_keeps_inputs_and_what_runs_again(more):
     assert kept == pytest.approx(saved_bytes(config), rel=0.1)
 
 
+@pytest.mark.parametrize("more", ["", "--bf16", "--recompute-granularity full"])
+def test_what_waits_for_w_is_what_the_queue_keeps(more):
+    config = read(more + " --num-layers 8 --seq-length 128")
+    model = build(config, "cpu").initialize(1)
+    m, queue = config.model, model.ctx.queue
+    tokens = torch.randint(0, m.vocab_size, (config.batch.micro_batch_size, m.seq_length))
+    queue.defer()
+    model(tokens, tokens).sum().backward()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+    for work in queue.take():
+        for tensor in (c.cell_contents for c in work.__closure__):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+    kept = sum(size for at, size in kept.items() if at not in weights)
+    logits = tokens.numel() * m.padded_vocab_size(1) * config.run.dtype.itemsize
+    assert estimate.kept_for_w(config, *estimate.whole(config)) + logits == pytest.approx(
+        kept, rel=0.05
+    )
+
+
 def test_sequence_parallelism_cuts_what_tensor_parallelism_leaves_whole():
     plain = read("--tensor-model-parallel-size 4", 4)
     cut = read("--tensor-model-parallel-size 4 --sequence-parallel", 4)
@@ -147,6 +189,113 @@ def test_memory_a_parameter():
         parameters = estimate.shapes(config)
         held = sum(estimate.state(config, parameters).values())
         assert held == size * estimate.count(parameters)
+
+
+PIPELINE = "--pipeline-model-parallel-size 4 --num-layers 8 --vocab-size 16 --global-batch-size"
+
+
+def test_what_a_pipeline_rank_holds_follows_the_schedule():
+    """1F1B: rank r has p - r micro-batches in flight; the head's logits only one."""
+    config = read(f"{PIPELINE} 16", 4)
+    two_layers = 2 * estimate.layer_activations(config)
+    held = estimate.held(config)
+    last_norm = 2 * 32 * 2 * 64 * 4
+    assert [h.for_b for h in held] == [n * two_layers for n in (4, 3, 2)] + [two_layers + last_norm]
+    assert [h.activations for h in held] == [h.for_b for h in held]
+    assert [h.for_w for h in held] == [0] * 4
+    assert [h.logits for h in held] == [0, 0, 0, 32 * 2 * 16 * 4]
+
+    few = estimate.held(read(f"{PIPELINE} 4", 4))  # 2 micro-batches
+    assert [h.for_b // two_layers for h in few] == [2, 2, 2, 1]
+    flood = estimate.held(read(f"{PIPELINE} 16 --pipeline-schedule gpipe", 4))
+    assert [h.for_b // two_layers for h in flood] == [8, 8, 8, 8]
+    assert flood[3].logits == 8 * held[3].logits
+
+
+def test_zero_bubble_keeps_weights_inputs_too():
+    h1 = estimate.held(read(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4))
+    plain = estimate.held(read(f"{PIPELINE} 16", 4))
+    assert [h.for_b for h in h1] == [h.for_b for h in plain]
+    assert all(h.for_w > 0 for h in h1) and h1[0].activations > plain[0].activations
+    v = estimate.held(read(f"{PIPELINE} 16 --pipeline-schedule v-half", 4))
+    assert v[0].logits and not v[3].logits  # both ends are on rank 0
+    assert max(x.for_b for x in v) < max(x.for_b for x in plain)
+
+
+def test_recomputed_layers_are_kept_once_while_they_run_again():
+    config = read(f"{PIPELINE} 16 --recompute-granularity full --recompute-num-layers 4", 4)
+    one_input = 32 * 2 * 64 * 4
+    for rank, h in enumerate(estimate.held(config)):
+        ends = 2 * one_input if rank == 3 else 0
+        assert h.for_b == (4 - rank) * one_input + ends
+        assert h.activations == h.for_b + 2 * estimate.layer_activations(config)
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    first = estimate.held(read(f"{PIPELINE} 16 {block}", 4))[0]
+    layer = estimate.layer_activations(config)
+    assert first.activations == 4 * (one_input + layer) + layer
+
+
+def test_traffic_of_a_pipeline_rank():
+    def rows(more, rank):
+        config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 {more}", 8)
+        parameters = estimate.shapes(config, stages=pipeline.rank_stages(config, rank))
+        return {(t.axis, t.verb): t for t in estimate.traffic(config, parameters, rank)}
+
+    first, second, last = (rows("", rank) for rank in (0, 1, 3))
+    assert [r["pp", "send"].times for r in (first, second, last)] == [8, 16, 8]
+    assert second["pp", "send"].sent == 16 * 32 * 2 * 64 * 4
+    assert [r["tp", "all-reduce"].times for r in (first, second, last)] == [72, 64, 72]
+    assert ("tp", "all-gather") in last and ("tp", "all-gather") not in first  # of the loss
+    assert first["pp", "all-reduce"].bytes == last["pp", "all-reduce"].bytes == 16 * 64 * 4
+    assert ("pp", "all-reduce") not in second
+    assert ("pp", "all-reduce") not in rows("--untie-embeddings-and-output-weights", 0)
+    assert ("pp", "all-reduce") not in rows("--pipeline-schedule zb-v", 0)  # one rank has both
+
+    sp = rows("--sequence-parallel", 1)
+    assert sp["pp", "send"].bytes == 32 * 2 * 64 * 4 // 2
+    assert sp["tp", "all-gather"].times == 8 * 6 * 2
+    assert rows("--sequence-parallel --pipeline-schedule zb-h1", 1)["tp", "all-gather"].times == (
+        8 * 8 * 2  # a W apart from its B gathers again
+    )
+
+
+def test_the_report_of_a_pipeline():
+    config = read(f"{PIPELINE} 32 --num-virtual-stages-per-pipeline-rank 2 --bf16", 8)
+    text = report(config, build(config, "meta"))
+    assert text == report(config)
+    for line in (
+        "TP 1 x CP 1 x DP 2 x PP 4 = 8 ranks",
+        "data-parallel group of rank 0: 0, 1\n",
+        "pipeline group of rank 0: 0, 2, 4, 6\n",
+        "pipeline interleaved: 4 ranks, 2 stages each",
+        "pipeline rank 0: embedding + layer 0 | layer 4\n",
+        "pipeline rank 3: layer 3 | layer 7 + head\n",
+        "8 micro-batches: bubble ",
+        "(p-1)(F+B+W)/v",
+        "rank  parameters ",
+        "Parameters of pipeline rank 0, the fullest",
+        "Memory of pipeline rank 0, the fullest",
+        "all that interleaved has in flight",
+        "Traffic of one step, pipeline rank 0, the fullest",
+        "pp  send                 24 of  8.192 kB",
+    ):
+        assert line in text, line
+    table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) == 5 and len({len(row) for row in table}) == 1
+    totals = [
+        sum(estimate.state(config, estimate.shapes(config, stages=stages)).values())
+        + h.activations
+        + h.logits
+        for h, stages in zip(
+            estimate.held(config),
+            (pipeline.rank_stages(config, rank) for rank in range(4)),
+            strict=True,
+        )
+    ]
+    (total,) = [line.split()[1:3] for line in text.splitlines() if line.startswith("  total ")]
+    assert max(totals) == totals[0] and total == [f"{totals[0] / 1e6:.4g}", "MB"]
+    assert table[1].endswith(" ".join(total))
+    assert "Pipeline\n" not in report(read())
 
 
 def test_traffic():
