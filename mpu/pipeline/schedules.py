@@ -11,9 +11,9 @@ In a schedule that is not `split` each B is directly followed by its own W, and 
 backward: the gradient of the input leaves after both.
 """
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ class Action(NamedTuple):
     kind: str
     chunk: int
     micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} chunk {self.chunk} micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,25 @@ class Schedule:
         chunk, at = divmod(stage, p)
         return (p - 1 - at if self.v_shape and chunk % 2 else at), chunk
 
+    @cached_property
+    def sources(self) -> list[list[tuple[int, Action] | None]]:
+        """Return, for each action of each rank, the (rank, action) at whose end its input is there.
+
+        None where no other stage gives the input: F of the first stage, B of the last, every W.
+        """
+        backward = "B" if self.split else "W"  # after which a stage hands on its gradient
+        before: dict[tuple[int, str, int], tuple[int, str, int]] = {}
+        for stage in range(1, self.stages):
+            (giver, its), (taker, chunk) = self.place(stage - 1), self.place(stage)
+            before[taker, "F", chunk] = giver, "F", its
+            before[giver, "B", its] = taker, backward, chunk
+
+        def source(rank: int, action: Action) -> tuple[int, Action] | None:
+            found = before.get((rank, action.kind, action.chunk))
+            return (found[0], Action(*found[1:], action.micro_batch)) if found else None
+
+        return [[source(rank, a) for a in actions] for rank, actions in enumerate(self.ranks)]
+
 
 def stage_of(rank: int, chunk: int, p: int, v_shape: bool) -> int:
     """Return the stage that is chunk `chunk` of rank `rank`."""
@@ -72,9 +94,10 @@ def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Sc
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is no schedule: the schedules are {', '.join(NAMES)}")
-    for value, what in ((p, "pipeline size"), (m, "number of micro-batches"), (v, "v")):
-        if value < 1:
-            raise ValueError(f"{name}: the {what} is {value}, and must be at least 1")
+    if min(p, m, v) < 1:
+        raise ValueError(
+            f"pipeline size {p}, micro-batches {m} and virtual stages {v} must each be at least 1"
+        )
     if name == "interleaved":
         return interleaved(p, m, v, group)
     if group is not None:
@@ -87,34 +110,58 @@ def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Sc
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """Run all forwards, then all backwards, both in micro-batch order."""
-    order = _fused(_actions("F", m), _actions("B", m), warm_up=m)
-    return Schedule("gpipe", (order,) * p, m)
+    """Run all forwards, then all backwards, both in micro-batch order.
+
+        0  F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 W0 B1 W1 B2 W2 B3 W3
+        1  .  F0 F1 F2 F3 .  .  .  .  .  .  B0 W0 B1 W1 B2 W2 B3 W3 .  .
+        2  .  .  F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .
+        3  .  .  .  F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .  .  .
+
+    Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: the one to compare with, no more
+    (Huang et al. 2019).
+    """
+    return Schedule("gpipe", (_one_in_turn(_actions("F", m), _actions("B", m), m),) * p, m)
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Run a backward as soon as there is one: forwards and backwards in turn."""
+    """Run a backward as soon as there is one: after the warm-up a forward and a backward in turn.
+
+        0  F0 F1 F2 F3 .  .  .  .  .  .  B0 W0 .  B1 W1 .  B2 W2 .  B3 W3
+        1  .  F0 F1 F2 .  .  .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3 .  .
+        2  .  .  F0 F1 .  .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3 .  .  .  .
+        3  .  .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .  .  .  .  .
+
+    Bubble (p-1)(F + B + W), GPipe's; but rank r holds no more than min(m, p - r) micro-batches.
+    Fewest messages: take it when links are slow or micro-batches many (Narayanan et al. 2021).
+    """
     f, b = _actions("F", m), _actions("B", m)
-    return Schedule("1f1b", tuple(_fused(f, b, warm_up=p - r - 1) for r in range(p)), m)
+    return Schedule("1f1b", tuple(_one_in_turn(f, b, warm_up=p - r - 1) for r in range(p)), m)
 
 
 def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
-    """Cut each rank's layers into v chunks, so that the pipeline fills v times as fast."""
+    """Cut each rank's layers into v chunks, so that the pipeline fills v times as fast.
+
+    Chunk 1 is in lower case; micro-batches pass by groups (of p unless given), chunk by chunk:
+
+        0  F0 F1 f0 f1 F2 .  b0 w0 F3 b1 w1 f2 B0 W0 f3 B1 W1 .  b2 w2 .  b3 w3 B2 W2 B3 W3
+        1  .  F0 F1 f0 b0 w0 f1 b1 w1 F2 B0 W0 F3 B1 W1 f2 b2 w2 f3 b3 w3 B2 W2 B3 W3 .  .
+
+    Bubble (p-1)(F + B + W) / v, with F, B, W of a rank's v chunks together, at m a multiple of p.
+    Rank 0 holds 1 + (p-1)/(pv) times what 1F1B's holds; messages are v times as many. Take it when
+    links are fast, as inside a node. Warm-up and groups are Megatron's (Narayanan et al. 2021).
+    v = 1 is 1F1B. Raises ValueError unless p <= group <= m and m mod group is 0 or at least p.
+    """
     if v == 1:
         if group is not None:
             raise ValueError(
-                f"a micro-batch group size ({group}) needs more than 1 virtual stage a rank"
+                f"a micro-batch group size ({group}) needs v > 1 virtual stages a rank"
             )
         return replace(one_f_one_b(p, m), name="interleaved")
     size = p if group is None else group
-    if m < p:
-        raise ValueError(
-            f"interleaved needs at least as many micro-batches as the pipeline size: {m} < {p}"
-        )
     if not p <= size <= m:
         raise ValueError(
-            f"the micro-batch group size must lie between the pipeline size {p} and the number of "
-            f"micro-batches {m}: {size} does not"
+            "interleaved needs pipeline size <= micro-batch group size <= number of micro-batches, "
+            f"not {p}, {size}, {m}"
         )
     if 0 < m % size < p:
         raise ValueError(
@@ -123,24 +170,82 @@ def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
         )
     f, b = _actions("F", m, v, size), _actions("B", m, v, size)
     warm_up = [2 * (p - r - 1) + (v - 1) * size for r in range(p)]
-    return Schedule("interleaved", tuple(_fused(f, b, warm_up=k) for k in warm_up), m, v)
+    return Schedule("interleaved", tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up), m, v)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Run 1F1B with each W where the rank would wait."""
-    orders = [[a for a in rank if a.kind != "W"] for rank in one_f_one_b(p, m).ranks]
-    return Schedule("zb-h1", _place_weights(orders, m, cap=p), m, split=True)
+    """Run 1F1B with each W where the rank would wait: a third of the bubble in 1F1B's memory.
+
+        0  F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3
+        1  .  F0 F1 F2 .  .  B0 F3 B1 W0 B2 W1 B3 W2 W3
+        2  .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
+        3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
+
+    Bubble (p-1)(F + B - W) at F = B = W from m = p on; fewer micro-batches fill less of it. Rank r
+    holds up to min(m, p) activations for B and W together, as 1F1B's rank 0 does. Take it when a
+    rank has too few layers to cut, or links too slow to cross v times (Qi et al. 2023).
+    """
+    return _place_weights(replace(one_f_one_b(p, m), name="zb-h1", split=True), cap=p)
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Fold the stages into a V, so that W's fill every gap, at 1F1B's memory."""
-    return Schedule("zb-v", _v_order(p, m, 4, 2, cap=2 * p), m, 2, split=True, v_shape=True)
+    """Fold the stages into a V: no bubble but the start-up, in 1F1B's memory.
+
+    Chunk 1, in lower case, comes back up the ranks, so that rank 0 has both ends:
+
+        0  F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 .
+        1  .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
+
+    Bubble (p-1) F of one chunk at F = B = W from m = p on: each rank starts one F after the rank
+    before, and from m = 2p - 1 on none waits again. Any rank holds up to 2p activations of a chunk,
+    the memory of p micro-batches; a message passes twice as often as in 1F1B. Take it when F, B and
+    W are about equal (Qi et al. 2023, section 6). Below 2p - 1 micro-batches the F's and B's keep
+    this order, and each W is done where the rank would wait.
+    """
+    n = max(m, 2 * p - 1)
+    ranks = []
+    for r in range(p):
+        f0, f1, b0, b1, w0, w1 = (
+            iter([Action(kind, chunk, i) for i in range(m)]) for kind in "FBW" for chunk in (0, 1)
+        )
+        turns = [f0] * (2 * (p - r) - 1) + [f1, f0] * r + [f1, b1, w1] * (p - r)  # warm-up
+        turns += [f0, b0, w0, f1, b1, w1] * (n - p)
+        turns += [b0, b1] * r + [b0, w0] * (p - r) + [w1] * r + [w0] * r  # cool-down
+        actions = (next(turn, None) for turn in turns)  # None: there are only m of a kind
+        ranks.append(tuple(action for action in actions if action))
+    schedule = Schedule("zb-v", tuple(ranks), m, 2, split=True, v_shape=True)
+    return schedule if m == n else _place_weights(schedule, cap=2 * p)
 
 
 def v_half(p: int, m: int) -> Schedule:
-    """Fold the stages into a V and keep each activation half as long: half 1F1B's memory."""
-    cap = 2 * ((p + 2) // 2)
-    return Schedule("v-half", _v_order(p, m, 2, 1, cap=cap), m, 2, split=True, v_shape=True)
+    """Fold the stages into a V and hand activations back sooner: half of 1F1B's memory.
+
+        0  F0 F1 F2 .  .  .  .  f0 b0 w0 .  f1 b1 w1 .  f2 b2 B0 w2 W0 .  B1 W1 B2 W2
+        1  .  F0 F1 .  .  .  f0 F2 .  b0 f1 w0 .  b1 f2 w1 B0 b2 W0 w2 B1 W1 B2 W2 .
+        2  .  .  F0 F1 .  f0 .  .  F2 f1 b0 w0 .  f2 b1 B0 w1 W0 b2 B1 w2 B2 W1 W2 .
+        3  .  .  .  F0 f0 F1 f1 .  .  F2 .  b0 f2 B0 w0 b1 B1 W0 w1 b2 B2 W1 w2 W2 .
+
+    The F's and B's are in the order of one block, a micro-batch's F0 F1 B1 B0, repeated every 6
+    units of time: from rank to rank F0 and B1 move on after 2 units, F1 and B0 after 1, so that an
+    activation lives about half as long as in 1F1B. Then each W is done where the rank would wait.
+
+    Bubble at most 3 (p-1) F of one chunk at F = B = W from m = p on, half of 1F1B's. Any rank holds
+    up to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Take it
+    when memory decides (Qi, Wan, Amar, Lin 2024).
+    """
+    # When F1 begins on the last rank, B1 on rank 0, B0 on the last rank: as early as the inputs
+    # allow if the four begin at different times mod 6 on every rank.
+    odd, even = (2 * p - 1, 3 * p - 1, 5 * p - 1), (2 * p + 2, 3 * p + 3, 5 * p + 5)
+    turn, loss, back = odd if p % 2 else even
+    ranks = []
+    for r in range(p):
+        up = p - 1 - r
+        begins = (2 * r, turn + up, loss + 2 * r, back + up)
+        block = list(zip(begins, "FFBB", (0, 1, 1, 0), strict=True))
+        timed = [(at + 6 * i, Action(k, c, i)) for i in range(m) for at, k, c in block]
+        ranks.append(tuple(action for _, action in sorted(timed)))
+    schedule = Schedule("v-half", tuple(ranks), m, 2, split=True, v_shape=True)
+    return _place_weights(schedule, cap=2 * ((p + 2) // 2))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -149,115 +254,81 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=ranks)
 
 
-def slots(schedule: Schedule) -> list[list[Action | None]]:
+def table(schedule: Schedule) -> str:
+    """Draw a schedule in text: a row a rank, a column a unit of time (see slots), a dot to wait.
+
+    F3 is the forward of micro-batch 3. Of two chunks the second is in lower case; more are a, b, ..
+    """
+
+    def cell(action: Action | None) -> str:
+        if action is None:
+            return "."
+        kind, chunk, i = action
+        if schedule.chunks > 2:
+            return f"{kind}{i}{chr(ord('a') + chunk)}"
+        return f"{kind.lower() if chunk else kind}{i}"
+
+    rows = [[str(rank), *map(cell, row)] for rank, row in enumerate(slots(schedule))]
+    width = max(len(text) for row in rows for text in row)
+    return "\n".join(" ".join(text.ljust(width) for text in row).rstrip() for row in rows)
+
+
+def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None]]:
     """Return what each rank does in each unit of time at F = B = W = 1 and send = 0 (None: wait).
 
-    Raises ValueError if the ranks wait for one another.
+    With a cap the schedule lacks its W's, and they are placed: a rank that would wait does its
+    oldest W instead; so does one whose next F would make it hold more than `cap` activations (for B
+    and W together). Raises ValueError if the ranks wait for one another.
     """
-    orders = [list(rank) for rank in schedule.ranks]
-    return _run(orders, schedule.chunks, schedule.split, schedule.v_shape)
-
-
-def _run(
-    orders: Sequence[Sequence[Action]],
-    v: int,
-    split: bool,
-    v_shape: bool,
-    cap: int | None = None,
-) -> list[list[Action | None]]:
-    """Run the orders in units of time. With a cap they lack their W's, and those are placed.
-
-    A rank that would wait does its oldest W instead; so does one whose next F would make it hold
-    more than `cap` activations (for B and W together).
-    """
-    p = len(orders)
-    last = p * v - 1
-    grid: list[list[Action | None]] = [[] for _ in orders]
-    at = [0] * p
-    waiting: list[list[Action]] = [[] for _ in orders]  # W's to place
-    held = [0] * p
-    end: dict[tuple[str, int, int], int] = {}
-    leaves = "B" if split else "W"  # after which the gradient of the input leaves
-    t = 0
-    while any(at[r] < len(orders[r]) or waiting[r] for r in range(p)):
-        moved = False
-        for r, order in enumerate(orders):
-            action = order[at[r]] if at[r] < len(order) else None
-            if action is not None:
-                kind, chunk, i = action
-                stage = stage_of(r, chunk, p, v_shape)
-                if kind == "F" and stage:
-                    ready = end.get(("F", stage - 1, i), t) < t
-                elif kind == "B" and stage < last:
-                    ready = end.get((leaves, stage + 1, i), t) < t
-                else:
-                    ready = True
-                full = cap is not None and kind == "F" and held[r] >= cap
-                if not ready or (full and waiting[r]):
-                    action = None
-            if action is not None:
-                at[r] += 1
-                end[action.kind, stage, i] = t
+    grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
+    done: dict[tuple[int, Action], int] = {}  # in which unit
+    both = zip(schedule.ranks, schedule.sources, strict=True)
+    to_do = [deque(zip(actions, sources, strict=True)) for actions, sources in both]
+    weights: list[deque[Action]] = [deque() for _ in schedule.ranks]  # W's to place
+    held = [0] * len(schedule.ranks)
+    now = 0
+    while any(to_do) or any(weights):
+        for r, row in enumerate(grid):
+            action, source = to_do[r][0] if to_do[r] else (None, None)
+            if source and done.get(source, now) >= now:
+                action = None
+            if cap and action and action.kind == "F" and held[r] >= cap and weights[r]:
+                action = None
+            if action:
+                to_do[r].popleft()
+                done[r, action] = now
                 held[r] += action.kind == "F"
-                if cap is not None and action.kind == "B":
-                    waiting[r].append(Action("W", chunk, i))
-            elif waiting[r]:
-                action = waiting[r].pop(0)
+                if cap and action.kind == "B":
+                    weights[r].append(action._replace(kind="W"))
+            elif weights[r]:
+                action = weights[r].popleft()
                 held[r] -= 1
-            moved = moved or action is not None
-            grid[r].append(action)
-        if not moved:
-            r = next(r for r in range(p) if at[r] < len(orders[r]))
-            raise ValueError(f"rank {r} waits for ever for the input of {orders[r][at[r]]}")
-        t += 1
+            row.append(action)
+        if not any(row[-1] for row in grid):
+            r = next(r for r, rest in enumerate(to_do) if rest)
+            raise ValueError(f"rank {r} waits for ever for the input of {to_do[r][0][0]}")
+        now += 1
     return grid
 
 
-def _place_weights(
-    orders: Sequence[Sequence[Action]], m: int, cap: int, v_shape: bool = False
-) -> tuple[tuple[Action, ...], ...]:
-    """Put the W's into orders of F's and B's: see _run."""
-    grid = _run(orders, 2 if v_shape else 1, True, v_shape, cap)
-    return tuple(tuple(a for a in rank if a is not None) for rank in grid)
-
-
-def _v_order(p: int, m: int, slow: int, fast: int, cap: int) -> tuple[tuple[Action, ...], ...]:
-    """Repeat one micro-batch's F0 F1 B1 B0 every 6 units of time, then place the W's.
-
-    From rank to rank F0 and B1 move on after `slow` units, F1 and B0 after `fast`.
-    """
-    orders = []
-    t1 = slow * (p - 1) + 1
-    t2 = t1 + fast * (p - 1) + 1
-    t3 = t2 + slow * (p - 1) + 1
-    for d in range(p):
-        up = p - 1 - d
-        begin = (("F", 0, slow * d), ("F", 1, t1 + fast * up), ("B", 1, t2 + slow * d))
-        timed = [
-            (at + 6 * i, n, Action(kind, chunk, i))
-            for i in range(m)
-            for n, (kind, chunk, at) in enumerate((*begin, ("B", 0, t3 + fast * up)))
-        ]
-        orders.append([action for _, _, action in sorted(timed)])
-    return _place_weights(orders, m, cap, v_shape=True)
+def _place_weights(schedule: Schedule, cap: int) -> Schedule:
+    """Place the W's anew: see slots."""
+    ranks = tuple(tuple(a for a in rank if a.kind != "W") for rank in schedule.ranks)
+    grid = slots(replace(schedule, ranks=ranks), cap)
+    return replace(schedule, ranks=tuple(tuple(a for a in row if a) for row in grid))
 
 
 def _actions(kind: str, m: int, v: int = 1, group: int | None = None) -> list[Action]:
     """List the actions of a kind: by groups of micro-batches, chunk by chunk within a group."""
-    group = group or m
     chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
-    return [
-        Action(kind, chunk, i)
-        for first in range(0, m, group)
-        for chunk in chunks
-        for i in range(first, min(first + group, m))
-    ]
+    groups = [range(i, min(i + (group or m), m)) for i in range(0, m, group or m)]
+    return [Action(kind, chunk, i) for members in groups for chunk in chunks for i in members]
 
 
-def _fused(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Do `warm_up` forwards, then a forward and a backward in turn while there are both."""
-    order = forwards[:warm_up]
-    for f, b in zip_longest(forwards[warm_up:], backwards):
-        order += [f] if f else []
-        order += [b, b._replace(kind="W")] if b else []
+def _one_in_turn(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action, ...]:
+    """Do `warm_up` forwards, then a forward and a backward (B and W) in turn while there are."""
+    order = f[:warm_up]
+    for forward, backward in zip_longest(f[warm_up:], b):
+        order += [forward] if forward else []
+        order += [backward, backward._replace(kind="W")] if backward else []
     return tuple(order)

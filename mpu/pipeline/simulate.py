@@ -63,16 +63,14 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """
     hoisted = []
     for rank in _blocking(schedule):
-        receives = [step.receives for step in rank]
-        for n in range(1, len(rank)):
-            before = n - 1
+        receives: list[tuple[Message, ...]] = [()] * len(rank)
+        for n, step in enumerate(rank):
+            before = max(n - 1, 0)
             if not schedule.split and rank[before].action.kind == "W":
                 before -= 1
-            receives[before] += rank[n].receives
-            receives[n] = receives[n][len(rank[n].receives) :]
-        hoisted.append(
-            tuple(Step(s.action, r, s.sends) for s, r in zip(rank, receives, strict=True))
-        )
+            receives[before] += step.receives
+        steps = zip(rank, receives, strict=True)
+        hoisted.append(tuple(step._replace(receives=earlier) for step, earlier in steps))
     return tuple(hoisted)
 
 
@@ -82,36 +80,129 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
     The linear order is that of unit time, rank by rank within a unit: each action is followed by
     its send, and the receiver receives at that very place, before its next action.
     """
-    grid = slots(schedule)
-    steps: list[list[Step]] = [[] for _ in grid]
-    arrived: list[list[Message]] = [[] for _ in grid]
-    for t in range(max(map(len, grid), default=0)):
-        for rank, row in enumerate(grid):
-            action = row[t] if t < len(row) else None
+    messages = {}
+    for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
+        for action, source in zip(actions, sources, strict=True):
+            if source and source[0] != rank:
+                messages[source] = Message(*action, source[0], rank)
+    steps: list[list[Step]] = [[] for _ in schedule.ranks]
+    arrived: list[list[Message]] = [[] for _ in schedule.ranks]
+    for now in zip(*slots(schedule), strict=True):
+        for rank, action in enumerate(now):
             if action is None:
                 continue
-            sends = message(schedule, rank, action)
             receives: tuple[Message, ...] = ()
             if schedule.split or action.kind != "W":
                 receives = tuple(arrived[rank])
                 arrived[rank].clear()
+            sends = messages.get((rank, action))
             steps[rank].append(Step(action, receives, sends))
-            if sends is not None:
+            if sends:
                 arrived[sends.to].append(sends)
     return steps
 
 
-def message(schedule: Schedule, rank: int, action: Action) -> Message | None:
-    """Return what an action sends to another rank, or None."""
-    kind, chunk, i = action
-    stage = schedule.stage(rank, chunk)
-    if kind == "F":
-        stage += 1
-    elif kind == ("B" if schedule.split else "W"):
-        stage -= 1
-    else:
-        return None
-    if not 0 <= stage < schedule.stages:
-        return None
-    to, chunk = schedule.place(stage)
-    return None if to == rank else Message("F" if kind == "F" else "B", chunk, i, rank, to)
+class ScheduleError(ValueError):
+    """A schedule that cannot be run: the text names the rank, the action and what is broken."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule costs: times in the unit of the costs, one entry a rank in every tuple.
+
+    step: from the first begin to the last end. bubble: step minus the busiest rank's work.
+    idle: waiting between a rank's own first begin and last end. peak_for_b, peak_for_w, peak: the
+    most activations held for B's, for W's and for both at once, in the order of the actions.
+    """
+
+    timeline: Timeline
+    step: float
+    bubble: float
+    busy: tuple[float, ...]
+    idle: tuple[float, ...]
+    peak_for_b: tuple[float, ...]
+    peak_for_w: tuple[float, ...]
+    peak: tuple[float, ...]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    held_for_b: Sequence[float] | None = None,
+    held_for_w: Sequence[float] | None = None,
+) -> Simulation:
+    """Time a schedule: each rank does its list in order, and waits for inputs; sends do not wait.
+
+    held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
+    without them the peaks count activations, one for each micro-batch of a stage. An F holds
+    nothing if the schedule has no backward.
+    """
+    if (held_for_b is None) != (held_for_w is None):
+        raise ValueError("simulate takes held_for_b and held_for_w, or neither")
+    for_b = held_for_b or [1.0] * schedule.stages
+    for_w = held_for_w or [1.0] * schedule.stages
+    timeline = Timeline(_time(schedule, costs))
+    begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
+    ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
+    busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
+    peaks = [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
+    step = max(ends) - min(begins)
+    return Simulation(
+        timeline=timeline,
+        step=step,
+        bubble=step - max(busy),
+        busy=tuple(busy),
+        idle=tuple(e - b - w for b, e, w in zip(begins, ends, busy, strict=True)),
+        peak_for_b=tuple(p[0] for p in peaks),
+        peak_for_w=tuple(p[1] for p in peaks),
+        peak=tuple(p[2] for p in peaks),
+    )
+
+
+def _time(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
+    """Return when each action begins and ends."""
+    cost = {"F": costs.forward, "B": costs.input_gradient, "W": costs.weight_gradient}
+    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    ends: dict[tuple[int, Action], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            mine = spans[rank]
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
+                source = schedule.sources[rank][len(mine)]
+                begin = mine[-1].end if mine else 0.0
+                if source:
+                    if source not in ends:
+                        break
+                    begin = max(begin, ends[source] + (costs.send if source[0] != rank else 0.0))
+                end = begin + cost[action.kind][schedule.stage(rank, action.chunk)]
+                mine.append(Span(action, begin, end))
+                ends[rank, action] = end
+                moved = True
+    for rank, actions in enumerate(schedule.ranks):
+        if len(spans[rank]) < len(actions):
+            action = actions[len(spans[rank])]
+            raise ScheduleError(f"rank {rank} waits for ever for the input of {action}")
+    return tuple(tuple(mine) for mine in spans)
+
+
+def _peaks(
+    schedule: Schedule, rank: int, for_b: Sequence[float], for_w: Sequence[float]
+) -> tuple[float, float, float]:
+    """Return the most that a rank holds for its B's, for its W's, and for both at once."""
+    trains = any(action.kind == "B" for action in schedule.ranks[rank])
+    b = w = 0.0
+    most = (0.0, 0.0, 0.0)
+    for kind, chunk, _ in schedule.ranks[rank] if trains else ():
+        stage = schedule.stage(rank, chunk)
+        if kind == "F":
+            b += for_b[stage]
+        elif kind == "B":
+            b -= for_b[stage]
+            w += for_w[stage] if schedule.split else 0.0
+        elif schedule.split:
+            w -= for_w[stage]
+        most = (max(most[0], b), max(most[1], w), max(most[2], b + w))
+    return most
