@@ -104,24 +104,33 @@ def output(words: list[str], tp: int) -> str:
     return done.stdout
 
 
+def model_flags(size: str) -> list[str]:
+    """Return the flags of pretrain_llama.py that the cases share."""
+    h, layers, heads, groups, ffn, vocab, s = SIZES[size]
+    return f"""
+        --num-layers {layers} --hidden-size {h} --num-attention-heads {heads}
+        --group-query-attention --num-query-groups {groups} --ffn-hidden-size {ffn}
+        --seq-length {s} --swiglu --max-position-embeddings {s}
+        --untie-embeddings-and-output-weights --rotary-base 500000
+        --mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-workers 0
+        --lr 3e-4 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+        --log-interval 1 --device cpu
+    """.split()
+
+
 def run_weft(case: str, steps: int) -> tuple[list[float], float]:
     """Run pretrain_llama.py; return seconds of the timed steps and rank 0's peak megabytes."""
     size, dtype, tp = case.split("-")
-    h, layers, heads, groups, ffn, vocab, s = SIZES[size]
     warm = 2
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.json"
-        flags = f"""
-            --num-layers {layers} --hidden-size {h} --num-attention-heads {heads}
-            --group-query-attention --num-query-groups {groups} --ffn-hidden-size {ffn}
-            --seq-length {s} --swiglu
-            --max-position-embeddings {s} --untie-embeddings-and-output-weights --rotary-base 500000
-            --mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-workers 0
-            --micro-batch-size {BATCH} --global-batch-size {BATCH} --lr 3e-4
-            --lr-decay-style constant
-            --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --train-iters {warm + steps}
-            --log-interval 1 --log-json {log} --device cpu --tensor-model-parallel-size {tp}
+        flags = (
+            model_flags(size)
+            + f"""
+            --micro-batch-size {BATCH} --global-batch-size {BATCH} --train-iters {warm + steps}
+            --log-json {log} --tensor-model-parallel-size {tp}
         """.split()
+        )
         flags += ["--bf16"] if dtype == "bf16" else []
         flags += ["--sequence-parallel"] if tp != "1" else []
         output([*command(int(tp)), str(ROOT / "pretrain_llama.py"), *flags], int(tp))
@@ -151,21 +160,27 @@ def run_bound(case: str) -> float:
 
 
 def bound_of_this_process(size: str, dtype: str, tp: str) -> float:
-    """Time forward, dgrad and wgrad matmuls, and attention both ways, of one rank; the best of
-    five.
+    """Return the seconds of one rank's matmuls and attention in a step."""
+    layer, head = products(size, dtype, int(tp), BATCH)
+    return SIZES[size][1] * layer + head
+
+
+def products(size: str, dtype: str, t: int, batch: int) -> tuple[float, float]:
+    """Time forward, dgrad and wgrad matmuls, and attention both ways, for `batch` sequences on one
+    rank: seconds of a layer, and of the head. The best of five.
     """
-    h, layers, heads, groups, ffn, vocab, s = SIZES[size]
-    t, d, n = int(tp), h // heads, BATCH * s
+    h, _, heads, groups, ffn, vocab, s = SIZES[size]
+    d, n = h // heads, batch * s
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     wide = (heads + 2 * groups) * d // t
     layer = [(h, wide), (heads * d // t, h), (h, 2 * ffn // t), (ffn // t, h)]
-    shapes = [(i, o, layers) for i, o in layer] + [(h, vocab // t, 1)]
+    shapes = [*layer, (h, vocab // t)]
     best = [float("inf")] * (len(shapes) + 1)
-    q = torch.randn(BATCH, heads // t, s, d, dtype=kind, requires_grad=True)
-    k, v = (torch.randn(BATCH, groups // t, s, d, dtype=kind, requires_grad=True) for _ in "kv")
+    q = torch.randn(batch, heads // t, s, d, dtype=kind, requires_grad=True)
+    k, v = (torch.randn(batch, groups // t, s, d, dtype=kind, requires_grad=True) for _ in "kv")
     for _ in range(5):
-        for at, (i, o, _) in enumerate(shapes):
+        for at, (i, o) in enumerate(shapes):
             x, w, dy = (torch.randn(*z, dtype=kind) for z in ((n, i), (o, i), (n, o)))
             y, dx, dw = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i), (o, i)))
             begin = time.perf_counter()
@@ -177,9 +192,7 @@ def bound_of_this_process(size: str, dtype: str, tp: str) -> float:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups != heads)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         best[-1] = min(best[-1], time.perf_counter() - begin)
-    return (
-        sum(b * count for b, (_, _, count) in zip(best, shapes, strict=False)) + layers * best[-1]
-    )
+    return sum(best[: len(layer)]) + best[-1], best[len(layer)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ class Profile:
     """Trace steps [--profile-step-start, --profile-step-end), counted from 0 at the run's start.
 
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
-    pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
+    pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
+    --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
     """
 
     def __init__(self, config: Config, grid: Grid, engine: Engine) -> None:

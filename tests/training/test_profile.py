@@ -43,8 +43,8 @@ def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
     written = sorted((tmp_path / "profile").glob("pipeline_rank*.json"))
     assert [path.name for path in written] == ["pipeline_rank0.json", "pipeline_rank1.json"]
     told = json.loads(written[1].read_text())
-    assert (told["schedule"], told["pp_rank"], told["pp_size"], told["iteration"]) == (
-        "1f1b", 1, 2, 3,
-    )  # fmt: skip
-    ((kind, chunk, micro_batch, begin, end),) = told["spans"]
-    assert (kind, chunk, micro_batch) == ("F", 0, 0) and abs(end - begin - 0.5) < 1e-6
+    assert (told["schedule"], told["pp_rank"], told["pp_size"]) == ("1f1b", 1, 2)
+    assert [step["iteration"] for step in told["steps"]] == [2, 3]
+    for step in told["steps"]:
+        ((kind, chunk, micro_batch, begin, end),) = step["spans"]
+        assert (kind, chunk, micro_batch) == ("F", 0, 0) and abs(end - begin - 0.5) < 1e-6
