@@ -95,9 +95,7 @@ def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Sc
     if name not in NAMES:
         raise ValueError(f"{name!r} is no schedule: the schedules are {', '.join(NAMES)}")
     if min(p, m, v) < 1:
-        raise ValueError(
-            f"pipeline size {p}, micro-batches {m} and virtual stages {v} must each be at least 1"
-        )
+        raise ValueError(f"pipeline size {p}, micro-batches {m} and v {v} must be at least 1")
     if name == "interleaved":
         return interleaved(p, m, v, group)
     if group is not None:
@@ -198,9 +196,8 @@ def zb_v(p: int, m: int) -> Schedule:
 
     Bubble (p-1) F of one chunk at F = B = W from m = p on: each rank starts one F after the rank
     before, and from m = 2p - 1 on none waits again. Any rank holds up to 2p activations of a chunk,
-    the memory of p micro-batches; a message passes twice as often as in 1F1B. Take it when F, B and
-    W are about equal (Qi et al. 2023, section 6). Below 2p - 1 micro-batches the F's and B's keep
-    this order, and each W is done where the rank would wait.
+    the memory of p micro-batches. Take it when F, B and W are about equal (Qi et al. 2023). With
+    fewer than 2p - 1 micro-batches each W is done where the rank would wait.
     """
     n = max(m, 2 * p - 1)
     ranks = []
@@ -233,10 +230,10 @@ def v_half(p: int, m: int) -> Schedule:
     up to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Take it
     when memory decides (Qi, Wan, Amar, Lin 2024).
     """
-    # When F1 begins on the last rank, B1 on rank 0, B0 on the last rank: as early as the inputs
-    # allow if the four begin at different times mod 6 on every rank.
-    odd, even = (2 * p - 1, 3 * p - 1, 5 * p - 1), (2 * p + 2, 3 * p + 3, 5 * p + 5)
-    turn, loss, back = odd if p % 2 else even
+    # F1 on the last rank, B1 on rank 0, B0 on the last rank begin as early as they can, if the four
+    # are to begin at different times mod 6 on every rank.
+    n, less = (p, 1) if p % 2 else (p + 1, 0)
+    turn, loss, back = 2 * n - less, 3 * n - less, 5 * n - less
     ranks = []
     for r in range(p):
         up = p - 1 - r

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove a schedule and time it before anything runs: messages, validate, simulate."""
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from mpu.pipeline.schedules import Action, Schedule, slots
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run: the text names the rank, the action and what is broken."""
 
 
 class Message(NamedTuple):
@@ -17,6 +23,9 @@ class Message(NamedTuple):
     micro_batch: int
     sender: int  # rank
     to: int  # rank
+
+    def __str__(self) -> str:
+        return f"{Action(*self[:3])} from rank {self.sender} to rank {self.to}"
 
 
 class Step(NamedTuple):
@@ -78,7 +87,8 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
     """Return each rank's steps in which a receive stands where the message is sent.
 
     The linear order is that of unit time, rank by rank within a unit: each action is followed by
-    its send, and the receiver receives at that very place, before its next action.
+    its send, and the receiver receives at that very place, before its next action. A B that its W
+    follows as one backward stands where the W does.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
@@ -89,12 +99,12 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
     arrived: list[list[Message]] = [[] for _ in schedule.ranks]
     for now in zip(*slots(schedule), strict=True):
         for rank, action in enumerate(now):
-            if action is None:
+            if action is None or (action.kind == "B" and not schedule.split):
                 continue
-            receives: tuple[Message, ...] = ()
-            if schedule.split or action.kind != "W":
-                receives = tuple(arrived[rank])
-                arrived[rank].clear()
+            receives, arrived[rank] = tuple(arrived[rank]), []
+            if action.kind == "W" and not schedule.split:
+                steps[rank].append(Step(action._replace(kind="B"), receives, None))
+                receives = ()
             sends = messages.get((rank, action))
             steps[rank].append(Step(action, receives, sends))
             if sends:
@@ -102,8 +112,91 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
     return steps
 
 
-class ScheduleError(ValueError):
-    """A schedule that cannot be run: the text names the rank, the action and what is broken."""
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError unless the schedule can be run, and gives the weights every other gives.
+
+    Every action of every rank stands there once (those of forwards alone: see forward_only); F
+    before B before W; B's and W's of a chunk in micro-batch order, so that gradients add up in one
+    order; B directly before its W unless split; no rank waits for ever for an input; and the
+    messages can be run: see rehearse.
+    """
+    kinds = "FBW" if any(a.kind != "F" for rank in schedule.ranks for a in rank) else "F"
+    expected = list(product(kinds, range(schedule.chunks), range(schedule.micro_batches)))
+    for rank, actions in enumerate(schedule.ranks):
+        at = {action: n for n, action in enumerate(actions)}
+        for wanted in expected:
+            if wanted not in at:
+                raise ScheduleError(f"rank {rank} lacks {Action(*wanted)}")
+        if len(actions) > len(expected):
+            extra = (Counter(actions) - Counter(Action(*wanted) for wanted in expected)).popitem()
+            raise ScheduleError(f"rank {rank} does {extra[0]} once more than it should")
+        for action in actions:
+            kind, chunk, i = action
+            before = {"B": "F", "W": "B"}.get(kind)
+            if before and at[Action(before, chunk, i)] > at[action]:
+                raise ScheduleError(f"rank {rank} does {action} before its {before}")
+            if kind != "F" and i and at[Action(kind, chunk, i - 1)] > at[action]:
+                raise ScheduleError(f"rank {rank} does {action} before micro-batch {i - 1}")
+            if kind == "W" and not schedule.split and at[Action("B", chunk, i)] != at[action] - 1:
+                raise ScheduleError(f"rank {rank} parts {action} from its B, and is not split")
+    try:
+        steps = _blocking(schedule)
+    except ValueError as standstill:
+        raise ScheduleError(str(standstill)) from None
+    rehearse(schedule, steps)
+    rehearse(schedule, plan(schedule), blocking=False)
+
+
+def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool = True) -> None:
+    """Raise ScheduleError unless the messages of a plan can be run.
+
+    Each action's input is received before it, and on every directed pair of ranks the n-th receive
+    takes what the n-th send gives. blocking: also execute all sends and receives, both sides of a
+    message at once, and see that no rank waits for ever.
+    """
+    gives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    takes: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for rank, mine in enumerate(steps):
+        received: set[Message] = set()
+        for step, source in zip(mine, schedule.sources[rank], strict=True):
+            received.update(step.receives)
+            if source and source[0] != rank:
+                needs = Message(*step.action, source[0], rank)
+                if needs not in received:
+                    raise ScheduleError(f"rank {rank} does {step.action} before it receives it")
+            for message in step.receives:
+                takes[message.sender, rank].append(message)
+            if step.sends:
+                gives[rank, step.sends.to].append(step.sends)
+    for sender, to in sorted(gives.keys() | takes.keys()):
+        for given, taken in zip_longest(gives[sender, to], takes[sender, to]):
+            if given != taken:
+                raise ScheduleError(
+                    f"rank {sender} sends {given or 'no more'} where rank {to} receives "
+                    f"{taken or 'no more'}"
+                )
+    if blocking:
+        _rendezvous(steps)
+
+
+def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
+    """Send and receive in each rank's order, either only together with the other side."""
+    to_do = [deque(m for step in mine for m in (*step.receives, step.sends) if m) for mine in steps]
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(to_do):
+            while own:
+                peer = to_do[own[0].to if own[0].sender == rank else own[0].sender]
+                if not peer or peer[0] != own[0]:
+                    break
+                peer.popleft()
+                own.popleft()
+                moved = True
+    for rank, own in enumerate(to_do):
+        if own:
+            verb = "send" if own[0].sender == rank else "receive"
+            raise ScheduleError(f"rank {rank} waits for ever to {verb} {own[0]}")
 
 
 @dataclass(frozen=True)
