@@ -56,7 +56,7 @@ LIVE = """
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
 --recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
---recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers recomputed (block)
+--recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
 --ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)

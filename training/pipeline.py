@@ -170,10 +170,12 @@ def told(stages: tuple[Stage, ...]) -> str:
 
 
 def _told(stage: Stage) -> str:
-    layers = {0: [], 1: [f"layer {stage.first}"]}.get(
-        len(stage.layers), [f"layers {stage.first}-{stage.last - 1}"]
-    )
-    return " + ".join(["embedding"] * stage.embedding + layers + ["head"] * stage.loss) or "nothing"
+    parts = ["embedding"] * stage.embedding
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.first}")
+    elif stage.layers:
+        parts.append(f"layers {stage.first}-{stage.last - 1}")
+    return " + ".join(parts + ["head"] * stage.loss) or "nothing"
 
 
 def ideal_bubble(name: str, p: int, v: int, cost: Costs) -> tuple[str, float]:
@@ -262,4 +264,4 @@ def _cut_by(p: ParallelConfig) -> str:
         value = getattr(p, flag[2:].replace("-", "_"))
         if value not in (None, False):
             given.append(flag if value is True else f"{flag} {value}")
-    return " and ".join(given[-2:])
+    return " and ".join(given)

@@ -112,13 +112,10 @@ def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int
     """Put the same number on every stage; an end that is counted stands in a layer's place."""
     things = num_layers + embedding + loss
     if things % stages:
-        counted = " and ".join(
-            [f"{num_layers} layers"] + ["the embedding"] * embedding + ["the loss"] * loss
-        )
+        ends = " and the embedding" * embedding + " and the loss" * loss
         raise ValueError(
-            f"{counted}, {things} in all, do not divide over {stages} stages"
-            if embedding or loss
-            else f"{counted} do not divide over {stages} stages"
+            f"{num_layers} layers{ends}{f', {things} in all,' if ends else ''} do not divide over "
+            f"{stages} stages"
         )
     counts = [things // stages] * stages
     counts[0] -= embedding

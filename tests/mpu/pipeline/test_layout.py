@@ -4,7 +4,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpu.pipeline.layout import Stage, read_layout, stages
@@ -54,6 +54,7 @@ def test_the_balance(args, head, expected):
     check_whole(stages(*args, head_cost=head), args[0])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 2.7, 30.0]))
 def test_no_cut_has_a_faster_slowest_rank(p, more, head):
     num_layers = p + more
@@ -66,6 +67,7 @@ def test_no_cut_has_a_faster_slowest_rank(p, more, head):
     assert max(work_of_ranks(cut, p, 1, False, head)) == best
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 8),
