@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in real runs: what it holds, what it lets go, what it says, and what it does not need
+autograd for.
+"""
+
+import functools
+import weakref
+
+import pytest
+import torch
+
+import pretrain_llama
+from mpu.comm.watch import Watch
+from mpu.param import WeightGradientQueue, run_deferred
+from mpu.pipeline.engine import Engine
+from mpu.pipeline.schedules import build, forward_only
+from mpu.pipeline.simulate import Costs, simulate
+from tests.twin import config_of, micro_batches
+from training.pipeline import schedule_of
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
+
+
+class Live:
+    """Counts the storages that autograd saves, by a finaliser on each; those of before are not."""
+
+    def __init__(self, run):
+        known = [*run.model.parameters(), *run.model.rope(None, 12)]
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.sets: dict[object, int] = {}  # stage and micro-batch: storages alive
+        self.bytes = self.most_bytes = self.most_sets = 0
+        self.seen: dict[int, object] = {}
+        self.now: object = None
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        at = storage.data_ptr()
+        if at not in self.known and at not in self.seen and storage.nbytes():
+            self.seen[at] = self.now
+            self.sets[self.now] = self.sets.get(self.now, 0) + 1
+            self.bytes += storage.nbytes()
+            self.most_bytes = max(self.most_bytes, self.bytes)
+            self.most_sets = max(self.most_sets, len(self.sets))
+            weakref.finalize(storage, self.gone, at, storage.nbytes())
+        return tensor.detach()
+
+    def gone(self, at: int, nbytes: int) -> None:
+        key = self.seen.pop(at)
+        self.bytes -= nbytes
+        self.sets[key] -= 1
+        if not self.sets[key]:
+            del self.sets[key]
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+
+def one_alone(run, batch, chunk: int) -> tuple[int, int]:
+    """Return the bytes that one micro-batch keeps on a stage for B, and after B for W."""
+    live, stage = Live(run), run.model.stages[chunk]
+    hidden = None
+    if not stage.embedding:
+        hidden = torch.randn(run.model.hidden_shape(*batch.tokens.shape), dtype=torch.float64)
+        hidden.requires_grad_()
+    with live.hooks():
+        out = run.model(batch.tokens, batch.labels, hidden=hidden, chunk=chunk)
+    edge, shape = torch.autograd.graph.get_gradient_edge(out), out.shape
+    del out
+    for_b = live.bytes
+    run.engine.queue.defer()
+    torch.autograd.backward((edge,), (torch.randn(shape, dtype=torch.float64),))
+    del edge, hidden
+    kept = run.engine.queue.take()
+    for_w = live.bytes
+    run_deferred(kept)
+    assert live.bytes == 0 < for_w < for_b
+    return for_b, for_w
+
+
+def measured(comm, name: str, pp: int, m: int) -> dict:
+    """Train one step; return what was alive at most, and what one micro-batch keeps a stage."""
+    case = dict(schedule=name, pp=pp, v=CHUNKS[name], m=m, tp=1, dp=1, sp=False, tied=False,
+                recompute=None, layers=8, rows=m, lr=1e-3)  # fmt: skip
+    config = config_of(case)
+    grid = comm.grid(pp=pp)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    batches = micro_batches(case, 0)
+    stages = [schedule_of(config, m).stage(grid.pp.rank, c) for c in range(CHUNKS[name])]
+    alone = {s: one_alone(run, batches[0], c) for c, s in enumerate(stages)}
+    live, forward = Live(run), run.model.forward
+
+    def noted(tokens, *args, **more):
+        live.now = (more["chunk"], tokens.data_ptr())
+        return forward(tokens, *args, **more)
+
+    run.model.forward = noted
+    with live.hooks():
+        pretrain_llama.train_step(run, batches, 1e-3)
+    assert live.bytes == 0 and not live.sets, "something is held after the step"
+    return {"sets": live.most_sets, "bytes": live.most_bytes, "alone": alone}
+
+
+@pytest.mark.parametrize("pp, m", [(2, 6), (4, 8)])
+def test_live_activations_are_those_of_the_simulation(world, pp, m):
+    for name, chunks in CHUNKS.items():
+        results = world(pp).run(measured, name, pp, m)
+        alone = functools.reduce(dict.__or__, (r["alone"] for r in results))
+        schedule = build(name, pp, m, chunks)
+        even = [1.0] * schedule.stages
+        costs = Costs(even, even, even)
+        counts = simulate(schedule, costs)
+        sizes = [[alone[s][kind] for s in range(schedule.stages)] for kind in (0, 1)]
+        held = simulate(schedule, costs, held_for_b=sizes[0], held_for_w=sizes[1])
+        assert [r["sets"] for r in results] == list(counts.peak), name
+        assert [r["bytes"] for r in results] == list(held.peak), name
+
+
+def forward_alone(comm, name: str, m: int) -> dict:
+    """Run a schedule's F's on stages that add 1; return what the last one made."""
+    pp, v = comm.size, CHUNKS[name]
+    schedule = forward_only(build(name, pp, m, v))
+    grid, seen, alive = comm.grid(pp=pp), [], []
+    queue, device = WeightGradientQueue(), torch.device("cpu")
+    engine = Engine(grid, queue, Watch(), torch.float64, device)
+
+    def forward(chunk, i, hidden):
+        assert not torch.is_grad_enabled()
+        out = torch.full((3, 2), float(i), dtype=torch.float64) if hidden is None else hidden + 1
+        alive.append(weakref.ref(out.untyped_storage()))
+        if schedule.stage(grid.pp.rank, chunk) == schedule.stages - 1:
+            seen.append(out.tolist())
+        return out
+
+    engine.run(schedule, forward, (3, 2))
+    assert not any(ref() is not None for ref in alive), "an output outlived the run"
+    return {"seen": seen}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_forward_alone_passes_every_micro_batch_through_every_stage(world, name):
+    results = world(2).run(forward_alone, name, 6)
+    (seen,) = [r["seen"] for r in results if r["seen"]]
+    stages = 2 * CHUNKS[name]
+    assert seen == [[[float(i + stages - 1)] * 2] * 3 for i in range(6)]
