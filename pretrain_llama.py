@@ -47,6 +47,7 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.optimizer import Optimizer
+from training import pipeline
 from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
@@ -165,14 +166,9 @@ def llama_config(config: Config) -> LlamaConfig:
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Lay the ranks out; no process group yet."""
     p = config.parallel
-    return Grid(
-        launch.world,
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        p.pipeline_model_parallel_size,
-        launch,
-        p.distributed_backend,
-    )
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
+    return Grid(launch.world, tp, cp, pp, launch, backend)
 
 
 def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
@@ -363,7 +359,7 @@ def meta_model(config: Config, grid: Grid) -> Llama:
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load, train and close the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in config.notes:
+    for line in [*config.notes, *pipeline.lines(config)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
