@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw a pipeline schedule, as simulated or as it ran, and print its numbers.
+
+    python tools/draw_schedule.py --schedule zb-v -p 4 -m 8 --out zb-v.svg
+    python tools/draw_schedule.py --all docs/schedules
+    python tools/draw_schedule.py --profile runs/mine/profile --out measured.png
+
+--profile takes the folder in which a run with --profile has left its pipeline_rank<r>.json.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpu.pipeline.draw import caption, draw, heading
+from mpu.pipeline.schedules import NAMES, Action, Schedule, build, table
+from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
+from mpu.pipeline.timeline import Summary, rows, summary, usual_peak
+
+CHUNKS = {"interleaved": 2, "zb-v": 2, "v-half": 2}  # where there are more than 1, unless -v says
+
+
+def simulated(schedule: Schedule, costs: Sequence[float], send: float) -> Timeline:
+    """Return the timeline of a schedule. costs: F, B and W of a rank's layers on a micro-batch."""
+    f, b, w = ([cost / schedule.chunks] * schedule.stages for cost in costs)
+    return simulate(schedule, Costs(f, b, w, send)).timeline
+
+
+def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Timeline, int]:
+    """Return what the ranks of a run did, in ms, and in which step: that of the median length.
+
+    iteration: another step. Raises ValueError if the files are not those of one run, or lack one.
+    """
+    first = _read(folder / "pipeline_rank0.json")
+    told = [first]
+    told += [_read(folder / f"pipeline_rank{rank}.json") for rank in range(1, first["pp_size"])]
+    for rank, own in enumerate(told):
+        for key in ("schedule", "micro_batches", "chunks", "v_shape", "split", "pp_size"):
+            if own[key] != first[key]:
+                raise ValueError(
+                    f"{folder}: the files are of different runs: {key} is {first[key]} on rank 0 "
+                    f"and {own[key]} on rank {rank}"
+                )
+        if own["pp_rank"] != rank:
+            raise ValueError(
+                f"{folder}/pipeline_rank{rank}.json: was written by rank {own['pp_rank']}"
+            )
+        if list(own["steps"]) != list(first["steps"]):
+            raise ValueError(
+                f"{folder}: the files are of different runs: rank 0 has the steps "
+                f"{_list(first['steps'])} and rank {rank} {_list(own['steps'])}"
+            )
+    steps = {i: Timeline(tuple(own["steps"][i] for own in told)) for i in first["steps"]}
+    if iteration is None:
+        lengths = {i: _length(step) for i, step in steps.items()}
+        middle = statistics.median_low(lengths.values())
+        iteration = next(i for i, length in lengths.items() if length == middle)
+    if iteration not in steps:
+        raise ValueError(f"{folder}: holds the steps {_list(steps)}, not {iteration}")
+    timeline = steps[iteration]
+    orders = tuple(tuple(_actions(spans)) for spans in timeline.ranks)
+    kept = {key: first[key] for key in ("micro_batches", "chunks", "split", "v_shape")}
+    schedule = Schedule(first["schedule"], orders, **kept)
+    try:
+        validate(schedule)
+    except ValueError as error:
+        raise ValueError(f"{folder}: step {iteration} is not whole: {error}") from None
+    return schedule, _from_zero(timeline), iteration
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read what one rank has written, its steps as {iteration: spans}."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        told["steps"] = {
+            int(step["iteration"]): tuple(
+                Span(Action(str(kind), int(chunk), int(i)), float(begin), float(end))
+                for kind, chunk, i, begin, end in step["spans"]
+            )
+            for step in told["steps"]
+        }
+        sizes = [told[key] for key in ("pp_size", "micro_batches", "chunks")]
+        whole = all(isinstance(size, int) and size > 0 for size in sizes) and told["steps"]
+        kinds = {span.action.kind for spans in told["steps"].values() for span in spans}
+        known = {"pp_rank", "v_shape", "split"} <= told.keys() and kinds <= {"F", "B", "W", "BW"}
+        if not (whole and known and all(told["steps"].values())):
+            raise KeyError
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: not what a training run with --profile writes") from None
+    if told["schedule"] not in NAMES:
+        raise ValueError(f"{path}: schedule {told['schedule']!r} is none of {', '.join(NAMES)}")
+    return told
+
+
+def _actions(spans: Sequence[Span]) -> list[Action]:
+    """Return the actions of spans; a BW is a B and a W."""
+    return [action._replace(kind=kind) for action, _, _ in spans for kind in action.kind]
+
+
+def _length(timeline: Timeline) -> float:
+    """Return the time from the first begin to the last end."""
+    spans = [span for rank in timeline.ranks for span in rank]
+    return max(span.end for span in spans) - min(span.begin for span in spans)
+
+
+def _from_zero(timeline: Timeline) -> Timeline:
+    """Count the time from the first begin, in ms instead of seconds."""
+    zero = min(span.begin for spans in timeline.ranks for span in spans)
+    return Timeline(
+        tuple(
+            tuple(Span(a, 1e3 * (begin - zero), 1e3 * (end - zero)) for a, begin, end in spans)
+            for spans in timeline.ranks
+        )
+    )
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def tabulate(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return lines under their heads, each column as wide as it must be."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in (head, *lines)
+    )
+
+
+def per_rank(numbers: Summary) -> str:
+    """Return the numbers of each rank as a table."""
+    head = ("rank", "busy", "idle", "held for B", "held for W", "peak")
+    counts = (numbers.peak_for_b, numbers.peak_for_w, numbers.peak)
+    lines = []
+    both = zip(numbers.busy, numbers.idle, *counts, strict=True)
+    for rank, (busy, idle, *held) in enumerate(both):
+        lines.append([str(rank), f"{busy:.4g}", f"{idle:.1%}", *map(str, held)])
+    return tabulate(head, lines)
+
+
+def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send: float) -> str:
+    """Draw every schedule into a folder, all to one scale; return their numbers as a table."""
+    drawn = []
+    for name in NAMES:
+        schedule = build(name, p, m, v if name == "interleaved" else CHUNKS.get(name, 1))
+        timeline = simulated(schedule, costs, send)
+        drawn.append((schedule, timeline, summary(rows(timeline, schedule))))
+    until = max(numbers.step for _, _, numbers in drawn)
+    lines = []
+    for schedule, timeline, numbers in drawn:
+        draw(timeline, schedule, folder / f"{schedule.name}.svg", until=until)
+        step, bubble, peak = numbers.step, numbers.bubble, max(numbers.peak)
+        times = [f"{step:.4g}", f"{bubble:.4g}", f"{bubble / step:.1%}"]
+        lines.append([schedule.name, *times, str(peak), f"{peak / usual_peak(schedule):.0%}"])
+    return tabulate(("schedule", "step", "bubble", "share", "peak", "of 1F1B's"), lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the flags, print the numbers, draw the picture; returns the exit status."""
+    args = _flags(argv)
+    try:
+        if args.all:
+            print(draw_all(args.all, args.p, args.m, args.v or 2, args.costs, args.send))
+            return 0
+        if args.profile:
+            schedule, timeline, step = measured(args.profile, args.iteration)
+            title, unit = f"{heading(schedule)}, measured in step {step}", "ms"
+        else:
+            v = args.v or CHUNKS.get(args.schedule, 1)
+            schedule = build(args.schedule, args.p, args.m, v, args.group)
+            timeline = simulated(schedule, args.costs, args.send)
+            title, unit = heading(schedule), ""
+        numbers = summary(rows(timeline, schedule))
+        if args.out:
+            draw(timeline, schedule, args.out, title=title, unit=unit)
+        print(title, caption(numbers, unit), per_rank(numbers), sep="\n")
+        if args.table:
+            print(table(schedule))
+    except (ValueError, OSError) as error:
+        print(f"draw_schedule.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
+    what.add_argument("--all", type=Path, metavar="DIR", help="draw each of them into DIR")
+    what.add_argument(
+        "--profile", type=Path, metavar="DIR", help="draw a run measured by --profile"
+    )
+    parser.add_argument("-p", type=int, default=4, help="pipeline size (4)")
+    parser.add_argument("-m", type=int, default=8, help="micro-batches (8)")
+    parser.add_argument(
+        "-v", type=int, help="virtual stages a rank (2 where it may be more than 1)"
+    )
+    parser.add_argument("--group", type=int, help="micro-batch group size of interleaved (p)")
+    parser.add_argument(
+        "--costs",
+        type=_costs,
+        default=(1.0, 1.0, 1.0),
+        metavar="F,B,W",
+        help="of one micro-batch in all layers of a rank (1,1,1); a chunk takes its share",
+    )
+    parser.add_argument("--send", type=float, default=0.0, help="cost of one message (0)")
+    parser.add_argument("--iteration", type=int, help="step of --profile (that of median length)")
+    parser.add_argument("--out", type=Path, help="the .svg or .png to write")
+    parser.add_argument("--table", action="store_true", help="print the schedule as a table too")
+    args = parser.parse_args(argv)
+    if args.send < 0:
+        parser.error(f"--send {args.send}: a message takes no less than 0")
+    if args.iteration is not None and not args.profile:
+        parser.error("--iteration chooses a step of --profile")
+    if args.all and (args.out or args.table or args.group):
+        parser.error("--all takes no --out, --table or --group")
+    return args
+
+
+def _costs(text: str) -> tuple[float, ...]:
+    """Read "1,1,1"."""
+    try:
+        f, b, w = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not three numbers F,B,W") from None
+    if not all(0 < cost < math.inf for cost in (f, b, w)):
+        raise argparse.ArgumentTypeError(f"{text}: every cost must be above 0")
+    return f, b, w
+
+
+if __name__ == "__main__":
+    sys.exit(main())
