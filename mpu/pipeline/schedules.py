@@ -139,7 +139,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     """Cut each rank's layers into v chunks, so that the pipeline fills v times as fast.
 
-    Chunk 1 is in lower case; micro-batches pass by groups (of p unless given), chunk by chunk:
+    Chunk 1 is in lower case. Micro-batches pass chunk by chunk in groups, of p unless given:
 
         0  F0 F1 f0 f1 F2 .  b0 w0 F3 b1 w1 f2 B0 W0 f3 B1 W1 .  b2 w2 .  b3 w3 B2 W2 B3 W3
         1  .  F0 F1 f0 b0 w0 f1 b1 w1 F2 B0 W0 F3 B1 W1 f2 b2 w2 f3 b3 w3 B2 W2 B3 W3 .  .
@@ -230,14 +230,13 @@ def v_half(p: int, m: int) -> Schedule:
     up to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Take it
     when memory decides (Qi, Wan, Amar, Lin 2024).
     """
-    # F1 on the last rank, B1 on rank 0, B0 on the last rank begin as early as they can, if the four
-    # are to begin at different times mod 6 on every rank.
-    n, less = (p, 1) if p % 2 else (p + 1, 0)
-    turn, loss, back = 2 * n - less, 3 * n - less, 5 * n - less
+    # When F1, B1 and B0 begin on rank 0: as early as they can, the four of each rank at different
+    # times mod 6.
+    n = 3 * p
+    turn, loss, back = (n - 2, n - 1, 2 * n - 2) if p % 2 else (n + 1, n + 3, 2 * n + 4)
     ranks = []
     for r in range(p):
-        up = p - 1 - r
-        begins = (2 * r, turn + up, loss + 2 * r, back + up)
+        begins = (2 * r, turn - r, loss + 2 * r, back - r)
         block = list(zip(begins, "FFBB", (0, 1, 1, 0), strict=True))
         timed = [(at + 6 * i, Action(k, c, i)) for i in range(m) for at, k, c in block]
         ranks.append(tuple(action for _, action in sorted(timed)))
@@ -279,8 +278,8 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
     """
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
     done: dict[tuple[int, Action], int] = {}  # in which unit
-    both = zip(schedule.ranks, schedule.sources, strict=True)
-    to_do = [deque(zip(actions, sources, strict=True)) for actions, sources in both]
+    lists = zip(schedule.ranks, schedule.sources, strict=True)
+    to_do = [deque(zip(*both, strict=True)) for both in lists]
     weights: list[deque[Action]] = [deque() for _ in schedule.ranks]  # W's to place
     held = [0] * len(schedule.ranks)
     now = 0

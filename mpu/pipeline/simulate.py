@@ -86,9 +86,10 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 def _blocking(schedule: Schedule) -> list[list[Step]]:
     """Return each rank's steps in which a receive stands where the message is sent.
 
-    The linear order is that of unit time, rank by rank within a unit: each action is followed by
-    its send, and the receiver receives at that very place, before its next action. A B that its W
-    follows as one backward stands where the W does.
+    The linear order is that of unit time: each action is followed by its send, and the receiver
+    receives at that very place, before its next action. Within a unit a receiver acts before its
+    sender where it can, so that nothing is received earlier than it must. A B that its W follows as
+    one backward stands where the W does.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
@@ -98,17 +99,26 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
     steps: list[list[Step]] = [[] for _ in schedule.ranks]
     arrived: list[list[Message]] = [[] for _ in schedule.ranks]
     for now in zip(*slots(schedule), strict=True):
-        for rank, action in enumerate(now):
-            if action is None or (action.kind == "B" and not schedule.split):
-                continue
-            receives, arrived[rank] = tuple(arrived[rank]), []
-            if action.kind == "W" and not schedule.split:
-                steps[rank].append(Step(action._replace(kind="B"), receives, None))
-                receives = ()
-            sends = messages.get((rank, action))
-            steps[rank].append(Step(action, receives, sends))
-            if sends:
-                arrived[sends.to].append(sends)
+        acting = {
+            rank: action
+            for rank, action in enumerate(now)
+            if action and (action.kind != "B" or schedule.split)
+        }
+        while acting:
+            chain = []  # a rank, the one it sends to, ...
+            rank = next(iter(acting))
+            while action := acting.pop(rank, None):
+                sends = messages.get((rank, action))
+                chain.append((rank, action, sends))
+                rank = sends.to if sends else rank
+            for rank, action, sends in reversed(chain):
+                receives, arrived[rank] = tuple(arrived[rank]), []
+                if action.kind == "W" and not schedule.split:
+                    steps[rank].append(Step(action._replace(kind="B"), receives, None))
+                    receives = ()
+                steps[rank].append(Step(action, receives, sends))
+                if sends:
+                    arrived[sends.to].append(sends)
     return steps
 
 
