@@ -96,14 +96,18 @@ def usual_peak(schedule: Schedule) -> int:
 
 
 def waits(ranks: Sequence[Sequence[Span]], schedule: Schedule) -> list[Wait]:
-    """Return the messages that idle ranks waited for, of boxes (see rows)."""
+    """Return the messages that idle ranks waited for, of boxes (see rows).
+
+    A pause counts from 15% of a typical action on.
+    """
     sent = {  # the gradient of a BW leaves after its W
         (rank, box.action._replace(kind=box.action.kind[-1])): box.end
         for rank, boxes in enumerate(ranks)
         for box in boxes
     }
     begin = min(boxes[0].begin for boxes in ranks if boxes)
-    least = 1e-3 * summary(ranks).step  # less is no wait that one could see
+    lengths = sorted(box.end - box.begin for boxes in ranks for box in boxes)
+    least = 0.15 * lengths[len(lengths) // 2]
     out = []
     for rank, boxes in enumerate(ranks):
         sources = dict(zip(schedule.ranks[rank], schedule.sources[rank], strict=True))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read off a timeline is what the simulator says, and what one counts by hand."""
 
+import itertools
+
 import pytest
 
 from mpu.pipeline.schedules import Action, build, forward_only
@@ -66,6 +68,16 @@ def test_a_rank_waits_for_the_messages_that_end_its_idleness():
         Wait(sender=0, sent=1.0, taker=1, begun=1.5),
         Wait(sender=0, sent=8.0, taker=1, begun=8.5),
     ]
+
+
+def test_a_short_pause_is_no_wait():
+    """Two messages take an eighth of an action: such a pause comes with any start of an action."""
+    schedule = build("zb-h1", 2, 4)
+    boxes = rows(timeline_of(schedule, send=1 / 16), schedule)
+    pauses = {b.begin: b.begin - a.end for a, b in itertools.pairwise(boxes[0])}
+    assert {pause for pause in pauses.values() if pause} == {0.125, 1.125}
+    begun = {wait.begun for wait in waits(boxes, schedule) if wait.taker == 0}
+    assert begun == {at for at, pause in pauses.items() if pause == 1.125}
 
 
 def test_the_turn_of_a_v_is_no_message():
