@@ -1,23 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run one tiny training step and print every collective of it, in order: who, where, how much, why.
+"""Run one tiny training step and print every collective and message of it, in order: who, where,
+how much, why.
 
     python tools/explain.py --tp 2            (make explain TP=2)
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
+    python tools/explain.py --pp 2 --schedule zb-v --micro-batches 3
 
-It starts tp x dp processes on this machine, builds a small Llama with pretrain_llama.build and runs
-pretrain_llama.train_step once. What is printed is seen, not worked out: the trace of the grid hears
-of each collective and looks up the Python stack; a TorchDispatchMode sees the operations around it.
-At the end, the totals stand beside the formulas of docs/parallelism.md.
+It starts tp x dp x pp processes on this machine, builds a small Llama with pretrain_llama.build and
+runs pretrain_llama.train_step once. What is printed is seen, not worked out: the trace of the grid
+hears of each collective and message and looks up the Python stack; a TorchDispatchMode sees the
+operations around it. At the end, the totals stand beside the formulas of docs/parallelism.md.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
@@ -27,44 +29,57 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
-from mpu.comm.watch import Watch
+from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid, Launch
-from pretrain_llama import Run, build, make_grid, train_step
-from tools.explain_formulas import Applied, Totals, add_up, apply, read_formulas, symbols
-from tools.explain_trace import Explainer, Operations, Seen
+from mpu.pipeline.schedules import NAMES
+from pretrain_llama import build, make_grid, train_step
+from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
+from tools.explain_text import RANK_SIZES, head, held, in_order, pipeline, rule, story, sums
+from tools.explain_trace import Explainer, Operations
 from training.arguments import parse
 from training.config import Config
 from training.control import Agreement
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.mock import MockDataset
+from training.pipeline import told
 
 MOST_RANKS = 16
+CHUNKS = {"interleaved": 2, "zb-v": 2, "v-half": 2}  # stages a rank, where not 1
+NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 
 class Explained(NamedTuple):
-    """What one step sent, what the document says it sends, and the text that shows both."""
+    """What one step sent, what the document says it sends, and the text that shows both.
+
+    equal: whether they agree, on every rank of this pipeline.
+    """
 
     counted: Totals
     stated: Totals
+    equal: bool
     text: str
 
 
 def tiny(
     tp: int,
     dp: int,
+    pp: int = 1,
     *,
-    layers: int = 2,
-    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    layers: int | None = None,
+    micro_batches: int | None = None,
     sequence_parallel: bool = True,
+    tied: bool = False,
     more: Sequence[str] = (),
 ) -> Config:
     """Return a small Llama 3 in the given layout, small gradient buckets that leave early.
 
-    Raises UsageError where the layout does not work. `more` adds flags of pretrain_llama.py.
+    Unless told: two layers, or one a stage; a micro-batch for each pipeline rank. `more` adds flags
+    of pretrain_llama.py. Raises UsageError where the layout does not work.
     """
-    groups = -(-2 // tp) * tp
+    groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
     sizes = {
-        "--num-layers": layers,
+        "--num-layers": layers or max(2, pp * chunks),
         "--hidden-size": 32 * groups,
         "--ffn-hidden-size": 80 * groups,
         "--num-attention-heads": 2 * groups,
@@ -72,19 +87,23 @@ def tiny(
         "--seq-length": -(-16 // tp) * tp,
         "--vocab-size": 500,
         "--micro-batch-size": 2,
-        "--global-batch-size": 2 * dp * micro_batches,
+        "--global-batch-size": 2 * dp * (micro_batches or pp),
         "--tensor-model-parallel-size": tp,
+        "--pipeline-model-parallel-size": pp,
+        "--pipeline-schedule": schedule,
+        "--num-virtual-stages-per-pipeline-rank": chunks,
         "--ddp-bucket-size": 16384,
         "--train-iters": 1,
         "--lr": 1e-3,
         "--device": "cpu",
     }
     switches = ["--mock-data", "--group-query-attention", "--overlap-grad-reduce"]
-    switches += ["--untie-embeddings-and-output-weights"]
+    if not tied:
+        switches.append("--untie-embeddings-and-output-weights")
     if sequence_parallel:
         switches.append("--sequence-parallel")
     values = [str(word) for pair in sizes.items() for word in pair]
-    return parse([*values, *switches, *more], tp * dp)
+    return parse([*values, *switches, *more], tp * dp * pp)
 
 
 def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
@@ -100,11 +119,11 @@ def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
 
 
 def explain(config: Config, grid: Grid) -> Explained:
-    """Run one step over a connected grid and tell of its collectives. Every rank calls it."""
+    """Run one step over a connected grid and tell of its traffic. Every rank calls it."""
     explainer = Explainer(grid)
     grid.traced(explainer)
     try:
-        run = build(config, grid, torch.device("cpu"), Watch())
+        run = build(config, grid, torch.device("cpu"), explainer.watch)
         explainer.know(run)
         batches = micro_batches(config, grid.dp.rank)
         with Operations(explainer):
@@ -115,130 +134,29 @@ def explain(config: Config, grid: Grid) -> Explained:
             agreement.close()
     finally:
         grid.traced(None)
-    applied = apply(config, read_formulas())
+    applied = apply(config, read_formulas(), grid.pp.rank)
     stated = add_up([(a.row.axis, a.row.verb, a.count, a.sent) for a in applied])
-    counted = add_up([(e.axis, e.verb, 1, e.sent) for e in explainer.events])
-    lines = [*_head(config, run), *_story(explainer.events)]
-    if explainer.events:
-        lines += sums(counted, stated, applied)
-    return Explained(counted, stated, "\n".join(lines))
-
-
-def _head(config: Config, run: Run) -> list[str]:
-    """Say what was run, what the words mean, and what each gradient bucket holds."""
-    n = symbols(config)
-    lines = [
-        f"One step of a tiny Llama on {n['t'] * n['D']} ranks, as rank 0 sees it: tensor parallel "
-        f"{n['t']}, data parallel {n['D']}, sequence parallelism {'on' if n['sp'] else 'off'}, "
-        f"recomputed: {config.parallel.recompute_granularity or 'nothing'}",
-        "",
-        "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "
-        "m micro-batches {m}".format(**n),
-        "  e bytes of a number {e}, g bytes of a gradient {g}, B gradient buckets {B}, "
-        "G numbers in them {G:,}, N in that of the norms {N:,}".format(**n),
-        "  hidden states are [s/t, b, h] between the layers, [s, b, h] inside attention and MLP"
-        if n["sp"]
-        else "  hidden states are [s, b, h], the same on every rank of tp",
-        "",
-        "  axis    tp: the parts of a layer; data (dp x cp): copies of the model; model (pp x tp): "
-        "all of one copy; world: everybody",
-        "  sends   bytes that leave this rank, by the best algorithm",
-        "  how     blocks: the rank stands still; async: it computes on, and waits when it needs "
-        "the result",
-        "  needs   the operation that made the tensor that is sent (dgrad, wgrad: the gradient of "
-        "a layer's input, of its weight)",
-        "",
-    ]
-    for i, bucket in enumerate(run.sink.buckets):
-        if n["D"] == 1 and not bucket.reduce_axes:
-            continue  # never sent
-        held = [name.removesuffix(".weight") for name, _, _ in bucket.params]
-        some = ", ".join(held if len(held) <= 5 else [*held[:2], "...", *held[-2:]])
-        lines += wrap(f"  bucket {i} holds the gradients of {some}", WIDTH)
-    return lines
-
-
-_ROW = "{:>3}  {:<9} {:<23} {:<14} {:<10} {:<26} {:>8}  {:<6}  {}"
-WIDTH = 150
-
-
-def _story(events: list[Seen]) -> list[str]:
-    """Write each collective: one line of facts, then what it needs and what hides it."""
-    title = _ROW.format(
-        "#", "phase", "layer", "verb", "axis", "shape in -> out", "sends", "how", "called at"
-    )
-    lines, section, group = [], "", ""
-    for event in events:
-        place = event.place
-        if event.section != section:
-            section, group = event.section, ""
-            lines += ["", f"--- {section} ".ljust(WIDTH, "-"), title]
-        block = ".".join(place.layer.split(".")[:2])
-        if block != group:
-            group = block
-            lines.append("")
-        lines.append(
-            _ROW.format(
-                event.number,
-                place.phase,
-                place.layer,
-                event.verb,
-                f"{event.axis} of {event.size}",
-                f"{list(event.shape)} -> {_shape_out(event)}",
-                f"{event.sent:,}",
-                "async" if event.is_async else "blocks",
-                place.site,
-            )
-        )
-        told = [f"needs {event.needs or 'nothing that was computed in this step'}"]
-        if event.is_async:
-            told.append(_hidden(event))
-        for text in told:
-            lines += wrap(text, WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 18)
-    return lines or ["", "One rank: every collective is the identity, and nothing is sent."]
-
-
-def _shape_out(event: Seen) -> list[int]:
-    first, *rest = event.shape
-    if event.verb == "all_gather":
-        return [first * event.size, *rest]
-    return [first // event.size, *rest] if event.verb == "reduce_scatter" else [first, *rest]
-
-
-def _hidden(event: Seen) -> str:
-    """Say who waited, and what ran between the start of a collective and the wait."""
-    stories = list(dict.fromkeys(event.meanwhile))
-    matmuls = [story for story in stories if "matmul of" in story]
-    told = matmuls or stories
-    if len(told) > 2:
-        what = "matmuls" if matmuls else "operations"
-        hidden = f"hidden under {len(told)} {what}, {told[0]} to {told[-1]}"
-    else:
-        hidden = f"hidden under: {' and '.join(told)}" if told else "nothing ran meanwhile"
-    return f"waited for at {event.waited_at}; {hidden}"
-
-
-def sums(counted: Totals, stated: Totals, applied: list[Applied]) -> list[str]:
-    """Set the totals of the trace beside the formulas that make them up."""
-    lines = [
-        "",
-        "--- what rank 0 sent in this step, and the formulas of docs/parallelism.md ".ljust(
-            150, "-"
-        ),
-    ]
-    differ = []
-    for key in dict.fromkeys([*counted, *stated]):
-        (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
-        verdict = "equal"
-        if (count, sent) != (times, size):
-            verdict = f"DIFFERS: the document says {times:,} and {size:,} bytes"
-            differ.append(" ".join(key))
-        lines += ["", f"{key[0]:<6} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
-        for row, n, size in applied:
-            if (row.axis, row.verb) == key:
-                lines.append(f"    {row.what:<36} {row.count:<14} = {n:<4,} {row.bytes} = {size:,}")
-    lines += ["", f"DIFFERENT: {', '.join(differ)}" if differ else "All equal."]
-    return lines
+    seen = [(e.axis.removesuffix("_back"), e.verb, 1, e.sent) for e in explainer.events]
+    counted = add_up(seen)
+    own = held(run.sink.buckets, grid.data.size)
+    if grid.pp.size == 1:
+        lines = [*head(config), *own, *story(explainer, False)]
+        lines += sums(counted, stated, applied) if explainer.events else NOTHING
+        return Explained(counted, stated, counted == stated, "\n".join(lines))
+    who = f"pipeline rank {grid.pp.rank}"
+    lines = ["", rule(f"{who} (rank {grid.rank}): {told(run.model.stages)}", "=")]
+    lines += [line.format(**symbols(config, grid.pp.rank)) for line in RANK_SIZES]
+    lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
+    sent = [event.parcel.kind for event in explainer.events if event.verb == "send"]
+    mine = {
+        "order": in_order(explainer, len(run.model.stages)),
+        "story": lines,
+        "sent": [sent.count("F"), sent.count("B")],
+        "equal": counted == stated,
+    }
+    every = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp)]
+    equal, lines = pipeline(config, every)
+    return Explained(counted, stated, equal, "\n".join([*head(config), *lines]))
 
 
 def _rank(rank: int, config: Config, port: int) -> None:
@@ -251,7 +169,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
     grid.connect(torch.device("cpu"), dist.PrefixStore("weft", store), timeout)
     found = explain(config, grid)
     if rank == 0:
-        store.set("equal", str(int(found.counted == found.stated)))
+        store.set("equal", str(int(found.equal)))
         store.set("text", found.text)
     grid.close()
     os._exit(0)  # not by the interpreter's teardown; see training/failure.py, as_process
@@ -262,24 +180,24 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages: 1 in this version")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
     parser.add_argument("--zero", type=int, default=0, help="ZeRO level: 0 in this version")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on each rank")
+    parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
+    parser.add_argument("--micro-batches", type=int, help="of a step; 1, or one a pipeline rank")
+    parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     a = parser.parse_args(argv)
     for flag in ("tp", "dp", "pp", "layers", "micro_batches"):
-        if getattr(a, flag) < 1:
+        if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
-    if a.pp > 1:
-        raise ValueError(f"--pp {a.pp}: this version has no pipeline parallelism; leave --pp at 1")
     if a.zero:
         raise ValueError(f"--zero {a.zero}: this version has ZeRO level 0 only; leave --zero at 0")
-    if a.tp * a.dp > MOST_RANKS:
+    if a.tp * a.dp * a.pp > MOST_RANKS:
         raise ValueError(
-            f"--tp {a.tp} x --dp {a.dp} is {a.tp * a.dp} processes on this machine: at most "
-            f"{MOST_RANKS}; the order of the collectives is the same with 2 a side"
+            f"--tp {a.tp} x --dp {a.dp} x --pp {a.pp} is {a.tp * a.dp * a.pp} processes on this "
+            f"machine: at most {MOST_RANKS}; the order of the collectives is the same with 2 a side"
         )
     more = []
     if a.recompute_granularity:
@@ -287,9 +205,12 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     return tiny(
         a.tp,
         a.dp,
+        a.pp,
+        schedule=a.schedule,
         layers=a.layers,
         micro_batches=a.micro_batches,
         sequence_parallel=not a.no_sequence_parallel,
+        tied=a.tied,
         more=more,
     )
 

@@ -7,12 +7,14 @@ evaluator that knows nothing else: no eval().
 
 import ast
 import operator
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpu.pipeline.layout import Stage
 from mpu.zero.buckets import BLOCK
-from training import estimate
+from training import batch_schedule, estimate, pipeline
 from training.config import Config
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
@@ -95,12 +97,12 @@ class Applied(NamedTuple):
 Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent
 
 
-def apply(config: Config, formulas: list[Formula]) -> list[Applied]:
-    """Work out, for a run, the formulas whose condition holds."""
-    names, out = symbols(config), []
+def apply(config: Config, formulas: list[Formula], pp_rank: int = 0) -> list[Applied]:
+    """Work out, for a pipeline rank of a run, the formulas that hold and come to anything."""
+    names, out = symbols(config, pp_rank), []
     for row in formulas:
-        if evaluate(row.condition, names):
-            count = evaluate(row.count, names)
+        count = evaluate(row.count, names) if evaluate(row.condition, names) else 0
+        if count:
             out.append(Applied(row, count, evaluate(row.bytes, names | {"count": count})))
     return out
 
@@ -114,46 +116,85 @@ def add_up(parts: list[tuple[str, str, int, int]]) -> Totals:
     return totals
 
 
-def symbols(config: Config) -> dict[str, int]:
-    """Return what the letters of the document stand for in this run."""
+def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
+    """Return what the letters of the document stand for on a pipeline rank of this run."""
     m, p, batch = config.model, config.parallel, config.batch
-    t, dp = p.tensor_model_parallel_size, p.data_parallel_size
-    again = {None: 0, "uniform": m.num_layers, "block": p.recompute_num_layers}
-    buckets, norms = bucket_lengths(config)
+    t, dp, pp = (
+        p.tensor_model_parallel_size,
+        p.data_parallel_size,
+        p.pipeline_model_parallel_size,
+    )
+    stages = pipeline.rank_stages(config, pp_rank)
+    schedule = pipeline.schedule_of(config, batch_schedule.micro_batches(config, 0))
+    own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
+    buckets = bucket_lengths(config, pp_rank)
+    shapes, whole = estimate.shapes(config, stages=stages), estimate.shapes(config)
+    sp = int(p.sequence_parallel and t > 1)
     return {
         "s": m.seq_length,
         "b": batch.micro_batch_size,
         "h": m.hidden_size,
-        "L": m.num_layers,
-        "R": again[p.recompute_method] or 0,
+        "L": sum(len(stage.layers) for stage in stages),
+        "R": sum(pipeline.recomputed_layers(config, stage) for stage in stages),
+        "E": int(any(stage.embedding for stage in stages)),
+        "H": int(any(stage.loss for stage in stages)),
+        "W": int(schedule.split),
         "t": t,
         "D": dp,
-        "m": batch.global_batch_size // (batch.micro_batch_size * dp),
-        "sp": int(p.sequence_parallel and t > 1),
+        "p": pp,
+        "m": schedule.micro_batches,
+        "A": sum(stage < schedule.stages - 1 and stage + 1 not in own for stage in own),
+        "C": sum(stage > 0 and stage - 1 not in own for stage in own),
+        "sp": sp,
+        "c": t if sp else 1,
         "e": config.run.dtype.itemsize,
         "g": estimate.accumulate_bytes(config),
-        "B": len(buckets) + bool(norms),
-        "G": sum(buckets) + norms,
-        "N": -(-norms // t) * t,
+        "B": sum(map(len, buckets.values())),
+        "G": sum(sum(lengths) for lengths in buckets.values()),
+        "N": -(-sum(buckets["tp"]) // t) * t,
+        "T": sum(buckets["ends"]),
+        "P": len(shapes.keys() & whole.keys()),
+        "Q": len(whole),
     }
 
 
-def bucket_lengths(config: Config) -> tuple[list[int], int]:
-    """Return the elements of each gradient bucket and of that of the norms (0: it has none)."""
-    p, shapes = config.parallel, estimate.shapes(config)
-    total = estimate.count(shapes)
-    size = p.ddp_bucket_size or max(1 << 20, min(40_000_000, total // 8))
+def bucket_lengths(config: Config, pp_rank: int = 0) -> dict[str, list[int]]:
+    """Return the numbers in each gradient bucket of a pipeline rank.
+
+    Under "" those that leave on their own; under the name of an axis the one that is first summed
+    over it: tp, the norms under SP; ends, tied embeddings.
+    """
+    p, stages = config.parallel, pipeline.rank_stages(config, pp_rank)
+    shapes = estimate.shapes(config, stages=stages)
+    ends = {"embedding.weight", "head.weight"} & shapes.keys()
+    tied = not config.model.untie_embeddings_and_output_weights
+    apart = tied and any(s.embedding for s in stages) != any(s.loss for s in stages)
     partial = p.sequence_parallel and p.tensor_model_parallel_size > 1  # gradients of the norms
-    lengths, norms, room = [], 0, 0
-    for shape in reversed(shapes.values()):
+    size = p.ddp_bucket_size or max(1 << 20, min(40_000_000, estimate.count(shapes) // 8))
+    lengths: dict[str, list[int]] = {"": [], "tp": [], "ends": []}
+    room, before = 0, -1
+    for name in sorted(list(shapes)[::-1], key=lambda name: -chunk_of(name, stages)):
+        shape, chunk = shapes[name], chunk_of(name, stages)
         padded = -(-prod(shape) // BLOCK) * BLOCK
         if partial and len(shape) == 1:
-            norms += padded
-            continue
-        if room <= 0:
-            lengths.append(0)
-            room = size
-        lengths[-1] += padded
-        room -= prod(shape)
+            lengths["tp"] = [sum(lengths["tp"]) + padded]
+        elif apart and name in ends:
+            lengths["ends"] = [padded]
+        else:
+            if room <= 0 or chunk != before:
+                lengths[""].append(0)
+                room, before = size, chunk
+            lengths[""][-1] += padded
+            room -= prod(shape)
     grain = BLOCK * p.data_parallel_size
-    return [-(-n // grain) * grain for n in lengths], -(-norms // grain) * grain
+    return {axis: [-(-n // grain) * grain for n in found] for axis, found in lengths.items()}
+
+
+def chunk_of(name: str, stages: Sequence[Stage]) -> int:
+    """Return the chunk, among a rank's stages, that a parameter belongs to."""
+    part, *rest = name.split(".")
+    for chunk, stage in enumerate(stages):
+        layer = part == "layers" and int(rest[0]) in stage.layers
+        if {"embedding": stage.embedding, "layers": layer}.get(part, stage.loss):
+            return chunk
+    raise ValueError(f"no stage of this rank holds {name}")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the story of each collective of a step, for tools/explain.py: who asks, who waits, why.
+"""Tell the story of each collective and message of a step, for tools/explain.py: who asks, who
+waits, why.
 
-Nothing in the trainer knows of this. The trace of the grid hears of each collective and reads the
-Python stack; a TorchDispatchMode sees every operation, and so knows what a tensor came from and
-what ran while bytes were under way.
+Nothing in the trainer knows of this. The trace of the grid hears of each collective and message and
+reads the Python stack; a TorchDispatchMode sees every operation, and so knows what a tensor came
+from and what ran while bytes were under way; a Watch hears of each action that begins.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +35,7 @@ ASIDE = {
     "pretrain_llama.py": ("loss sum", "train_step"),
     "training/control.py": ("go on?", "agreement"),
 }
+MESSAGES = ("send", "receive")
 COPIES = ("aten::clone", "aten::_to_copy")  # what they copy is still the result of another op
 
 
@@ -46,9 +49,25 @@ class Place(NamedTuple):
     event: "Seen | None"  # the collective that is being carried out, if one is
 
 
+class Parcel(NamedTuple):
+    """What a message carries: the output of a stage's F, or the input's gradient of its B."""
+
+    kind: str  # F or B
+    micro_batch: int
+    stage: int  # that made it
+    peer: int  # the pipeline rank at the other end
+
+    def __str__(self) -> str:
+        what = "activation" if self.kind == "F" else "gradient"
+        return f"stage {self.stage}'s {what} {self.micro_batch}"
+
+
 @dataclass(eq=False)
 class Seen:
-    """A collective with its story. `shape` is of the tensor put in, `sent` of this rank."""
+    """A collective or message with its story. `shape` is of the tensor put in, `sent` of this rank.
+
+    The numbers of actions are places in `explainer.actions`.
+    """
 
     explainer: "Explainer"
     number: int  # from 1
@@ -58,17 +77,38 @@ class Seen:
     shape: tuple[int, ...]
     sent: int
     is_async: bool
-    section: str  # what the step was doing, in its own words
+    action: int  # during which it was issued; a receive: before which
     place: Place
     needs: str  # what made the tensor put in
     first: int  # operations done before it was issued
+    parcel: Parcel | None = None
     waited_at: str = ""
+    waited_in: int = 0  # action; of a receive the one that its data is for
     meanwhile: list[str] = field(default_factory=list)
 
     def waited(self) -> None:
         """Note who waited for the result, and what ran since the start."""
         self.waited_at = self.explainer.look().site
+        self.waited_in = len(self.explainer.actions)
         self.meanwhile = self.explainer.done[self.first :]
+
+
+class Actions(Watch):
+    """A watch at world size 1 that tells what the rank does next."""
+
+    def __init__(self, begins: Callable[[str], None]) -> None:
+        self._begins = begins
+        super().__init__()
+
+    @property
+    def action(self) -> str:
+        """What the rank is doing, in words."""
+        return self._action
+
+    @action.setter
+    def action(self, words: str) -> None:
+        self._action = words
+        self._begins(words)
 
 
 @cache
@@ -83,25 +123,38 @@ def _path(file: str) -> str:
 
 
 class Explainer:
-    """The trace of a grid: is told of every collective, and keeps what it saw in `events`."""
+    """The trace of a grid: is told of every collective and message, and keeps them in `events`.
+
+    watch: for the run to say what it does; actions: what it said, in order.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self.events: list[Seen] = []
+        self.actions: list[str] = []
         self.axes = {getattr(grid, name).name: name for name in Grid.AXES}
         self.layers: dict[int, str] = {}
+        self.weights: dict[int, str] = {}
         self.buckets: dict[int, str] = {}
-        self.watch = Watch()
+        self.watch = Actions(self._begins)
         self.done: list[str] = []  # operations in order
         self.maker: dict[int, str] = {}  # storage -> what wrote it last
 
     def know(self, run: Run) -> None:
-        """Learn the names of the layers and of the gradient buckets."""
-        self.watch = run.watch
+        """Learn the names of the layers and of the gradient buckets, and forget the start-up."""
+        named = run.model.named_parameters(remove_duplicate=False)
+        self.weights = {id(weight): name.removesuffix(".weight") for name, weight in named}
         self.layers = {id(layer): name for name, layer in run.model.named_modules()}
         self.buckets = {id(b): f"bucket {i}" for i, b in enumerate(run.sink.buckets)}
+        self.events.clear()
+        self.actions.clear()
+
+    def _begins(self, words: str) -> None:
+        if not words.startswith("waiting for"):  # that is told of the message
+            self.actions.append(words)
 
     def issued(self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool) -> Seen:
-        """Record a collective that is about to start, and where it stands."""
+        """Record a collective or message that is about to start, and where it stands."""
+        place, memory = self.look(), tensor.untyped_storage().data_ptr()
         event = Seen(
             self,
             len(self.events) + 1,
@@ -111,17 +164,23 @@ class Explainer:
             tuple(tensor.shape),
             sent,
             is_async,
-            self.watch.action,
-            self.look(),
-            self.maker.get(tensor.untyped_storage().data_ptr(), ""),
+            len(self.actions) - (verb != "receive"),
+            place,
+            self.maker.get(memory, ""),
             len(self.done),
         )
+        if verb in MESSAGES:
+            event.parcel = parcel = _parcel()
+            phase = "forward" if parcel.kind == "F" else "backward"
+            event.place = place._replace(layer=str(parcel), phase=phase)
+        if verb == "receive":
+            self.maker[memory] = f"{event.parcel}, message {event.number}"
         self.events.append(event)
         return event
 
     def look(self) -> Place:
         """Walk up the Python stack, innermost frame first, as far as autograd's engine."""
-        layer = site = phase = task = ""
+        layer = weighed = site = phase = task = ""
         event, nodes = None, []
         frame = sys._getframe(1)
         while frame is not None:
@@ -143,13 +202,14 @@ class Explainer:
                 event = event or (seen if isinstance(seen, Seen) else None)
                 phase = phase or _phase(path, name)
                 if isinstance(bucket, Bucket):
-                    layer = layer or self.buckets[id(bucket)]
+                    layer = layer or self.buckets.get(id(bucket), "")
                 for key in ("layer", "self"):
                     layer = layer or self.layers.get(id(here.get(key)), "")
+                weighed = weighed or self.weights.get(id(here.get("weight")), "")
             frame = frame.f_back
         file = site.partition(":")[0]
         aside_phase, aside = ASIDE.get(file, ("forward", Path(file).stem))
-        phase, layer = phase or aside_phase, layer or aside
+        phase, layer = phase or aside_phase, layer or weighed or aside
         for node in nodes:
             if not hasattr(node, "explained"):
                 node.explained = (layer, site)
@@ -162,7 +222,8 @@ class Explainer:
         changed = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
         written = [*(out if isinstance(out, tuple) else [out]), *(given.get(n) for n in changed)]
         if place.event is not None:
-            story = f"collective {place.event.number}"
+            what = "message" if place.event.verb in MESSAGES else "collective"
+            story = f"{what} {place.event.number}"
         elif schema.name in COPIES:
             story = self.maker.get(args[0].untyped_storage().data_ptr(), name)
         else:
@@ -177,12 +238,31 @@ class Explainer:
                 self.maker[tensor.untyped_storage().data_ptr()] = story
 
 
+def _parcel() -> Parcel:
+    """Read off the Python stack what the engine hands to p2p.send or p2p.receive."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name, here = frame.f_code.co_name, frame.f_locals
+        if _path(frame.f_code.co_filename) == "mpu/pipeline/engine.py":
+            if name == "_give":
+                return Parcel(here["kind"], here["i"], here["stage"], here["to"])
+            if name == "_post":
+                schedule, message = here["self"].schedule, here["message"]
+                stage = schedule.stage(message.to, message.chunk)
+                maker = stage + (-1 if message.kind == "F" else 1)
+                return Parcel(message.kind, message.micro_batch, maker, message.sender)
+        frame = frame.f_back
+    raise RuntimeError("a message that is not the pipeline engine's")
+
+
 def _phase(path: str, name: str) -> str:
     """Say which part of the step a frame belongs to, where it decides that."""
     if path == "mpu/recompute.py":
         return "recompute" if name == "backward" else ""
     if name == "backward" and path.startswith("mpu/"):
         return "backward"
+    if name == "run_deferred":
+        return "wgrad"
     return {"mpu/zero/buckets.py": "grad sum", "mpu/zero/optimizer.py": "norm"}.get(path, "")
 
 

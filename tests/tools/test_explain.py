@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mpu.grid import Grid
-from tools.explain import explain, main, sums, tiny
+from tools.explain import explain, main, tiny
 from tools.explain_formulas import DOCUMENT, bucket_lengths, evaluate, read_formulas, symbols
+from tools.explain_text import columns, sums
+from training.pipeline import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = ("--recompute-granularity", "full")
@@ -26,12 +28,36 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 2, {"micro_batches": 3}),
     (2, 2, {"sequence_parallel": False, "more": ("--fp64", *FULL)}),
 ]
+PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
+    (2, 1, 1, "gpipe", {"micro_batches": 3}),
+    (2, 1, 1, "1f1b", {"micro_batches": 1, "tied": True}),
+    (2, 1, 1, "interleaved", {"layers": 5, "more": FULL}),
+    (2, 1, 1, "zb-v", {"micro_batches": 3, "tied": True}),
+    (2, 1, 1, "v-half", {"more": ("--bf16",)}),
+    (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
+    (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
+    (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
+    (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
+    (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),
+    (2, 1, 2, "v-half", {"layers": 6}),
+    (4, 1, 1, "interleaved", {}),
+    (4, 1, 1, "zb-h1", {"tied": True}),
+]
 
 
 def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what the document says."""
     found = explain(tiny(tp, dp, **rest), comm.grid(tp))
+    assert found.equal
     return found.counted, found.stated, found.text
+
+
+def run_pipeline(comm, pp, tp, dp, schedule, rest):
+    config = tiny(tp, dp, pp, schedule=schedule, **rest)
+    grid = comm.grid(tp, pp=pp)
+    found = explain(config, grid)
+    assert found.equal
+    return found.counted, found.stated, found.text, symbols(config, grid.pp.rank)
 
 
 def line_of(file, text):
@@ -46,6 +72,67 @@ def test_the_document_counts_what_is_sent(world, tp, dp, rest):
         assert counted == stated and counted
         assert text.endswith("All equal.") and "DIFFERS" not in text
         assert max(map(len, text.splitlines())) <= 150
+
+
+@pytest.mark.parametrize("pp, tp, dp, schedule, rest", PIPELINES, ids=str)
+def test_the_document_counts_the_messages(world, pp, tp, dp, schedule, rest):
+    results = world(pp * tp * dp).run(run_pipeline, pp, tp, dp, schedule, rest)
+    for counted, stated, text, _ in results:
+        assert counted == stated and ("pp", "all_gather") in counted
+        assert text.endswith("All equal.") and "DIFFERS" not in text
+        assert max(map(len, text.splitlines())) <= 150
+    sent = sum(counted.get(("pp", "send"), (0, 0))[0] for counted, *_ in results)
+    taken = sum(counted.get(("pp", "receive"), (0, 0))[0] for counted, *_ in results)
+    build = schedule_of(tiny(tp, dp, pp, schedule=schedule, **rest), results[0][3]["m"])
+    once = build.stages - 1 - build.v_shape  # the turn of a V stays on its rank
+    assert sent == taken == 2 * build.micro_batches * once * tp * dp
+    ends = [counted for counted, *_ in results if ("ends", "all_gather") in counted]
+    assert len(ends) == (2 * tp * dp if rest.get("tied") and not build.v_shape else 0)
+
+
+def test_a_reader_follows_a_message(world):
+    """An activation from the F that makes it to the F that waits for it, and its gradient back."""
+    text = world(2).run(run_pipeline, 2, 1, 1, "1f1b", {})[0][2]
+    overview, first, second = re.split(
+        r"=== pipeline rank \d.*=\n", text.partition("=== the wh")[0]
+    )
+    assert "pipeline rank 0: embedding + layer 0\n" in overview
+    assert "  0  F0 F1 .  .  B0 W0 .  B1 W1\n  1  .  F0 B0 W0 F1 B1 W1 .  .\n" in overview
+    side_by_side = ["F0 > 1 0 > F0", "F1 > 1 BW0 > 0", "1 > BW0 0 > F1", "1 > BW1 BW1 > 0"]
+    assert [" ".join(line.split()) for line in overview.splitlines()[-6:-2]] == side_by_side
+
+    lines = first.splitlines()
+    send = line_of("mpu/pipeline/engine.py", "self.outbox.put(send(")
+    (at,) = (i for i, x in enumerate(lines) if "stage 0's activation 0  send" in x)
+    assert "pp to rank 1 " in lines[at] and "[16, 2, 64]" in lines[at] and "8,192" in lines[at]
+    assert lines[at].endswith(send) and "needs add of layers.0 (model/" in lines[at + 1]
+    assert lines[at + 2].endswith("the rank goes on: F chunk 0 micro-batch 1")
+    assert "--- F chunk 0 micro-batch 0 in stage 0 of iteration 1 -" in lines[at - 3]
+    (at,) = (i for i, x in enumerate(lines) if "stage 1's gradient 0    receive" in x)
+    assert "pp_back from rank 1 " in lines[at]
+    assert "the input of BW chunk 0 micro-batch 0, which waits for it at mpu/" in lines[at + 1]
+    assert lines[at + 1].endswith("hidden under: F chunk 0 micro-batch 1")
+    assert "BW chunk 0 micro-batch 1 in stage 0 of iteration 1: nothing travels" in first
+
+    lines = second.splitlines()
+    (at,) = (i for i, x in enumerate(lines) if "stage 0's activation 0  receive" in x)
+    assert "F chunk 0 micro-batch 0 in stage 1" in lines[at - 3]
+    assert lines[at + 1].endswith("nothing runs meanwhile")
+
+
+def test_deferred_weight_gradients_are_told_apart(world):
+    text = world(4).run(run_pipeline, 2, 2, 1, "zb-h1", {"tied": True})[0][2]
+    assert re.search(r"\d  wgrad     layers\.0\.mlp\.down +all_gather +tp of 2", text)
+    assert re.search(r"needs stage 1's gradient 0, message \d+", text)
+    assert re.search(r"grad sum  bucket \d +reduce_scatter ends of 2", text)
+    assert "--- W chunk 0 micro-batch 1 in stage 0" in text
+
+
+def test_lists_stand_side_by_side_as_far_as_they_fit():
+    lists = [["a", "b"], ["c"], ["d", "e"]]
+    assert columns(lists, ["one", "two", "six"], width=14) == [
+        "  one    two", "", "  a      c", "  b", "", "  six", "", "  d", "  e", ""
+    ]  # fmt: skip
 
 
 def test_a_reader_finds_the_gather(world):
@@ -72,16 +159,17 @@ def test_phases_and_buckets(world):
     assert re.search(r"recompute layers\.1\.mlp\.gate_up +all_gather", text)
     assert re.search(r"backward  embedding +all_gather .*embedding\.py:\d+ \(backward\)", text)
     assert re.search(r"grad sum  bucket 0 +reduce_scatter data of 2 .* async +mpu/zero", text)
-    assert re.search(r"norm      optimizer +all_gather +model of 2", text)
+    assert re.search(r"norm      optimizer +all_gather +tp of 2", text)
     assert "needs autograd's add of the gradients of two branches" in text
-    backward = text.index("--- backward")
+    backward = text.index("--- BW chunk 0 micro-batch 0 ")
     assert backward < text.index("grad sum  bucket 0") < text.index("--- the gradient sums")
 
 
 def test_the_padding_of_buckets_is_small():
     config = tiny(2, 2)
-    lengths, norms = bucket_lengths(config)
-    assert len(lengths) > 2 and norms and all(n % (1024 * 2) == 0 for n in [*lengths, norms])
+    lengths, norms, ends = bucket_lengths(config).values()
+    assert len(lengths) > 2 and len(norms) == 1 and not ends
+    assert all(n % (1024 * 2) == 0 for n in [*lengths, *norms])
     assert symbols(config)["B"] == len(lengths) + 1
 
 
@@ -123,10 +211,12 @@ def test_a_difference_is_said():
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ("--pp 2", "--pp 2: this version has no pipeline parallelism"),
+        ("--pp 2 --layers 2 --schedule zb-v --micro-batches 0", "--micro-batches 0 must be at"),
+        ("--pp 2 --schedule interleaved --micro-batches 3", "leave a last group of 1"),
+        ("--schedule zb-v", "virtual stages need a pipeline"),
         ("--zero 1", "--zero 1: this version has ZeRO level 0 only"),
         ("--tp 0", "--tp 0 must be at least 1"),
-        ("--tp 64 --dp 2", "at most 16"),
+        ("--tp 8 --dp 2 --pp 2", "is 32 processes on this machine: at most 16"),
     ],
 )
 def test_what_a_user_is_told(capsys, argv, said):
@@ -136,6 +226,11 @@ def test_what_a_user_is_told(capsys, argv, said):
 
 def test_the_command(capsys):
     assert main(["--dp", "2", "--layers", "1"]) == 0
+    assert capsys.readouterr().out.endswith("All equal.\n")
+
+
+def test_the_command_for_a_pipeline(capsys):
+    assert main(["--pp", "2", "--schedule", "zb-v", "--tied"]) == 0
     assert capsys.readouterr().out.endswith("All equal.\n")
 
 
