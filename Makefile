@@ -16,8 +16,8 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; a torch 2.11 to 2.13 i
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 
-train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (DATA="a.txt b.jsonl" TP=1 ITERS=500 ...)
-	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt b.jsonl" ...)
+	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
 test: setup lint ## lint, and every test that needs neither a GPU nor patience
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs
@@ -25,10 +25,10 @@ test: setup lint ## lint, and every test that needs neither a GPU nor patience
 prove: setup ## every proof in its long form
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -m "not gpu"
 
-explain: setup ## print every collective of one tiny step (TP=2 DP=2 LAYERS=1 MICRO_BATCHES=2 RECOMPUTE=full SP=0 ...)
+explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
-	  $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
+	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
 
 lint: setup ## ruff everywhere, mypy strict on mpu/
 	$(RUN) -m ruff check .

@@ -2,6 +2,7 @@
 """What `make train` does: corpus, tokenizer, tokens, a Llama pretrained on 2 ranks, and a sample.
 
     make train                                      the standard library's sources, TP 2, 3 minutes
+    make train PP=2                                 the same in two pipeline stages, TP 1
     make train DATA="a.txt b.jsonl" TP=1 ITERS=500  your own text, one process, 500 iterations
 
 Each stage runs one command, which is printed so that you can run it yourself. A stage whose input
@@ -179,26 +180,28 @@ def records(log: Path) -> list[dict]:
     return [json.loads(line) for line in whole]
 
 
-def launch(flags: dict, tp: int, quiet: bool = False) -> None:
-    """Pretrain: torchrun with `tp` ranks, or one plain process that has all the cores."""
-    switches, threads = list(SWITCHES), max(1, CORES // tp)
+def launch(flags: dict, tp: int, pp: int, quiet: bool = False) -> None:
+    """Pretrain: torchrun with tp x pp ranks, or one plain process that has all the cores."""
+    switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     command = [PYTHON, "pretrain_llama.py"]
-    if tp > 1:
-        # An environment that borrows its torch from outside has no torchrun of its own.
-        torchrun = Path(PYTHON).with_name("torchrun")
+    if tp * pp > 1:
+        torchrun = Path(PYTHON).with_name("torchrun")  # not where torch is borrowed from outside
         command = [str(torchrun)] if torchrun.exists() else [PYTHON, "-m", "torch.distributed.run"]
-        command += ["--standalone", "--nproc-per-node", str(tp), "pretrain_llama.py"]
+        command += ["--standalone", "--nproc-per-node", str(tp * pp), "pretrain_llama.py"]
+    if tp > 1:
         flags = {"tensor-model-parallel-size": tp, **flags}
         switches.insert(0, "sequence-parallel")
+    if pp > 1:  # as many micro-batches as there are samples: the more, the smaller the bubble
+        flags = {"pipeline-model-parallel-size": pp, **flags, "micro-batch-size": 1}
     command += command_line({**flags, "device": "cpu", "distributed-backend": "gloo"}, switches)
     if not quiet:
         show(command, threads)
     run(command, threads, stdout=subprocess.DEVNULL if quiet else None)
 
 
-def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
+def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict, Path]:
     """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
-    folder = out / f"tp{tp}"
+    folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
     wanted = digest(key, MODEL, SWITCHES)
     if about.exists() and json.loads(about.read_text())["key"] != wanted:
@@ -230,7 +233,7 @@ def train(out: Path, tp: int, iterations: int, key: str) -> tuple[dict, Path]:
     }
     start = f"resuming after iteration {done}" if done else "starting"
     print(f"\n{start}: a Llama of {parameters() / 1e6:.1f} M parameters, to iteration {target}")
-    launch({**flags, **rounds}, tp)
+    launch({**flags, **rounds}, tp, pp)
     return flags, folder
 
 
@@ -243,20 +246,14 @@ def one_process_speed(out: Path, flags: dict) -> float:
     print("\nmeasuring one process with all the cores, 20 steps ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        short = {
-            "train-iters": 20,
-            "lr-warmup-iters": 0,
-            "log-interval": 1,
-            "eval-iters": 0,
-            "log-json": log,
-        }
-        launch({**flags, **short}, tp=1, quiet=True)
+        short = {"train-iters": 20, "lr-warmup-iters": 0, "log-interval": 1, "eval-iters": 0}
+        launch({**flags, **short, "log-json": log}, tp=1, pp=1, quiet=True)
         speed = statistics.median(r["tokens_per_second"] for r in records(log)[4:])
     kept.write_text(json.dumps({"key": key, "tokens_per_second": speed}))
     return speed
 
 
-def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
+def finish(out: Path, folder: Path, flags: dict, tp: int, pp: int) -> None:
     """Say what came out: loss against unigram entropy, picture, speed, a sample."""
     lines = records(folder / "log.jsonl")
     losses = [r["validation_loss"] for r in lines if "validation_loss" in r]
@@ -266,8 +263,8 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
     steps = [r for r in lines if "loss" in r]
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
-    layout = f"TP {tp} with sequence parallelism on {tp} ranks" if tp > 1 else "one process"
-    title = f"A Llama of {parameters() / 1e6:.1f} M parameters, TP {tp} on {tp} CPU rank(s)"
+    layout, world = f"TP {tp}" + f" x PP {pp}" * (pp > 1), tp * pp
+    title = f"A Llama of {parameters() / 1e6:.1f} M parameters, {layout} on {world} CPU rank(s)"
     command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--title", title]
     run([*command, "--output", str(picture), "--reference", str(entropy), "unigram entropy"])
     print(
@@ -275,11 +272,12 @@ def finish(out: Path, folder: Path, flags: dict, tp: int) -> None:
         f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent each\n"
         "                 held-out token is could reach"
     )
-    if tp > 1:
+    if world > 1:
+        layout += " with sequence parallelism" * (tp > 1)
         ours = statistics.median(r["tokens_per_second"] for r in steps[-20:])
         alone = one_process_speed(out, flags)
         print(
-            f"\nspeed            {ours:,.0f} tokens/s, {layout}\n"
+            f"\nspeed            {ours:,.0f} tokens/s, {layout} on {world} ranks\n"
             f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores\n"
             "                 Both have the same cores, so the ranks cannot be faster by having\n"
             "                 more of them: this shows what cutting a model costs, not a gain."
@@ -301,12 +299,14 @@ def main() -> None:
     """Run every stage that is due."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--data", type=Path, nargs="+", default=[], help=".txt or .jsonl(.gz)")
-    parser.add_argument("--tp", type=int, default=2, help="ranks that share the model")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
     parser.add_argument("--out", type=Path, help="folder for everything that is written")
     args = parser.parse_args()
-    if args.tp < 1 or args.iters < 1:
-        sys.exit("make train: TP and ITERS are 1 or more")
+    tp = args.tp if args.tp is not None else 1 if args.pp > 1 else 2
+    if min(tp, args.pp, args.iters) < 1:
+        sys.exit("make train: TP, PP and ITERS are 1 or more")
     missing = [str(file) for file in args.data if not file.is_file()]
     if missing:
         sys.exit(f"make train: DATA names {missing[0]}, which is no file")
@@ -319,8 +319,8 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         key = prepare(data, out)
-        flags, folder = train(out, args.tp, args.iters, key)
-        finish(out, folder, flags, args.tp)
+        flags, folder = train(out, tp, args.pp, args.iters, key)
+        finish(out, folder, flags, tp, args.pp)
     except KeyboardInterrupt:
         print("\nstopped; make train goes on from here", flush=True)
         sys.exit(130)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tools import quickstart
+from training.arguments import parse
 from training.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,22 @@ def test_the_printed_command_is_the_one_that_runs(capsys):
     assert max(map(len, printed.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("tp, pp, ranks, micro", [(2, 1, 2, 4), (1, 2, 2, 1), (2, 2, 4, 1)])
+def test_the_layout_reaches_the_trainer(monkeypatch, tp, pp, ranks, micro):
+    """Flags that the trainer takes, on so many ranks; the same samples a step in every layout."""
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
+    quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp, quiet=True)
+    (command,) = ran
+    at = command.index("pretrain_llama.py")
+    assert command[at - 2 : at] == ["--nproc-per-node", str(ranks)]
+    config = parse([*command[at + 1 :], "--mock-data", "--vocab-size", "2048"], ranks)
+    p, batch = config.parallel, config.batch
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size) == (tp, pp)
+    assert p.sequence_parallel == (tp > 1) and batch.micro_batch_size == micro
+    assert batch.global_batch_size == quickstart.MODEL["global-batch-size"]
+
+
 def test_records_leave_out_a_torn_line(tmp_path):
     (tmp_path / "log").write_text('{"iteration": 1}\n{"itera')
     assert quickstart.records(tmp_path / "log") == [{"iteration": 1}]
@@ -102,7 +119,8 @@ def test_records_leave_out_a_torn_line(tmp_path):
     ("given", "said"),
     [
         (["--data", "no.txt"], "DATA names no.txt, which is no file"),
-        (["--tp", "0"], "TP and ITERS are 1 or more"),
+        (["--pp", "0"], "TP, PP and ITERS are 1 or more"),
+        (["--tp", "0"], "TP, PP and ITERS are 1 or more"),
     ],
 )
 def test_a_mistake_is_one_sentence(given, said):
@@ -162,3 +180,19 @@ def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
     assert "tokens/s, one process" in said
     assert (tmp_path / "out/tp2/loss.png").stat().st_size > 10_000
     assert list((tmp_path / "out/tp2/tensorboard").glob("events.*"))
+
+
+@pytest.mark.prove
+def test_a_pipeline_trains_and_samples(tmp_path):
+    given = "--data", text_file(tmp_path), "--out", tmp_path / "out", "--iters", 20, "--pp", 2
+    with start(*given) as child:
+        said = child.stdout.read()
+    assert child.returncode == 0, said
+    folder = tmp_path / "out/tp1pp2"
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in log if "loss" in r][-1] == 20
+    loss = [r["validation_loss"] for r in log if "validation_loss" in r]
+    assert loss[-1] < loss[0] and f"{loss[-1]:.3f}" in said
+    assert "pipeline rank 1: " in said and "tokens/s, TP 1 x PP 2 on 2 ranks" in said
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert "step_00000020: 200 tokens" in said, "the sample from the pipeline's checkpoint"
