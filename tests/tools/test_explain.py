@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mpu.grid import Grid
+from mpu.pipeline.schedules import NAMES, build
+from mpu.pipeline.simulate import Costs, plan, simulate
 from tools.explain import explain, main, tiny
 from tools.explain_formulas import DOCUMENT, bucket_lengths, evaluate, read_formulas, symbols
 from tools.explain_text import columns, sums
@@ -184,6 +186,22 @@ def test_the_document_names_what_exists():
         for name in re.findall(r"[\w.]+", names):
             for part in filter(None, name.split(".")):
                 assert re.search(rf"(def|class) {part}\b|    {part}:", source), (file, name)
+
+
+def test_the_document_tells_what_the_schedules_cost():
+    """The last columns of the table of schedules, against the simulator and the plan."""
+    lines = DOCUMENT.read_text().splitlines()
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in lines if "](schedules/" in line]
+    told = {re.sub(r"\[(.+)\].*", r"\1", row[0]): row for row in rows if len(row) == 8}
+    assert tuple(told) == NAMES
+    for name, (_, v, *_, share, held, messages) in told.items():
+        schedule = build(name, 4, 8, int(v))
+        one = [1 / int(v)] * schedule.stages
+        ran = simulate(schedule, Costs(one, one, one))
+        assert share == f"{100 * ran.bubble / ran.step:.1f} %"
+        assert float(held) == max(ran.peak) / int(v)
+        sends = [step.sends for steps in plan(schedule) for step in steps if step.sends]
+        assert int(messages) == len(sends)
 
 
 def test_a_formula_is_arithmetic_and_nothing_else():
