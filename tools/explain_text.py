@@ -233,7 +233,7 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     lower = "; the second of a rank's chunks in lower case" if schedule.chunks == 2 else ""
     lines += [f"  a row a rank, F0 the forward of micro-batch 0{lower}", ""]
     lines += [f"  {line}" for line in table(schedule).splitlines()]
-    lines += ["", rule("what each pipeline rank did, in its order")]
+    lines += ["", rule("what each pipeline rank did, each in its own order")]
     lines += [
         "  0 > F1: its input came from rank 0; F1 > 1: its output went to rank 1; no arrow: an end "
         "of the model, or this very rank",
