@@ -7,7 +7,7 @@ where something is summed or counted over several axes at once. `ends` joins the
 rank of a pipeline, the two that hold a copy of tied embeddings.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
-[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7]; model planes (tp x pp) [0,1,4,5] [2,3,6,7].
+[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `ends` is all, as p is 2.
 """
 
 import os
@@ -95,7 +95,6 @@ class Grid:
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
         self.data = self._axis("data", "dp", "cp")  # gradients are summed over it
-        self.model = self._axis("model", "pp", "tp")  # holds one copy of the model
         # A rank between the ends is alone there; it too makes a group in `add_groups`, since torch
         # names a group by its ranks and by how many groups its maker has.
         self.ends = Axis("ends", ranks=(self.rank,))
@@ -126,7 +125,7 @@ class Grid:
 
     # `pp` carries what goes to a higher rank, `pp_back` what goes to a lower one: on NCCL a receive
     # that waits must not hold up a send the other way.
-    AXES = ("tp", "cp", "dp", "pp", "data", "model", "world", "pp_back", "ends")
+    AXES = ("tp", "cp", "dp", "pp", "data", "world", "pp_back", "ends")
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
