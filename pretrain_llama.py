@@ -138,6 +138,7 @@ def evaluate(run: Run, loader: Any) -> float:
     ):
         schedule = forward_only(schedule_of(run.config, len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
+    run.watch.action = f"the sum of the losses {during}"
     loss, tokens = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp).tolist()
     return loss / tokens
 

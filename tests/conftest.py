@@ -142,6 +142,18 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="session")
+def launcher(
+    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> Iterator[Any]:
+    """The session's tests/launcher.py, which runs the program on several ranks."""
+    from tests.launcher import Launcher
+
+    launcher = Launcher(tmp_path_factory.mktemp("runs"), free_port)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     """Return a function that finds a free TCP port on the loopback device."""
 

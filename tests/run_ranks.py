@@ -9,7 +9,8 @@ rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR
 With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
 
 A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
-each rank) gets the signals of `how`, over a second apart, or raises an error.
+each rank) gets the signals of `how`, over a second apart, raises an error, or stalls: alive, its
+other threads at work, but never to go on.
 """
 
 import json
@@ -17,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pretrain_llama  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from mpu.layers import linear  # noqa: E402
+from mpu.pipeline import engine  # noqa: E402
 from training.data.loader import Loader  # noqa: E402
 
 saving = sys.modules["training.checkpoint.save"]
@@ -33,11 +36,14 @@ POINTS = {
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
     "forward": (pretrain_llama.Llama, "forward"),
+    "receive": (engine, "receive"),
+    "wait": (engine._Run, "_take"),
+    "send": (engine, "send"),
     "layer": (linear.RowParallelLinear, "forward"),
     "backward": (pretrain_llama.GradientBuckets, "done"),
     "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
     "update": (pretrain_llama.Optimizer, "step"),
-    "evaluation": (pretrain_llama, "masked_loss"),
+    "evaluation": (pretrain_llama, "forward_only"),
     "saving": (saving, "write_safetensors"),
     "committing": (saving, "_commit"),
 }
@@ -63,12 +69,29 @@ def plant(fault: dict[str, Any]) -> None:
         if left[0] == 0:
             if fault["how"] == "raise":
                 raise RuntimeError("broken on purpose")
+            while fault["how"] == "stall":
+                time.sleep(60)
             for i, number in enumerate(SIGNALS[fault["how"]]):
                 time.sleep(1.2 * i)
                 os.kill(os.getpid(), number)
         return inner(*args, **kwargs)
 
     setattr(owner, name, struck)
+
+
+def shorten(seconds: float) -> None:
+    """Let a wait in a collective end after so few seconds."""
+    connect = Grid.connect
+
+    def connected(grid: Grid, device: Any, store: Any, timeout: timedelta) -> Grid:
+        return connect(grid, device, store, timedelta(seconds=seconds))
+
+    Grid.connect = connected
+
+
+def load_and_save(run: Any, loaders: Any, saver: Any, *rest: Any) -> None:
+    """Take the place of `train`: save again what was loaded, without a step."""
+    saver.save(run.iteration, run.consumed, must=True)
 
 
 def be_rank(job: dict[str, Any], rank: int) -> None:
@@ -86,8 +109,11 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
         plant(job["fault"])
-    if job.get("silence"):
-        pretrain_llama.Watch.__init__.__kwdefaults__["silence"] = job["silence"]
+    pretrain_llama.Watch.__init__.__kwdefaults__.update(job.get("watch", {}))
+    if job.get("timeout"):
+        shorten(job["timeout"])
+    if job.get("no_step"):
+        pretrain_llama.train = load_and_save
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is while the program imports torch
     pretrain_llama.as_process(lambda: pretrain_llama.main(argv), None)

@@ -7,110 +7,82 @@ the long form every place and rank, and what torchrun does on top.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launcher import SCRIPT, Launcher, Result
+
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = Path(__file__).resolve().parent / "run_ranks.py"
 LIMIT = 30.0  # seconds, the promise
+PATIENCE = {"silence": 4.0, "grace": 0.5, "unwind": 0.5}  # of the failure channel, shortened
 STEPS = 8
 MODEL = (
     "--mock-data --vocab-size 500 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
     "--seq-length 32 --lr 1e-3 --log-interval 1 --sequence-parallel --num-workers 2 "
     f"--eval-interval 2 --eval-iters 2 --train-iters {STEPS} --save-interval 3"
 ).split()
+TIMEOUT = 4.0  # seconds: of a collective, where a test waits for it
+LATER = pytest.mark.prove
 # the call of a point at which to strike: each is in step 2 or 3 of a run that saves after step 3
 CALLS = {
     "connect": 1,
     "build": 1,
     "data": 3,
     "forward": 3,
+    "receive": 6,
+    "wait": 13,
+    "send": 6,
     "layer": 9,
     "backward": 40,
     "gradient sums": 3,
     "update": 3,
-    "evaluation": 5,
+    "evaluation": 2,
     "saving": 1,
     "committing": 1,
 }
 
 
-@dataclass
-class Result:
-    """How a job went: per rank its exit code, when it ended, what it said."""
+class Ranks:
+    """Runs of a small model on several ranks."""
 
-    codes: list[int]
-    ended: list[float]
-    late: bool
-    folder: Path
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
 
-    def said(self, rank: int, kind: str = "err") -> str:
-        """Return what a rank wrote."""
-        return (self.folder / f"{kind}.{rank}").read_text()
-
-    def saved(self) -> list[str]:
-        """List the checkpoints."""
-        return sorted(path.name for path in (self.folder / "saved").glob("step_*"))
-
-
-class Launcher:
-    """A process that forks ranks, one job at a time."""
-
-    def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
-        self.folder, self.free_port, self.jobs = folder, free_port, 0
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start(self, ranks: int, tp: int, fault: Any = None, folder: Any = None, **job: Any) -> Path:
-        """Start a job, in a folder of an earlier one if that is named."""
-        self.jobs += 1
-        self.here = folder or self.folder / str(self.jobs)
-        self.here.mkdir(exist_ok=True)
-        self.port = self.free_port()
+    def start(
+        self,
+        ranks: int,
+        tp: int,
+        fault: Any = None,
+        folder: Path | None = None,
+        pp: int = 1,
+        flags: str = "",
+        **job: Any,
+    ) -> Path:
+        """Start one, in the folder of an earlier one if that is named."""
         argv = [*MODEL, "--tensor-model-parallel-size", str(tp)]
-        argv += ["--global-batch-size", str(2 * ranks // tp)]
-        argv += ["--save", f"{self.here}/saved", "--load", f"{self.here}/saved"]
-        argv += ["--log-json", f"{self.here}/log.jsonl"]
-        job |= {"ranks": ranks, "argv": argv, "dir": str(self.here), "port": self.port}
-        self.process.stdin.write(json.dumps({**job, "fault": fault}) + "\n")
-        self.process.stdin.flush()
-        return self.here
-
-    def wait(self) -> Result:
-        """Wait for the job's end."""
-        result = Result(**json.loads(self.process.stdout.readline()), folder=self.here)
-        assert not result.late, f"a rank hung: {[result.said(r) for r in range(len(result.codes))]}"
-        return result
+        argv += ["--pipeline-model-parallel-size", str(pp)]
+        argv += ["--global-batch-size", str(2 * ranks // tp), *flags.split()]
+        argv += ["--save", "{dir}/saved", "--load", "{dir}/saved"]
+        return self.launcher.start(ranks, argv, folder, fault=fault, **job)
 
     def run(self, *args: Any, **job: Any) -> Result:
-        """Start a job and wait for its end."""
+        """Start one and wait for its end."""
         self.start(*args, **job)
-        return self.wait()
+        return self.launcher.wait()
 
 
-@pytest.fixture(scope="module")
-def ranks(
-    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
-) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("failures"), free_port)
-    yield launcher
-    launcher.process.stdin.close()
-    launcher.process.wait(60)
+@pytest.fixture
+def ranks(launcher: Launcher) -> Ranks:
+    return Ranks(launcher)
 
 
 def fault(point: str, rank: int, how: str) -> dict[str, Any]:
@@ -125,14 +97,18 @@ def check_blame(result: Result, victim: int, why: str) -> None:
             assert code == 1, result.said(rank)
             assert result.ended[rank] - result.ended[victim] < LIMIT
             last = result.said(rank).splitlines()[-1]
-            assert last.startswith(f"[rank {rank}] stopping during "), last
+            assert last.startswith(
+                (f"[rank {rank}] stopping during ", f"[rank {rank}] stopping while")
+            )
             assert f": rank {victim} failed first" in last and why in last, last
 
 
+MESSAGES = ("receive", "wait", "send")  # points that only a pipeline passes
+SERIAL = [point for point in CALLS if point not in MESSAGES]
 KILLS = [
-    (2, point, rank) for point in CALLS for rank in (0, 1) if (point, rank) != ("committing", 1)
+    (2, point, rank) for point in SERIAL for rank in (0, 1) if (point, rank) != ("committing", 1)
 ]
-KILLS += [(4, point, rank) for point in CALLS for rank in (0, 1, 3) if point != "committing"]
+KILLS += [(4, point, rank) for point in SERIAL for rank in (0, 1, 3) if point != "committing"]
 SAMPLE = [(2, "backward", 1), (2, "saving", 0), (4, "gradient sums", 3)]
 
 
@@ -141,7 +117,7 @@ SAMPLE = [(2, "backward", 1), (2, "saving", 0), (4, "gradient sums", 3)]
     [pytest.param(*k, marks=[] if k in SAMPLE else pytest.mark.prove) for k in KILLS],
 )
 def test_a_killed_rank_is_named_by_all_others(
-    ranks: Launcher, world: int, point: str, rank: int
+    ranks: Ranks, world: int, point: str, rank: int
 ) -> None:
     result = ranks.run(world, 2, fault(point, rank, "kill"))
     assert result.codes[rank] == -signal.SIGKILL
@@ -150,20 +126,131 @@ def test_a_killed_rank_is_named_by_all_others(
 
 @pytest.mark.prove
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_by_all_others(ranks: Launcher, rank: int) -> None:
+def test_a_stopped_rank_is_named_by_all_others(ranks: Ranks, rank: int) -> None:
     """Nothing breaks, nothing moves: only the missing beats tell."""
-    result = ranks.run(2, 2, fault("backward", rank, "stop"), silence=4.0)
+    result = ranks.run(2, 2, fault("backward", rank, "stop"), watch={"silence": 4.0})
     check_blame(result, rank, "no sign of life")
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
-def test_an_error_in_one_rank_is_what_all_report(ranks: Launcher, rank: int) -> None:
+def test_an_error_in_one_rank_is_what_all_report(ranks: Ranks, rank: int) -> None:
     result = ranks.run(2, 2, fault("update", rank, "raise"))
     why = "during the update of iteration 3: RuntimeError: broken on purpose"
     check_blame(result, rank, why)
     own = result.said(rank).splitlines()
     assert result.codes[rank] == 1 and own[0].startswith("Traceback")
     assert own[-1] == "RuntimeError: broken on purpose"
+
+
+# A pipeline: (pp, tp, flags). Each stage waits for others only through messages.
+PLAIN = (2, 1, "--num-layers 4")
+CHUNKS = (2, 1, "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2")
+V_SHAPE = (2, 2, "--num-layers 4 --pipeline-schedule zb-v")
+LONG = (4, 1, "--num-layers 4 --pipeline-schedule zb-h1")
+LOST = (*MESSAGES, "forward", "backward", "gradient sums", "update", "evaluation", "saving")
+STAGES = [(PLAIN, point, rank) for point in LOST for rank in (0, 1)]
+STAGES += [(LONG, point, rank) for point in LOST for rank in range(4)]
+STAGES += [(V_SHAPE, point, rank) for point in LOST for rank in (0, 1, 3)]
+SAMPLED = [(PLAIN, "wait", 0), (V_SHAPE, "send", 3)]
+
+
+@pytest.mark.parametrize(
+    "pipeline, point, rank",
+    [pytest.param(*k, marks=[] if k in SAMPLED else pytest.mark.prove) for k in STAGES],
+)
+def test_a_killed_stage_is_named_by_all_others(
+    ranks: Ranks, pipeline: tuple[int, int, str], point: str, rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    result = ranks.run(pp * tp, tp, fault(point, rank, "kill"), pp=pp, flags=flags)
+    assert result.codes[rank] == -signal.SIGKILL
+    check_blame(result, rank, "the process died (killed?)")
+    if point == "wait" and pp == 2:  # the other one needs it for its next action
+        doing = rf"while waiting for [FB] chunk \d micro-batch \d from stage \d \(rank {rank}\)"
+        assert re.search(doing, result.said(1 - rank)), result.said(1 - rank)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("pipeline", [LONG, V_SHAPE])
+@pytest.mark.parametrize("point", ["send", "gradient sums"])
+def test_a_stopped_stage_is_named_by_all_others(
+    ranks: Ranks, pipeline: tuple[int, int, str], point: str, rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    how = fault(point, rank, "stop")
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, watch=PATIENCE)
+    check_blame(result, rank, "no sign of life")
+
+
+@pytest.mark.parametrize("pipeline, rank", [(CHUNKS, 1), pytest.param(LONG, 2, marks=LATER)])
+def test_an_error_in_one_stage_is_what_all_report(
+    ranks: Ranks, pipeline: tuple[int, int, str], rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    result = ranks.run(pp * tp, tp, fault("send", rank, "raise"), pp=pp, flags=flags)
+    assert result.said(rank).splitlines()[-1] == "RuntimeError: broken on purpose"
+    why = "in stage [12] of iteration 1: RuntimeError: broken on purpose"
+    assert re.search(why, result.said(0))
+    check_blame(result, rank, "broken on purpose")
+
+
+@pytest.mark.parametrize(
+    "pipeline, point, call, victim, first, stuck",
+    [
+        (
+            CHUNKS, "forward", 14, 1,
+            "rank 0 failed first while waiting for F chunk 1 micro-batch 3 from stage 1 (rank 1) "
+            "in stage 2 of iteration 2",
+            "rank 1 was at: F chunk 0 micro-batch 3 in stage 1 of iteration 2",
+        ),
+        pytest.param(
+            PLAIN, "evaluation", 2, 0,
+            "rank 1 failed first while waiting for F chunk 0 micro-batch 0 from stage 0 (rank 0) "
+            "in stage 1 of the evaluation after iteration 2",
+            "rank 0 was at: waiting for its last messages to leave of the evaluation after ",
+            marks=LATER,
+        ),
+        pytest.param(  # who times out first waits for one who waits, too
+            LONG, "forward", 12, 2,
+            "failed first while waiting for ",
+            "rank 2 was at: F chunk 0 micro-batch 3 in stage 2 of iteration 2",
+            marks=LATER,
+        ),
+        pytest.param(
+            V_SHAPE, "forward", 6, 2,
+            "failed first ",
+            " at: F chunk ",
+            marks=LATER,
+        ),
+        pytest.param(
+            V_SHAPE, "update", 2, 3,
+            "failed first during the ",
+            "rank 3 was at: the update of iteration 2",
+            marks=LATER,
+        ),
+    ],
+)  # fmt: skip
+def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
+    ranks: Ranks,
+    pipeline: tuple[int, int, str],
+    point: str,
+    call: int,
+    victim: int,
+    first: str,
+    stuck: str,
+) -> None:
+    """It is alive and beats; those who wait for it give up, and say for what, and where it is."""
+    pp, tp, flags = pipeline
+    how = {"point": point, "rank": victim, "call": call, "how": "stall"}
+    began = time.monotonic()
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, timeout=TIMEOUT, watch=PATIENCE)
+    assert result.codes == [1] * pp * tp and time.monotonic() - began < LIMIT
+    told = [result.said(rank).splitlines()[-1] for rank in range(pp * tp)]
+    for rank, last in enumerate(told):
+        assert last.startswith(f"[rank {rank}] stopping"), last
+        assert first in last and "Timed out waiting" in last and stuck in last, last
+        assert last.partition(" failed first ")[2] == told[0].partition(" failed first ")[2]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +263,7 @@ def test_an_error_in_one_rank_is_what_all_report(ranks: Launcher, rank: int) -> 
         ({"1": ["--num-layers", "3"]}, "--num-layers is 2 on rank 0 and 3 on rank 1"),
     ],
 )
-def test_a_mistake_of_one_rank_is_told_to_all(ranks: Launcher, more: Any, says: str) -> None:
+def test_a_mistake_of_one_rank_is_told_to_all(ranks: Ranks, more: Any, says: str) -> None:
     result = ranks.run(2, 2, more=more)
     assert result.codes == [2, 2] and max(result.ended) < 10
     for rank in range(2):
@@ -185,7 +272,7 @@ def test_a_mistake_of_one_rank_is_told_to_all(ranks: Launcher, more: Any, says: 
     assert not (result.folder / "saved").exists()
 
 
-def test_what_only_rank_0_finds_is_told_to_all(ranks: Launcher) -> None:
+def test_what_only_rank_0_finds_is_told_to_all(ranks: Ranks) -> None:
     result = ranks.run(2, 2, more={str(r): ["--wandb-project", "x"] for r in range(2)})
     assert result.codes == [2, 1]
     assert "--wandb-project x: the package wandb is not installed" in result.said(0)
@@ -194,7 +281,7 @@ def test_what_only_rank_0_finds_is_told_to_all(ranks: Launcher) -> None:
 
 @pytest.mark.parametrize("save", [1, pytest.param(3, marks=pytest.mark.prove)])
 def test_a_save_that_fails_on_one_rank_ends_the_run_only_if_it_is_the_last(
-    ranks: Launcher, save: int
+    ranks: Ranks, save: int
 ) -> None:
     """Steps 3, 6 and 8 are saved."""
     result = ranks.run(2, 2, {"point": "saving", "rank": 1, "call": save, "how": "raise"})
@@ -218,13 +305,6 @@ def weights(result: Result) -> dict[str, str]:
     return found
 
 
-def losses(result: Result) -> list[tuple[Any, ...]]:
-    """Return what the log says of every step, in its own order, but for times and speeds."""
-    keys = ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "validation_loss")
-    rows = map(json.loads, (result.folder / "log.jsonl").read_text().splitlines())
-    return [tuple(row.get(key) for key in keys) for row in rows]
-
-
 @pytest.mark.parametrize(
     "world, tp, how, rank",
     [
@@ -236,7 +316,7 @@ def losses(result: Result) -> list[tuple[Any, ...]]:
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the_bit(
-    ranks: Launcher, world: int, tp: int, how: str, rank: int
+    ranks: Ranks, world: int, tp: int, how: str, rank: int
 ) -> None:
     whole = ranks.run(world, tp)
     assert whole.codes == [0] * world
@@ -251,10 +331,10 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the
     resumed = ranks.run(world, tp, folder=stopped.folder)
     assert resumed.codes == [0] * world, resumed.said(0)
     assert weights(resumed) == weights(whole)
-    assert set(losses(whole)) == set(losses(resumed))
+    assert set(whole.losses()) == set(resumed.losses())
 
 
-def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Launcher) -> None:
+def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Ranks) -> None:
     result = ranks.run(2, 2, fault("backward", -1, "int twice"))
     assert result.codes == [130, 130]
     assert result.saved() == []
@@ -262,25 +342,25 @@ def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Launcher) -> None:
 
 
 @pytest.mark.parametrize("point", ["connect", "build"])
-def test_ctrl_c_during_start_up_ends_it_without_a_trace(ranks: Launcher, point: str) -> None:
+def test_ctrl_c_during_start_up_ends_it_without_a_trace(ranks: Ranks, point: str) -> None:
     result = ranks.run(2, 2, fault(point, -1, "int"))
     assert result.codes == [130, 130]
     assert "Traceback" not in result.said(0) + result.said(1)
     assert not (result.folder / "saved").exists()
 
 
-def test_ctrl_c_ends_a_rank_that_waits_for_others(ranks: Launcher) -> None:
+def test_ctrl_c_ends_a_rank_that_waits_for_others(ranks: Ranks) -> None:
     """Rank 0 of 2 waits, inside of C++, for a rank 1 that nobody starts."""
     folder = ranks.start(1, 2, world=2)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            socket.create_connection(("127.0.0.1", ranks.port), timeout=1).close()
+            socket.create_connection(("127.0.0.1", ranks.launcher.port), timeout=1).close()
             break  # the store is up
         except OSError:
             time.sleep(0.05)
     os.kill(int((folder / "pid.0").read_text()), signal.SIGINT)
-    result = ranks.wait()
+    result = ranks.launcher.wait()
     assert result.codes == [130] and "Traceback" not in result.said(0)
 
 

@@ -51,7 +51,6 @@ class Handle:
             event.waited()
         self._keep = ()
 
-
     def is_completed(self) -> bool:
         """True when the transfer is over, as far as the backend tells without waiting."""
         return self._work is None or bool(self._work.is_completed())

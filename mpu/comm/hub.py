@@ -17,6 +17,11 @@ DIED = "the process died (killed?)"
 LINE_LIMIT = 1 << 16  # bytes without a newline: not one of ours
 
 
+def at(action: str) -> str:
+    """Write an action into a sentence: "during the update", "while waiting for F ..."."""
+    return f"{'while' if action.split(' ')[0].endswith('ing') else 'during'} {action}"
+
+
 @dataclass(frozen=True)
 class Cause:
     """Who failed first, doing what, and why."""
@@ -26,7 +31,7 @@ class Cause:
     why: str
 
     def __str__(self) -> str:
-        where = f" during {self.action}" if self.action else ""
+        where = f" {at(self.action)}" if self.action else ""
         return f"rank {self.rank} failed first{where}: {self.why}"
 
 
@@ -143,12 +148,19 @@ class Hub(threading.Thread):
                 self._decide(self._with_straggler(cause))
 
     def _with_straggler(self, cause: Cause) -> Cause:
-        """Add to "a collective failed" (timed out?) who was somewhere else, if somebody was."""
-        for line in self.lines:
-            if not line.left and line.rank >= 0 and line.action != cause.action:
-                why = f"{cause.why}; meanwhile rank {line.rank} was at: {line.action}"
-                return Cause(cause.rank, cause.action, why)
-        return cause
+        """Add to "a collective failed" (timed out?) who was somewhere else, if somebody was.
+
+        One who waits for a message does so because of another: that other is looked for.
+        """
+        others = [x for x in self.lines if not x.left and x.rank >= 0 and x.action != cause.action]
+        late = [x for x in others if not x.action.startswith("waiting for ")] or others
+        if not late:
+            return cause
+        action = late[0].action
+        ranks = sorted(x.rank for x in late if x.action == action)
+        who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {ranks} were"
+        why = f"{cause.why}; meanwhile {who} at: {action}"
+        return Cause(cause.rank, cause.action, why)
 
     def _decide(self, cause: Cause) -> None:
         if self.decided is None:

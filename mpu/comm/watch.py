@@ -17,6 +17,7 @@ seconds (a stopped process, a lost machine) is a cause too.
 """
 
 import os
+import re
 import secrets
 import socket
 import sys
@@ -26,8 +27,9 @@ import weakref
 from typing import Any
 
 from mpu.comm.collectives import CommunicationError
-from mpu.comm.hub import DIED, Cause, Hub, Line
+from mpu.comm.hub import DIED, Cause, Hub, Line, at
 
+SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")  # where in gloo's sources: nothing to its users
 SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
 
 
@@ -129,9 +131,10 @@ class Watch:
         with self._lock:
             cause, silent = self.first, self._said
             self._said = True
-        if cause is None or silent or cause.rank == self.rank or cause.why == self._own:
+        if cause is None or silent or cause.why == self._own:
             return
-        text = f"[rank {self.rank}] stopping during {self.action}: {cause}\n"
+        doing = f" {at(self.action)}" if cause.rank != self.rank else ""
+        text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
         sys.stderr.write(text)  # one write: ranks that share a terminal must not mix their lines
         sys.stderr.flush()
 
@@ -152,7 +155,8 @@ class Watch:
                 self._hub.join(timeout=60)  # the hub leaves last, so that nobody sees it die
             return
         text = str(error).strip() or "no message"
-        why, wait = f"{type(error).__name__}: {text.splitlines()[0]}", 0.0
+        text = SOURCE.sub("", text.splitlines()[0])
+        why, wait = f"{type(error).__name__}: {text}", 0.0
         if isinstance(error, CommunicationError):
             wait = self._grace
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):

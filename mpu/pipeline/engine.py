@@ -71,9 +71,11 @@ class Engine:
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
         with Outbox(polls=self.device.type == "cuda" and not self.grid.pp.staged) as outbox:
-            turn = _Run(self, schedule, forward, shape, outbox, f" {during}" if during else "")
+            during = f" {during}" if during else ""
+            turn = _Run(self, schedule, forward, shape, outbox, during)
             for step in steps:
                 turn.do(step, clock)
+            self.watch.action = f"waiting for its last messages to leave{during}"
         if clock is not None:
             self.spans = clock.spans()
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the program on several ranks from a test: the parent's side of tests/run_ranks.py."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parent / "run_ranks.py"
+
+
+@dataclass
+class Result:
+    """How a job went: per rank its exit code, when it ended, what it said."""
+
+    codes: list[int]
+    ended: list[float]
+    late: bool
+    folder: Path
+
+    def said(self, rank: int, kind: str = "err") -> str:
+        """Return what a rank wrote."""
+        return (self.folder / f"{kind}.{rank}").read_text()
+
+    def saved(self) -> list[str]:
+        """List the checkpoints."""
+        return sorted(path.name for path in (self.folder / "saved").glob("step_*"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the JSON log."""
+        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+
+    def losses(self) -> list[tuple[Any, ...]]:
+        """Return what the log says of every step, in its own order, but for times and speeds."""
+        keys = ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "validation_loss")
+        return [tuple(row.get(key) for key in keys) for row in self.rows()]
+
+
+class Launcher:
+    """A process that forks ranks, one job at a time; each job has a folder."""
+
+    def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
+        self.folder, self.free_port, self.jobs = folder, free_port, 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def start(self, ranks: int, argv: list[str], folder: Path | None = None, **job: Any) -> Path:
+        """Start a job; return its folder, that of an earlier one if it is named.
+
+        argv: the program's flags; {dir} stands for the folder. It keeps its log in log.jsonl. job:
+        what else run_ranks.py knows of (fault, watch, timeout, ...).
+        """
+        self.jobs += 1
+        self.here = folder or self.folder / str(self.jobs)
+        self.here.mkdir(exist_ok=True)
+        self.port = self.free_port()
+        argv = [word.replace("{dir}", str(self.here)) for word in argv]
+        argv += ["--log-json", f"{self.here}/log.jsonl"]
+        job |= {"ranks": ranks, "argv": argv, "dir": str(self.here), "port": self.port}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return self.here
+
+    def wait(self) -> Result:
+        """Wait for the job's end."""
+        result = Result(**json.loads(self.process.stdout.readline()), folder=self.here)
+        assert not result.late, f"a rank hung: {[result.said(r) for r in range(len(result.codes))]}"
+        return result
+
+    def run(self, *args: Any, **job: Any) -> Result:
+        """Start a job and wait for its end."""
+        self.start(*args, **job)
+        return self.wait()
+
+    def close(self) -> None:
+        """Let the process end."""
+        self.process.stdin.close()
+        self.process.wait(60)
