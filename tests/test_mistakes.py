@@ -92,6 +92,7 @@ def mistake(name: str, changes: dict[str, str | None], says: str, world: int = 1
 
 
 TP2 = {"--tensor-model-parallel-size": "2"}
+PP2 = {"--pipeline-model-parallel-size": "2"}
 MISTAKES = [
     mistake(
         "heads do not divide by tp",
@@ -112,6 +113,36 @@ MISTAKES = [
         2,
     ),
     mistake("world does not factor", TP2, "WORLD_SIZE 3 is not a multiple of --tensor-mod", 3),
+    mistake(
+        "world does not factor into pipelines",
+        PP2,
+        "WORLD_SIZE 3 is not a multiple of .* x --pipeline-model-parallel-size 2",
+        3,
+    ),
+    mistake(
+        "more stages than things to place",
+        {"--pipeline-model-parallel-size": "8", "--global-batch-size": "8"},
+        "--pipeline-model-parallel-size 8: pipeline rank 1 would hold nothing",
+        8,
+    ),
+    mistake(
+        "layers that nobody would hold",
+        {**PP2, "--pipeline-model-parallel-layout": "Et|L"},
+        "--pipeline-model-parallel-layout Et.L: it has 1 layers .* and 2 are needed",
+        2,
+    ),
+    mistake(
+        "a V of another shape",
+        {**PP2, "--pipeline-schedule": "zb-v", "--num-virtual-stages-per-pipeline-rank": "3"},
+        "zb-v has 2 virtual stages a rank: --num-virtual-stages-per-pipeline-rank is 3",
+        2,
+    ),
+    mistake(
+        "fewer micro-batches than the schedule needs",
+        {**PP2, "--num-virtual-stages-per-pipeline-rank": "2", "--global-batch-size": "1"},
+        "--pipeline-schedule interleaved at --global-batch-size 1 = 1 micro-batches",
+        2,
+    ),
     mistake("too few ranks", TP2, "WORLD_SIZE 1 is not a multiple"),
     mistake("ranks without a launcher", {}, "WORLD_SIZE is 2 but .* is not set: start with tor", 2),
     mistake(
