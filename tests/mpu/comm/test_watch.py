@@ -139,6 +139,31 @@ def test_a_timeout_says_who_was_somewhere_else(ranks: Callable[..., Ranks]) -> N
     assert cause.why.endswith("meanwhile rank 2 was at: reading the data of iteration 7")
 
 
+def test_of_those_who_wait_for_each_other_none_is_to_blame(
+    ranks: Callable[..., Ranks], capsys: Any
+) -> None:
+    """0 waits for 1, which waits for 2 and 3: a chain of stages, and who stands at its end."""
+    four = ranks(4, grace=0.2)
+    waiting = "waiting for B chunk 0 micro-batch 2 from stage {} in stage {} of iteration 7"
+    four.watches[0].action = waiting.format(1, 0)
+    four.watches[1].action = waiting.format(2, 1)
+    four.watches[2].action = four.watches[3].action = "F chunk 0 micro-batch 3 in stage 2"
+    wait_until(lambda: all("chunk" in x.action for x in four.watches[0]._hub.lines if x.rank > 0))
+    text = "receive over pp: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms"
+    four.fail(0, CommunicationError(text), four.watches[0].action)
+    (cause,) = four.causes()
+    assert str(cause) == (
+        "rank 0 failed first while waiting for B chunk 0 micro-batch 2 from stage 1 in stage 0 of "
+        "iteration 7: CommunicationError: receive over pp: Timed out waiting 600000ms; meanwhile "
+        "ranks [2, 3] were at: F chunk 0 micro-batch 3 in stage 2"
+    )
+    wait_until(lambda: four.gone() == [0, 1, 2, 3])
+    said = sorted(capsys.readouterr().err.splitlines())
+    assert said[0] == f"[rank 0] stopping: {cause}", "it, too, says why it stops"
+    assert said[1].startswith("[rank 1] stopping while waiting for B chunk 0 micro-batch 2 from")
+    assert said[3].startswith("[rank 3] stopping during F chunk 0 micro-batch 3 in stage 2: rank 0")
+
+
 def test_a_death_explains_the_signal_that_it_brought(ranks: Callable[..., Ranks]) -> None:
     """torchrun ends the survivors by SIGTERM, which may be heard of before the death."""
     three = ranks(3)
