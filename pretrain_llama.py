@@ -112,9 +112,10 @@ def run_schedule(
     Zeros except on the last stage. Backward starts from the sum of the losses / `tokens`.
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    batches = [batch.to(run.device) for batch in batches]
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
-        batch = batches[i].to(run.device)
+        batch = batches[i]
         ids = (batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
         out = run.model(*ids, hidden=hidden, chunk=chunk)
         if not run.model.stages[chunk].loss:

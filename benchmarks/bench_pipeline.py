@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure pipeline schedules against torch.distributed.pipelining, and against our own simulator.
 
-    python benchmarks/bench_pipeline.py [--cases tiny-1f1b-4 ...] [--peer PATH]
-    sudo python benchmarks/bench_pipeline.py --link 200mbit [--cases tiny-1f1b-4 tiny-zb-h1-4]
+    python benchmarks/bench_pipeline.py [--cases tiny/1f1b/4 ...] [--peer PATH]
+    sudo python benchmarks/bench_pipeline.py --link 200mbit [--cases tiny/1f1b/8 tiny/zb-h1/8]
 
 Two ranks, one thread each. Weft runs as its users run it (pretrain_llama.py, its own log is read);
-the peer runs the same sizes, micro-batches and precision through torch's own schedule classes.
+the peer runs the same sizes, micro-batches and precision through torch's own schedule classes (for
+zb-h1, which torch lacks, InterleavedZeroBubble with two stages a rank).
 Launches alternate, so that a machine whose speed drifts is fair to both; a figure is the median
 over the timed steps of all launches. Beside the two stand
 

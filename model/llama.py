@@ -242,8 +242,8 @@ class Llama(nn.Module):
         """Return the chunk of this rank that holds a parameter; 0 (the last to end) if unsure."""
         part, *rest = name.split(".")
         for chunk, stage in enumerate(self.stages):
-            own = int(rest[0]) in stage.layers if part == "layers" else stage.loss
-            if own or (part == "embedding" and stage.embedding):
+            here = {"embedding": stage.embedding, "norm": stage.loss, "head": stage.loss}
+            if int(rest[0]) in stage.layers if part == "layers" else here.get(part):
                 return chunk
         return 0
 

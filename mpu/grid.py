@@ -159,7 +159,26 @@ class Grid:
                     )
                 )
             setattr(self, name, replace(axis, group=groups.get(axis.ranks), staged=staged))
+        if self.backend == "nccl" and self.pp.size > 1:
+            self._meet_neighbours(device)
         return self
+
+    def _meet_neighbours(self, device: torch.device) -> None:
+        """Exchange one number with each pipeline neighbour, each way, edge by edge in one order.
+
+        NCCL makes the connection of two ranks at their first message, and both must be there. In a
+        schedule they are not: a receive is posted long before the peer sends.
+        """
+        edges = [(i, i + 1) for i in range(self.pp.size - 1)]
+        edges += [(0, self.pp.size - 1)] if self.pp.size > 2 else []
+        for low, high in edges:
+            for axis, sender, receiver in ((self.pp, low, high), (self.pp_back, high, low)):
+                number = torch.zeros(1, device=device)
+                if self.pp.rank == sender:
+                    dist.send(number, axis.ranks[receiver], group=axis.group)
+                elif self.pp.rank == receiver:
+                    dist.recv(number, axis.ranks[sender], group=axis.group)
+        torch.cuda.synchronize(device)
 
     def traced(self, trace: Any) -> "Grid":
         """Let `trace` see every collective of every axis."""

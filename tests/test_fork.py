@@ -79,7 +79,10 @@ def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
     sink = GradientBuckets(grid.data, torch.float64, 1000)
     ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
     config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
-    parallel = ParallelConfig(comm.size, tp, pipeline_model_parallel_size=pp)
+    schedule = "zb-h1" if pp > 1 else None  # weight gradients that wait
+    parallel = ParallelConfig(
+        comm.size, tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule
+    )
     settings = Config(ModelConfig(2, 16, 4, 8, vocab_size=50), parallel, BatchConfig(2, 4))
     stages = rank_stages(settings, grid.pp.rank)
     model = alpaca.Alpaca(config, ctx, stages=stages).initialize(3)
@@ -91,8 +94,11 @@ def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
     rows = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
     share = 4 // grid.dp.size
     rows = rows[grid.dp.rank * share : (grid.dp.rank + 1) * share]
-    batch = Batch(rows[:, :-1], rows[:, 1:], None, None, None, 0, rows[:, 1:].numel())
-    losses = [pretrain_llama.train_step(run, [batch], 1e-2)[0].item() for _ in range(2)]
+    batches = [
+        Batch(part[:, :-1], part[:, 1:], None, None, None, 0, part[:, 1:].numel())
+        for part in rows.chunk(pp)
+    ]
+    losses = [pretrain_llama.train_step(run, batches, 1e-2)[0].item() for _ in range(2)]
     grads = {
         name: sink.main[param].tolist()
         for name, param in unique_parameters(model)

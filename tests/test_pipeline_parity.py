@@ -77,6 +77,16 @@ def test_masks_recomputation_and_odd_layouts(world, schedule):
     compare(world, twin_of, 2, some)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half"])
+def test_deferred_weight_gradients_under_sequence_parallelism(world, schedule):
+    """What waits for W are shards, gathered again; recomputed blocks; four ranks."""
+    some = [
+        case_of(schedule, 2, 3, 2, 1, True, recompute=kind, masks=kind == "full")
+        for kind in ("selective", "full")
+    ]
+    compare(world, twin_of, 4, some)
+
+
 def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
     """Return losses, norms and all weights after four steps, which every rank agrees on."""
     weights: dict = {}

@@ -3,7 +3,6 @@
 
 import gc
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import pretrain_llama
 from mpu import native
 from training import control
-from training.arguments import parse
 
 FLAGS = """
     --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2

@@ -40,7 +40,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
     told = [first]
     told += [_read(folder / f"pipeline_rank{rank}.json") for rank in range(1, first["pp_size"])]
     for rank, own in enumerate(told):
-        for key in ("schedule", "micro_batches", "chunks", "v_shape", "split", "pp_size"):
+        for key in ("schedule", "chunks", "v_shape", "split", "pp_size"):
             if own[key] != first[key]:
                 raise ValueError(
                     f"{folder}: the files are of different runs: {key} is {first[key]} on rank 0 "
@@ -64,8 +64,9 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
         raise ValueError(f"{folder}: holds the steps {_list(steps)}, not {iteration}")
     timeline = steps[iteration]
     orders = tuple(tuple(_actions(spans)) for spans in timeline.ranks)
-    kept = {key: first[key] for key in ("micro_batches", "chunks", "split", "v_shape")}
-    schedule = Schedule(first["schedule"], orders, **kept)
+    count = 1 + max(action.micro_batch for order in orders for action in order)
+    kept = {key: first[key] for key in ("chunks", "split", "v_shape")}
+    schedule = Schedule(first["schedule"], orders, count, **kept)
     try:
         validate(schedule)
     except ValueError as error:
@@ -84,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
             )
             for step in told["steps"]
         }
-        sizes = [told[key] for key in ("pp_size", "micro_batches", "chunks")]
+        sizes = [told[key] for key in ("pp_size", "chunks")]
         whole = all(isinstance(size, int) and size > 0 for size in sizes) and told["steps"]
         kinds = {span.action.kind for spans in told["steps"].values() for span in spans}
         known = {"pp_rank", "v_shape", "split"} <= told.keys() and kinds <= {"F", "B", "W", "BW"}

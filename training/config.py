@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-V_SHAPED = ("zb-v", "v-half")  # schedules whose second chunk comes back up the ranks
+from mpu.pipeline.schedules import V_SHAPED
 
 
 class UsageError(ValueError):

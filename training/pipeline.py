@@ -9,10 +9,10 @@ from typing import Any
 
 from mpu.pipeline import layout, schedules
 from mpu.pipeline.layout import Stage
-from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.schedules import V_SHAPED, Schedule
 from mpu.pipeline.simulate import Costs, simulate
 from training import batch_schedule
-from training.config import V_SHAPED, Config, ModelConfig, ParallelConfig, UsageError
+from training.config import Config, ModelConfig, ParallelConfig, UsageError
 
 LAYOUT = "--pipeline-model-parallel-layout"
 SIZE = "--pipeline-model-parallel-size"
@@ -155,11 +155,10 @@ def lines(config: Config) -> list[str]:
     out += [f"pipeline rank {rank}: {told(rank_stages(config, rank))}" for rank in range(size)]
     for count in micro_batch_counts(config):
         waits = simulate(schedule_of(config, count), cost)
-        formula, least = ideal_bubble(p.schedule, size, v, cost)
-        least = least / (least + count * sum(work) / size)
+        ideal = simulate(schedule_of(config, count), even(cost))
         out.append(
             f"{count} micro-batches: bubble {100 * waits.bubble / waits.step:.2f} % of a step, "
-            f"simulated; {100 * least:.2f} % were all stages equal, {formula}"
+            f"{100 * ideal.bubble / ideal.step:.2f} % were all stages equal"
         )
     return out
 
@@ -178,18 +177,10 @@ def _told(stage: Stage) -> str:
     return " + ".join(parts + ["head"] * stage.loss) or "nothing"
 
 
-def ideal_bubble(name: str, p: int, v: int, cost: Costs) -> tuple[str, float]:
-    """Return the formula of a schedule's bubble, and its value were all stages equal."""
-    f, b, w = (sum(c) / p for c in (cost.forward, cost.input_gradient, cost.weight_gradient))
-    if name == "zb-h1":
-        return "(p-1)(F+B-W)", (p - 1) * (f + b - w)
-    if name == "zb-v":
-        return "at F = B = W", 0.0
-    if name == "v-half":
-        return "(p-1)(F+B+W)/2 at F = B = W", (p - 1) * (f + b + w) / 2
-    if v > 1:
-        return "(p-1)(F+B+W)/v", (p - 1) * (f + b + w) / v
-    return "(p-1)(F+B+W)", (p - 1) * (f + b + w)
+def even(cost: Costs) -> Costs:
+    """Return the costs of stages that share the same work equally."""
+    parts = (cost.forward, cost.input_gradient, cost.weight_gradient)
+    return Costs(*([sum(part) / len(part)] * len(part) for part in parts))
 
 
 def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
@@ -207,7 +198,7 @@ def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
             raise UsageError(f"{LAYOUT} {written}: {error}") from None
         if stages % p:
             raise UsageError(
-                f"{LAYOUT} {written}: its {stages} stages are not a multiple of {SIZE} {p}"
+                f"{LAYOUT} {written}: stages must be a multiple of {SIZE} {p}; it has {stages}"
             )
         stated = parallel.get("num_virtual_stages_per_pipeline_rank", stages // p)
         if stated != stages // p:
@@ -237,13 +228,18 @@ def check(config: Config) -> None:
     """Refuse a cut or a schedule that does not work out, at any batch size of the run."""
     p = config.parallel
     size, v = p.pipeline_model_parallel_size, p.virtual_stages
+    source = _gives_v(p)
     if v > 1 and size == 1:
-        raise UsageError(f"{VIRTUAL} {v}: virtual stages need a pipeline, {SIZE} of at least 2")
+        raise UsageError(f"{source}: {v} virtual stages need a pipeline, {SIZE} of at least 2")
+    if p.schedule == "interleaved" and v == 1:
+        raise UsageError(
+            f"--pipeline-schedule interleaved needs {VIRTUAL} of at least 2, or another flag for v"
+        )
     chunks = 2 if p.schedule in V_SHAPED else v if p.schedule == "interleaved" else 1
     if v != chunks:
         raise UsageError(
             f"--pipeline-schedule {p.schedule} has {chunks} virtual stage{'s' * (chunks > 1)} a "
-            f"rank: {VIRTUAL} is {v}"
+            f"rank: {source} gives {v}"
         )
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and (p.schedule != "interleaved" or v == 1):
@@ -255,6 +251,15 @@ def check(config: Config) -> None:
     stages_of(config)
     for count in micro_batch_counts(config):
         schedule_of(config, count)
+
+
+def _gives_v(p: ParallelConfig) -> str:
+    """Name the flag, with its value, from which the number of virtual stages comes."""
+    for flag in (LAYOUT, PER_STAGE, VIRTUAL):
+        value = getattr(p, flag[2:].replace("-", "_"))
+        if value is not None:
+            return f"{flag} {value}"
+    return f"--pipeline-schedule {p.schedule}"
 
 
 def _cut_by(p: ParallelConfig) -> str:

@@ -54,6 +54,8 @@ class Profile:
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None:
             self._trace.__exit__(*error)
+        if self._told:  # also of a run that ended before --profile-step-end
+            self._write()
 
     def step(self) -> None:
         """Count one training step."""
@@ -73,11 +75,12 @@ class Profile:
         assert schedule is not None and engine.spans is not None
         spans = [[*span[:3], span[3] + to_wall, span[4] + to_wall] for span in engine.spans]
         self._told.append({"iteration": self._steps, "spans": spans})
-        if self._steps < self._end:
-            return
+
+    def _write(self) -> None:
+        assert self._engine is not None and self._engine.schedule is not None
+        schedule = self._engine.schedule
         told = {
             "schedule": schedule.name,
-            "micro_batches": schedule.micro_batches,
             "chunks": schedule.chunks,
             "v_shape": schedule.v_shape,
             "split": schedule.split,

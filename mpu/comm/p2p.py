@@ -49,9 +49,10 @@ def receive(
 class Outbox:
     """Hold each message until it is gone, then let go of its memory.
 
-    gloo cannot be asked whether a send is done, only waited for: a thread does that. NCCL can be
-    asked, and its wait would hold up the compute stream. As a context manager it returns when all
-    is gone. Raises CommunicationError, at the next call, when a send fails.
+    gloo cannot be asked whether a send is done, only waited for: a thread does that, in the order
+    of the sends. NCCL can be asked, and its wait would hold up the compute stream. As a context
+    manager it returns when all is gone or, on NCCL, when the stream will not go on before it is.
+    Raises CommunicationError, at the next call, when a send fails.
     """
 
     def __init__(self, polls: bool) -> None:

@@ -29,7 +29,8 @@ from typing import Any
 from mpu.comm.collectives import CommunicationError
 from mpu.comm.hub import DIED, Cause, Hub, Line, at
 
-SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")  # where in gloo's sources: nothing to its users
+# what gloo says of its sources, and by way of advice
+NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
 SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
 
 
@@ -155,7 +156,7 @@ class Watch:
                 self._hub.join(timeout=60)  # the hub leaves last, so that nobody sees it die
             return
         text = str(error).strip() or "no message"
-        text = SOURCE.sub("", text.splitlines()[0])
+        text = NOISE.sub("", text.splitlines()[0])
         why, wait = f"{type(error).__name__}: {text}", 0.0
         if isinstance(error, CommunicationError):
             wait = self._grace

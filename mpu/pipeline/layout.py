@@ -130,7 +130,11 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     told = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
     if between < 0:
         raise ValueError(f"{told}: {p} pipeline rank has no two ends")
-    if rest < 0 or (between == 0 and rest) or (between and rest % between):
+    if rest < 0:
+        raise ValueError(f"{told}: that is more than there are")
+    if between == 0 and rest:
+        raise ValueError(f"{told}: no other rank is there to hold the other {rest}")
+    if between and rest % between:
         raise ValueError(f"{told}: the other {rest} do not divide over the other {between} ranks")
     each = rest // between if between else 0
     ranks = [each] * p
@@ -156,7 +160,7 @@ def _written(layout: str, num_layers: int, stages: int) -> list[int]:
     for symbol, end, where in (("E", texts[0][:1], "first"), ("L", texts[-1][-1:], "last")):
         if whole.count(symbol) != 1 or end != symbol:
             raise ValueError(
-                f"{symbol} must stand once, {where} of all; it has {whole.count(symbol)}"
+                f"{symbol} must be the {where} symbol, and stand once; it has {whole.count(symbol)}"
             )
     if whole.count("t") != num_layers:
         raise ValueError(f"it has {whole.count('t')} layers (t) and {num_layers} are needed")

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
+V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
 
 
 class Action(NamedTuple):
@@ -31,7 +32,7 @@ class Action(NamedTuple):
         return f"{self.kind} chunk {self.chunk} micro-batch {self.micro_batch}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by identity: `build` gives each of them once
 class Schedule:
     """What each rank does, in order: `ranks[r]` is rank r's list.
 
@@ -100,7 +101,7 @@ def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Sc
         return interleaved(p, m, v, group)
     if group is not None:
         raise ValueError(f"{name} has no micro-batch group size ({group}): only interleaved has")
-    chunks = 2 if name in ("zb-v", "v-half") else 1
+    chunks = 2 if name in V_SHAPED else 1
     if v != chunks:
         raise ValueError(f"{name} has {chunks} virtual stages a rank, not {v}")
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "v-half": v_half}
@@ -151,9 +152,7 @@ def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     """
     if v == 1:
         if group is not None:
-            raise ValueError(
-                f"a micro-batch group size ({group}) needs v > 1 virtual stages a rank"
-            )
+            raise ValueError(f"a micro-batch group size ({group}) needs v > 1 stages a rank")
         return replace(one_f_one_b(p, m), name="interleaved")
     size = p if group is None else group
     if not p <= size <= m:
@@ -244,6 +243,7 @@ def v_half(p: int, m: int) -> Schedule:
     return _place_weights(schedule, cap=2 * ((p + 2) // 2))
 
 
+@lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
     """Keep the forwards: what an evaluation runs."""
     ranks = tuple(tuple(a for a in rank if a.kind == "F") for rank in schedule.ranks)

@@ -66,9 +66,9 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Return each rank's actions with the receives to post before each and the send after it.
 
     All come from one linear order of the whole (see _blocking), in which no blocking
-    point-to-point can deadlock. Receives then move one action earlier, so that a transfer runs
-    under the action before: they never change places on a pair, and never part a B from its W in
-    a schedule that is not split.
+    point-to-point can deadlock. Receives, which do not block, are then posted one action earlier
+    than that order asks, so that a transfer runs under the action before: they never change places
+    on a pair, and never part a B from its W in a schedule that is not split.
     """
     hoisted = []
     for rank in _blocking(schedule):

@@ -70,7 +70,6 @@ def write(folder, schedule, steps=(7,), slower=1.0, **other):
     for rank, boxes in enumerate(ran):
         told = {
             "schedule": schedule.name,
-            "micro_batches": schedule.micro_batches,
             "chunks": schedule.chunks,
             "v_shape": schedule.v_shape,
             "split": schedule.split,
@@ -171,7 +170,7 @@ def test_a_run_that_is_not_whole_is_one_sentence(tmp_path, capsys):
         second.write_text(json.dumps({**good, **other}))
         return fails(capsys, "--profile", run)
 
-    assert "different runs: micro_batches is 4 on rank 0 and 8 on rank 1" in said(micro_batches=8)
+    assert "different runs: chunks is 1 on rank 0 and 2 on rank 1" in said(chunks=2)
     assert "pipeline_rank1.json: was written by rank 0" in said(pp_rank=0)
     assert "rank1.json: schedule 'dualpipe' is none of gpipe, " in said(schedule="dualpipe")
     steps = [{**good["steps"][0], "iteration": 8}]

@@ -271,7 +271,7 @@ def test_the_report_of_a_pipeline():
         "pipeline rank 0: embedding + layer 0 | layer 4\n",
         "pipeline rank 3: layer 3 | layer 7 + head\n",
         "8 micro-batches: bubble ",
-        "(p-1)(F+B+W)/v",
+        "% were all stages equal",
         "rank  parameters ",
         "Parameters of pipeline rank 0, the fullest",
         "Memory of pipeline rank 0, the fullest",

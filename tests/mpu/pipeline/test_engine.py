@@ -4,6 +4,7 @@ autograd for.
 """
 
 import functools
+import time
 import weakref
 
 import pytest
@@ -115,30 +116,62 @@ def test_live_activations_are_those_of_the_simulation(world, pp, m):
         assert [r["bytes"] for r in results] == list(held.peak), name
 
 
+def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
+    """Return, for each gradient bucket, its chunks and whether it left before the step's end."""
+    case = dict(schedule=name, pp=2, v=CHUNKS[name], m=4, tp=1, dp=2, sp=False, tied=False,
+                recompute=None, layers=8, rows=8)  # fmt: skip
+    run = pretrain_llama.build(config_of(case), comm.grid(pp=2), torch.device("cpu"), Watch())
+    found, finish = [], run.sink.finish
+
+    def noted():
+        for bucket in run.sink.buckets:
+            chunks = {run.model.chunk_of(name) for name, _, _ in bucket.params}
+            found.append((chunks, bucket.launched))
+        finish()
+
+    run.sink.finish = noted
+    pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_buckets_hold_one_chunk_and_leave_when_its_last_gradient_is_done(world, name):
+    for found in world(4).run(left_early, name):
+        assert len(found) > CHUNKS[name] and all(launched for _, launched in found)
+        assert [len(chunks) for chunks, _ in found] == [1] * len(found), "chunks share a bucket"
+        order = [min(chunks) for chunks, _ in found]
+        assert order == sorted(order, reverse=True) and set(order) == set(range(CHUNKS[name]))
+
+
 def forward_alone(comm, name: str, m: int) -> dict:
     """Run a schedule's F's on stages that add 1; return what the last one made."""
     pp, v = comm.size, CHUNKS[name]
     schedule = forward_only(build(name, pp, m, v))
-    grid, seen, alive = comm.grid(pp=pp), [], []
+    grid, seen, alive, most = comm.grid(pp=pp), [], [], 0
     queue, device = WeightGradientQueue(), torch.device("cpu")
     engine = Engine(grid, queue, Watch(), torch.float64, device)
 
     def forward(chunk, i, hidden):
+        nonlocal most
         assert not torch.is_grad_enabled()
         out = torch.full((3, 2), float(i), dtype=torch.float64) if hidden is None else hidden + 1
         alive.append(weakref.ref(out.untyped_storage()))
+        most = max(most, sum(ref() is not None for ref in alive))
+        time.sleep(0.02)  # as if it computed: messages leave meanwhile
         if schedule.stage(grid.pp.rank, chunk) == schedule.stages - 1:
             seen.append(out.tolist())
         return out
 
     engine.run(schedule, forward, (3, 2))
     assert not any(ref() is not None for ref in alive), "an output outlived the run"
-    return {"seen": seen}
+    return {"seen": seen, "most": most}
 
 
 @pytest.mark.parametrize("name", CHUNKS)
 def test_forward_alone_passes_every_micro_batch_through_every_stage(world, name):
-    results = world(2).run(forward_alone, name, 6)
+    results = world(2).run(forward_alone, name, 12)
+    # of 12 or 24 outputs a rank: the one just made, what is on its way, what a chunk was handed
+    assert all(r["most"] <= 6 for r in results), [r["most"] for r in results]
     (seen,) = [r["seen"] for r in results if r["seen"]]
     stages = 2 * CHUNKS[name]
-    assert seen == [[[float(i + stages - 1)] * 2] * 3 for i in range(6)]
+    assert seen == [[[float(i + stages - 1)] * 2] * 3 for i in range(12)]

@@ -70,7 +70,7 @@ def test_evaluation_keeps_the_forwards_in_their_order():
         (("zb-v", 2, 4, 1), "zb-v has 2 virtual stages a rank, not 1"),
         (("v-half", 2, 4, 4), "v-half has 2 virtual stages a rank, not 4"),
         (("zb-v", 2, 4, 2, 4), r"zb-v has no micro-batch group size \(4\): only interleaved has"),
-        (("interleaved", 2, 4, 1, 2), r"group size \(2\) needs v > 1 virtual stages a rank"),
+        (("interleaved", 2, 4, 1, 2), r"group size \(2\) needs v > 1 stages a rank"),
         (("interleaved", 4, 3, 2), "pipeline size <= micro-batch group size <= .*, not 4, 4, 3"),
         (("interleaved", 4, 8, 2, 3), "pipeline size <= micro-batch group size <= .*, not 4, 3, 8"),
         (("interleaved", 4, 8, 2, 9), "pipeline size <= micro-batch group size <= .*, not 4, 9, 8"),
