@@ -35,6 +35,14 @@ class Cause:
         return f"rank {self.rank} failed first{where}: {self.why}"
 
 
+def _named(ranks: list[int]) -> str:
+    """Write "rank 3 was" or "ranks 0, 1, 2 and 5 more were"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} was"
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"ranks {', '.join(map(str, ranks[:3]))}{more} were"
+
+
 class Line:
     """A socket that speaks JSON lines."""
 
@@ -148,18 +156,19 @@ class Hub(threading.Thread):
                 self._decide(self._with_straggler(cause))
 
     def _with_straggler(self, cause: Cause) -> Cause:
-        """Add to "a collective failed" (timed out?) who was somewhere else, if somebody was.
+        """Add to "a collective failed" who was somewhere else, and to "timed out" who has not.
 
         One who waits for a message does so because of another: that other is looked for.
         """
-        others = [x for x in self.lines if not x.left and x.rank >= 0 and x.action != cause.action]
+        others = [x for x in self.lines if not x.left and x.rank >= 0]
+        if not any(words in cause.why.lower() for words in ("timed out", "timeout")):
+            others = [x for x in others if x.action != cause.action]
         late = [x for x in others if not x.action.startswith("waiting for ")] or others
-        if not late:
-            return cause
-        action = late[0].action
-        ranks = sorted(x.rank for x in late if x.action == action)
-        who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {ranks} were"
-        why = f"{cause.why}; meanwhile {who} at: {action}"
+        places: dict[str, list[int]] = {}
+        for line in sorted(late, key=lambda x: x.rank):
+            places.setdefault(line.action, []).append(line.rank)
+        told = [f"{_named(ranks)} at: {action}" for action, ranks in places.items()]
+        why = "; meanwhile ".join([cause.why, *told[:1]]) + "".join(f", {x}" for x in told[1:3])
         return Cause(cause.rank, cause.action, why)
 
     def _decide(self, cause: Cause) -> None:

@@ -135,6 +135,7 @@ def test_a_timeout_says_who_was_somewhere_else(ranks: Callable[..., Ranks]) -> N
     wait_until(lambda: all("7" in x.action for x in three.watches[0]._hub.lines if x.rank > 0))
     error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
     three.fail(0, error, three.watches[1].action)
+    three.fail(1, error, three.watches[1].action)
     (cause,) = three.causes()
     assert cause.why.endswith("meanwhile rank 2 was at: reading the data of iteration 7")
 
@@ -155,13 +156,30 @@ def test_of_those_who_wait_for_each_other_none_is_to_blame(
     assert str(cause) == (
         "rank 0 failed first while waiting for B chunk 0 micro-batch 2 from stage 1 in stage 0 of "
         "iteration 7: CommunicationError: receive over pp: Timed out waiting 600000ms; meanwhile "
-        "ranks [2, 3] were at: F chunk 0 micro-batch 3 in stage 2"
+        "ranks 2, 3 were at: F chunk 0 micro-batch 3 in stage 2"
     )
     wait_until(lambda: four.gone() == [0, 1, 2, 3])
     said = sorted(capsys.readouterr().err.splitlines())
     assert said[0] == f"[rank 0] stopping: {cause}", "it, too, says why it stops"
     assert said[1].startswith("[rank 1] stopping while waiting for B chunk 0 micro-batch 2 from")
     assert said[3].startswith("[rank 3] stopping during F chunk 0 micro-batch 3 in stage 2: rank 0")
+
+
+def test_who_has_not_timed_out_at_the_same_place_is_told(ranks: Callable[..., Ranks]) -> None:
+    """5 of 8 hang in an update whose end 0 and 1 wait for; 2 is elsewhere."""
+    eight = ranks(8, grace=1.0)
+    for watch in eight.watches:
+        watch.action = "the update of iteration 7"
+    eight.watches[2].action = "saving iteration 6"
+    wait_until(lambda: all("iteration" in x.action for x in eight.watches[0]._hub.lines))
+    for rank in (0, 1):
+        error = CommunicationError("all_gather over tp: Timed out waiting 600000ms")
+        eight.fail(rank, error, "the update of iteration 7")
+    (cause,) = eight.causes()
+    assert cause.why.endswith(
+        "; meanwhile rank 2 was at: saving iteration 6, ranks 3, 4, 5 and 2 more were at: the "
+        "update of iteration 7"
+    )
 
 
 def test_a_death_explains_the_signal_that_it_brought(ranks: Callable[..., Ranks]) -> None:
