@@ -134,7 +134,7 @@ MISTAKES = [
     mistake(
         "a V of another shape",
         {**PP2, "--pipeline-schedule": "zb-v", "--num-virtual-stages-per-pipeline-rank": "3"},
-        "zb-v has 2 virtual stages a rank: --num-virtual-stages-per-pipeline-rank 3 gives 3",
+        "zb-v has 2 virtual stages a rank: --num-virtual-stages-per-pipeline-rank 3",
         2,
     ),
     mistake(
