@@ -7,10 +7,10 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench gpu-check
+.PHONY: help setup train test prove explain lint bench bench-pipeline gpu-check
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 setup: ## make .venv (PYTHON=... chooses the interpreter; a torch 2.11 to 2.13 in it is kept) and the native library
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
@@ -36,6 +36,9 @@ lint: setup ## ruff everywhere, mypy strict on mpu/
 
 bench: setup ## measure the claims of the README on this machine, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
 	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)
+
+bench-pipeline: setup ## the pipeline schedules against torch's own and our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
+	$(RUN) benchmarks/bench_pipeline.py $(call flag,CASES,--cases)
 
 gpu-check: setup ## the whole trainer on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu

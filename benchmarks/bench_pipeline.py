@@ -48,7 +48,7 @@ from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.pipeline import stages_of  # noqa: E402
 
-P, WARM = 2, 3
+P = 2
 THEIRS = {  # our schedule: torch's class, and its stages a rank
     "1f1b": ("1F1B", 1),
     "interleaved": ("Interleaved1F1B", 2),
@@ -56,6 +56,7 @@ THEIRS = {  # our schedule: torch's class, and its stages a rank
     "zb-v": ("ZBVZeroBubble", 2),
 }
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
 CASES = [f"{size}/{name}/{m}" for size in SIZES for name in THEIRS for m in (4, 8)]
 
 
@@ -192,11 +193,12 @@ def tell(line: str) -> None:
 
 def run_weft(case: str, steps: int, link: Link | None = None) -> dict[str, Any]:
     """Run pretrain_llama.py; return the timed steps' seconds, and each rank's spans in them."""
+    warm = WARM[case.split("/")[0]]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.json"
-        flags = [*flags_of(case), "--train-iters", str(WARM + steps), "--log-json", str(log)]
-        flags += ["--profile", "--profile-step-start", str(WARM), "--profile-ranks"]
-        flags += ["--profile-step-end", str(WARM + steps), "--tensorboard-dir", folder]
+        flags = [*flags_of(case), "--train-iters", str(warm + steps), "--log-json", str(log)]
+        flags += ["--profile", "--profile-step-start", str(warm), "--profile-ranks"]
+        flags += ["--profile-step-end", str(warm + steps), "--tensorboard-dir", folder]
         if link is None:
             output([*command(P), str(ROOT / "pretrain_llama.py"), *flags], P)
         else:
@@ -205,7 +207,7 @@ def run_weft(case: str, steps: int, link: Link | None = None) -> dict[str, Any]:
         ranks = [
             json.loads((Path(folder) / f"pipeline_rank{r}.json").read_text()) for r in range(P)
         ]
-    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][WARM:]
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
     return {"steps": seconds, "spans": [[s["spans"] for s in rank["steps"]] for rank in ranks]}
 
 
@@ -214,7 +216,7 @@ def run_peer(peer: Path, case: str, steps: int) -> list[float]:
     size, name, m = case.split("/")
     theirs, chunks = THEIRS[name]
     flags = f"--size {size} --pp {P} --schedule {theirs} --vpp {chunks} --microbatches {m} "
-    flags += f"--warmup {WARM} --steps {WARM + steps}"
+    flags += f"--warmup {WARM[size]} --steps {WARM[size] + steps}"
     text = output([*command(P), str(peer), *flags.split()], P)
     return json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])["times"]
 
