@@ -6,8 +6,9 @@ wrote. Optimizer state stands beside its parameter: `model.norm.weight.exp_avg` 
 `model.norm.weight`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -81,39 +82,75 @@ def parameter_pieces(
 
 
 def state_pieces(
-    named_state: Iterable[tuple[str, str, Tensor]],
+    named_state: Iterable[tuple[str, str, int, Tensor]],
     parameters: Iterable[tuple[str, nn.Parameter]],
     names: Mapping[str, Sequence[str]],
     grid: Grid,
+    sharded: bool = False,
 ) -> list[NamedPiece]:
     """List the rectangles of this rank's optimizer state.
 
-    named_state: (parameter name, kind, tensor shaped like the local parameter), kind one of KINDS.
+    named_state: (parameter name, kind, first, values), kind one of KINDS: elements [first, first +
+    n) of the flattened local parameter. sharded: no other data-parallel rank has the same.
     """
     by_name = dict(parameters)
     found = []
-    for name, kind, tensor in named_state:
+    for name, kind, first, values in named_state:
         assert kind in KINDS, kind
-        found += _cut(by_name[name], tensor.detach(), names[name], f".{kind}", grid)
+        param, suffix = by_name[name], f".{kind}"
+        for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
+            found += _cut(param, part, names[name], suffix, grid, (row, column), sharded)
     return found
 
 
+def rectangles(
+    shape: tuple[int, ...], first: int, values: Tensor
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Cut elements [first, first + n) of a flattened tensor into at most three rectangles of it.
+
+    Yield (row, column, view) for the rest of a row begun, the whole rows, and a row not ended.
+    """
+    width = prod(shape[1:])
+    at, end = first, first + len(values)
+    while at < end:
+        row, column = divmod(at, width)
+        rows = 1 if column or end - at < width else (end - at) // width
+        stop = min(end, (row + rows) * width)
+        part = values[at - first : stop - first]
+        yield row, column, part.view(rows, -1) if len(shape) > 1 else part
+        at = stop
+
+
 def _cut(
-    param: nn.Parameter, tensor: Tensor, names: Sequence[str], suffix: str, grid: Grid
+    param: nn.Parameter,
+    tensor: Tensor,
+    names: Sequence[str],
+    suffix: str,
+    grid: Grid,
+    corner: tuple[int, int] = (0, 0),
+    sharded: bool = False,
 ) -> list[NamedPiece]:
-    """Cut a tensor shaped like the local parameter by the parameter's placement; padding is left
-    out."""
+    """Cut a rectangle of the local parameter by the parameter's placement; padding is left out.
+
+    corner: the row and column of the local parameter at which the rectangle begins.
+    """
     place = placement_of(param)
-    holders = (grid.data, *place.holders)
+    holders = place.holders if sharded else (grid.data, *place.holders)
     found = []
     for piece in place.pieces(names):
-        if piece.size == 0:
+        # what this rectangle and the piece share, along the dimension that is cut
+        begin = corner[piece.dim]
+        low = max(begin, piece.local)
+        high = min(begin + tensor.shape[piece.dim], piece.local + piece.size)
+        if low >= high:
             continue
-        starts, sizes = [0] * len(piece.shape), list(piece.shape)
-        starts[piece.dim], sizes[piece.dim] = piece.start, piece.size
-        view = tensor.narrow(piece.dim, piece.local, piece.size)
+        view = tensor.narrow(piece.dim, low - begin, high - low)
+        starts = list(corner[: tensor.dim()])
+        starts[piece.dim] = piece.start + low - piece.local
         found.append(
-            NamedPiece(piece.name + suffix, piece.shape, tuple(starts), tuple(sizes), view, holders)
+            NamedPiece(
+                piece.name + suffix, piece.shape, tuple(starts), tuple(view.shape), view, holders
+            )
         )
     return found
 

@@ -18,14 +18,22 @@ from training.checkpoint.pieces import into_files, share, whole
 CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16, tied=False)
 
 
-def pieces_of(world: int, tp: int, cp: int, rank: int) -> tuple[list[NamedPiece], Llama]:
-    """Return all pieces of one rank, weights and one moment, without allocating them."""
+def pieces_of(
+    world: int, tp: int, cp: int, rank: int, sharded: bool = False
+) -> tuple[list[NamedPiece], Llama]:
+    """Return all pieces of one rank, weights and one moment, without allocating them.
+
+    sharded: a data-parallel rank has its part of each flattened moment, cut within rows.
+    """
     grid = Grid(world, tp, cp, launch=Launch(rank, world))
     model = Llama(CONFIG, LayerContext(grid, device=torch.device("meta")))
     params, names = list(unique_parameters(model)), hf_names(model)
     pieces = parameter_pieces(params, names, grid)
-    moments = [(name, "exp_avg", torch.empty_like(p)) for name, p in params]
-    return pieces + state_pieces(moments, params, names, grid), model
+    moments, r, n = [], grid.data.rank, grid.data.size
+    for name, p in params:
+        low, high = (p.numel() * r // n, p.numel() * (r + 1) // n) if sharded else (0, p.numel())
+        moments.append((name, "exp_avg", low, torch.empty(high - low, device="meta")))
+    return pieces + state_pieces(moments, params, names, grid, sharded), model
 
 
 def rows(pieces: list[NamedPiece]) -> list[list]:
@@ -34,13 +42,16 @@ def rows(pieces: list[NamedPiece]) -> list[list]:
     ]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("world", "tp", "cp"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 4, 1), (8, 2, 1), (8, 2, 2)]
 )
-def test_what_is_written_tiles_every_tensor_once(world: int, tp: int, cp: int) -> None:
+def test_what_is_written_tiles_every_tensor_once(
+    world: int, tp: int, cp: int, sharded: bool
+) -> None:
     written, bytes_of_rank = [], []
     for rank in range(world):
-        mine = share(pieces_of(world, tp, cp, rank)[0])
+        mine = share(pieces_of(world, tp, cp, rank, sharded)[0])
         written.append(rows(mine))
         bytes_of_rank.append(sum(p.nbytes for p in mine))
     index = merge_index(written)
