@@ -177,7 +177,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = torch.float64 if config.run.dtype == torch.float64 else torch.float32
-    sink = GradientBuckets(grid.data, accumulate, p.ddp_bucket_size or 0, p.overlap_grad_reduce)
+    level, size = int(p.use_distributed_optimizer), p.ddp_bucket_size or 0
+    sink = GradientBuckets(grid.data, accumulate, size, p.overlap_grad_reduce, level)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
@@ -194,6 +195,7 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
         eps=o.adam_eps,
         weight_decay=o.weight_decay,
         clip=o.clip_grad,
+        overlap=p.overlap_param_gather,
     )
     engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
     return Run(config, grid, device, model, engine, sink, optimizer, watch)

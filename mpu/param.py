@@ -243,7 +243,7 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(f: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         f.param, f.sink = param, sink
-        return param.view_as(param)
+        return sink.materialize(param).view_as(param)
 
     @staticmethod
     def backward(f: Any, grad: Tensor) -> tuple[None, None]:

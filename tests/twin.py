@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import pretrain_llama
 from model.llama import hf_names
+from mpu.comm.collectives import all_gather
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.param import placement_of, unique_parameters
@@ -55,6 +56,8 @@ def config_of(case: dict) -> Config:
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
+            use_distributed_optimizer=case.get("zero", 0) == 1,
+            overlap_param_gather=case.get("gather", False),
             ddp_bucket_size=case.get("bucket", 500),
         ),
         BatchConfig(rows // (dp * case["m"]), rows),
@@ -104,6 +107,11 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         assert found_inf.item() == 0
         losses.append(loss.item())
         norms.append(norm.item())
+    for bucket in run.sink.buckets:  # the owners' sums; copies of the whole at level 0
+        own = bucket.grad[bucket.low : bucket.high].clone()
+        if run.sink.level:
+            all_gather(own, grid.data, into=bucket.grad)
+    run.sink.wait_for_weights()
     grads, names = [], hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"

@@ -89,6 +89,8 @@ class ParallelConfig:
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
     overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool = False  # ZeRO level 1
+    overlap_param_gather: bool = False
     ddp_bucket_size: int | None = None  # elements; None: an eighth, at most 40e6
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 

@@ -124,6 +124,13 @@ def _memory(config: Config, kinds: dict[str, int], held: estimate.Held) -> list[
         "gradients": "fp64" if dtype == "float64" else "fp32",
         "masters": "fp32" if kinds["masters"] else "none: the parameters are their own",
         "moments": "AdamW's two",
+    }
+    if p.use_distributed_optimizer:
+        share = f"a share of 1/{p.data_parallel_size}"
+        told["moments"] += f", {share}"
+        if kinds["masters"]:
+            told["masters"] += f", {share}"
+    told |= {
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
@@ -140,11 +147,13 @@ def _memory(config: Config, kinds: dict[str, int], held: estimate.Held) -> list[
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this Llama"
     )
     if total > GPU_BYTES:
-        sharded = total - state + state // p.data_parallel_size
-        lines.append(
-            f"does NOT fit a GPU of {_bytes(GPU_BYTES)}; with masters and moments sharded over the "
-            f"{p.data_parallel_size} data-parallel ranks (not in this version): {_bytes(sharded)}"
-        )
+        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}")
+        if p.data_parallel_size > 1 and not p.use_distributed_optimizer:
+            sharded = total - state + state // p.data_parallel_size
+            lines[-1] += (
+                f"; with --use-distributed-optimizer, over {p.data_parallel_size} data-parallel "
+                f"ranks: {_bytes(sharded)}"
+            )
     return lines
 
 

@@ -79,13 +79,19 @@ def accumulate_bytes(config: Config) -> int:
 
 
 def state(config: Config, parameters: Shapes) -> dict[str, int]:
-    """Return the bytes of these parameters, their gradients and their optimizer state."""
+    """Return the bytes of these parameters, their gradients and their optimizer state.
+
+    --use-distributed-optimizer shares the state among the data-parallel ranks; the padding of
+    buckets, at most 1,024 elements a parameter and rank, is left out.
+    """
     size, acc, n = config.run.dtype.itemsize, accumulate_bytes(config), count(parameters)
+    p = config.parallel
+    own = -(-n // p.data_parallel_size) if p.use_distributed_optimizer else n
     return {
         "parameters": n * size,
         "gradients": n * acc,
-        "masters": n * acc if size < acc else 0,
-        "moments": 2 * n * acc,
+        "masters": own * acc if size < acc else 0,
+        "moments": 2 * own * acc,
     }
 
 
@@ -286,6 +292,10 @@ def traffic(config: Config, parameters: Shapes, pp_rank: int = 0) -> list[Traffi
                 parameters[n] for n in ("embedding.weight", "head.weight") if n in parameters
             )
             out.append(Traffic("pp", "all-reduce", 1, prod(tied) * acc, 2))
-    if dp > 1:
+    if dp > 1 and config.parallel.use_distributed_optimizer:
+        size = config.run.dtype.itemsize
+        out.append(Traffic("dp", "reduce-scatter", 1, count(parameters) * acc, dp))
+        out.append(Traffic("dp", "all-gather", 1, count(parameters) * size, dp))
+    elif dp > 1:
         out.append(Traffic("dp", "all-reduce", 1, count(parameters) * acc, dp))
     return out

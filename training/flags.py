@@ -58,6 +58,8 @@ LIVE = """
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
 --recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
+--use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks (ZeRO level 1)
+--overlap-param-gather | switch | off: left out | gather updated weights while the next forward goes on
 --ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length

@@ -37,8 +37,6 @@ CHECKED = """
 --pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, as everything does
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
---use-distributed-optimizer | switch | any | ! optimizer state is replicated in this version (level 0): the same numbers, more memory
---overlap-param-gather | switch | any | ! parameters are replicated in this version, so there is nothing to gather: the same numbers
 --no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | pipeline stages never wait for one another to reduce: a bucket leaves when it is complete
 --num-distributed-optimizer-instances | int>=1 | 1 | there is one copy of the optimizer
 --tp-comm-overlap | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
@@ -695,8 +693,8 @@ DIFFERENCES = (
     ("--log-interval", "100 steps", "10 steps"),
     ("--distributed-backend", "nccl", "nccl on CUDA, gloo on a CPU"),
     (
-        "--use-distributed-optimizer --overlap-param-gather --tp-comm-overlap --async-save",
-        "shard, overlap, write in the background",
+        "--tp-comm-overlap --async-save",
+        "overlap, write in the background",
         "accepted; not in this version, the numbers are the same",
     ),
     (

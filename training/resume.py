@@ -39,11 +39,13 @@ class Saver:
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
+        self.optimizer.sink.wait_for_weights()
         parameters = list(unique_parameters(self.model))
         pieces = checkpoint.parameter_pieces(parameters, self.names, self.grid)
         if with_state:
             state = self.optimizer.named_state()
-            pieces += checkpoint.state_pieces(state, parameters, self.names, self.grid)
+            sharded = self.optimizer.sink.level > 0
+            pieces += checkpoint.state_pieces(state, parameters, self.names, self.grid, sharded)
         return pieces
 
     def check_writable(self) -> None:

@@ -63,6 +63,7 @@ IDLE = (
     ("--decoupled-min-lr", "--decoupled-lr"),
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
+    ("--overlap-param-gather", "--use-distributed-optimizer"),
     ("--exit-on-missing-checkpoint", "--load"),
 )
 

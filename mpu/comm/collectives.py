@@ -130,13 +130,18 @@ def all_reduce(
     return x, start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op)
 
 
-def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
-    """Concatenate the ranks' x along dim 0: [n, ...] -> [t*n, ...]."""
+def all_gather(
+    x: Tensor, axis: Axis, async_op: bool = False, into: Tensor | None = None
+) -> tuple[Tensor, Handle]:
+    """Concatenate the ranks' x along dim 0: [n, ...] -> [t*n, ...].
+
+    into: a tensor for the result, of which x may be this rank's own part.
+    """
     if axis.size == 1:
         return x, DONE
     wire = to_wire(x, axis)
-    out = wire.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    result = torch.empty_like(out, device=x.device) if axis.staged else out
+    result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    out = torch.empty_like(result, device=wire.device) if axis.staged else result
 
     def finish() -> None:
         if result is not out:
@@ -148,17 +153,20 @@ def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, H
     return result, start("all_gather", axis, x, call, (wire, out), finish, async_op)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> tuple[Tensor, Handle]:
+def reduce_scatter(
+    x: Tensor, axis: Axis, async_op: bool = False, into: Tensor | None = None
+) -> tuple[Tensor, Handle]:
     """Sum x over the axis and keep this rank's slice of dim 0: [t*n, ...] -> [n, ...].
 
     On gloo: all-to-all, then this rank adds the t contributions in rank order, bf16 ones in fp32.
+    into: a tensor for the result, which may be that very slice of x.
     """
     if axis.size == 1:
         return x, DONE
     assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
     shape = (x.shape[0] // axis.size, *x.shape[1:])
     wire = to_wire(x, axis)
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
     if x.is_cuda and not axis.staged:
 
         def call() -> Any:

@@ -9,6 +9,10 @@ of one pipeline chunk, since chunks end at different times. Parameters whose gra
 summed over another axis (norms under sequence parallelism, tied embeddings over the ends of a
 pipeline) share the last buckets, so that this takes one collective for all of them.
 
+Level 0 sums a bucket for everyone. At level 1 (ZeRO, Rajbhandari et al. 2020) each data-parallel
+rank owns an equal part of every bucket, [low, high): the sum arrives there alone, the owner updates
+that part of the weights (mpu/zero/optimizer.py), and the weights are gathered.
+
     last micro-batch   ... done(p) done(p) | bucket 0 leaves | done(p) ... | bucket 1 leaves | ...
     finish()           sum the last buckets over their extra axis, let them leave, wait for all
 """
@@ -39,19 +43,23 @@ class Bucket:
 
     params: list[tuple[str, nn.Parameter, int]]
     grad: Tensor
+    low: int  # this rank owns [low, high): all of it at level 0
+    high: int
     reduce_axes: tuple[Axis, ...] = ()
     waiting: int = 0  # uses of its parameters, in all micro-batches, that are not done yet
     launched: bool = False
     shard: Tensor | None = None
     handle: Handle = field(default=DONE)
+    gathering: Handle = field(default=DONE)  # of the weights, after an update
+    plain: bool = False  # a weight of it is used in plain autograd, without materialize()
 
 
 class GradientBuckets(GradientSink):
-    """The gradient sink of a training run: level 0, gradients replicated and all-reduced.
+    """The gradient sink of a training run.
 
     data: the axis gradients are summed over. bucket_size: elements a bucket, about; 0 chooses.
-    overlap: let a bucket leave during backward; else all leave at `finish`. The bits do not depend
-    on either.
+    overlap: let a bucket leave during backward; else all leave at `finish`. level: 0, every rank
+    gets every sum; 1, its own part of each. The bits of the weights do not depend on any of them.
     """
 
     def __init__(
@@ -60,9 +68,10 @@ class GradientBuckets(GradientSink):
         dtype: torch.dtype = torch.float32,
         bucket_size: int = 0,
         overlap: bool = True,
+        level: int = 0,
     ) -> None:
         super().__init__(dtype)
-        self.data, self.bucket_size, self.overlap = data, bucket_size, overlap
+        self.data, self.bucket_size, self.overlap, self.level = data, bucket_size, overlap, level
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
@@ -105,11 +114,23 @@ class GradientBuckets(GradientSink):
         flat = torch.zeros(
             -(-offset // grain) * grain, dtype=self.dtype, device=params[0][1].device
         )
-        bucket = Bucket(placed, flat, axes)
+        part = len(flat) // self.data.size
+        low = self.data.rank * part if self.level else 0
+        bucket = Bucket(placed, flat, low, low + part if self.level else len(flat), axes)
         for _, param, start in placed:
             self.main[param] = flat[start : start + param.numel()].view(param.shape)
             self._bucket_of[param] = bucket
         return bucket
+
+    def materialize(self, param: nn.Parameter) -> Tensor:
+        """Return the whole local weight, waiting for its gather where that is still on its way."""
+        self._bucket_of[param].gathering.wait()
+        return param
+
+    def wait_for_weights(self) -> None:
+        """Wait until every weight is whole."""
+        for bucket in self.buckets:
+            bucket.gathering.wait()
 
     def begin_step(self, micro_batches: int = 1) -> None:
         """Start a step: nothing written, nothing launched; each use is done once a micro-batch."""
@@ -151,7 +172,7 @@ class GradientBuckets(GradientSink):
                 self.add(param, self._apart.pop(param))
             if param.grad is not None:
                 self.add(param, param.grad)
-                param.grad = None
+                param.grad, bucket.plain = None, True
             elif param not in self._written:
                 self.main[param].zero_()
 
@@ -161,7 +182,10 @@ class GradientBuckets(GradientSink):
         """
         assert not bucket.launched, "a parameter gave a gradient after its bucket had left"
         bucket.launched = True
-        if bucket.grad.is_cuda and not self.data.staged:
+        if self.level:
+            own = bucket.grad[bucket.low : bucket.high]
+            _, bucket.handle = reduce_scatter(bucket.grad, self.data, async_op=True, into=own)
+        elif bucket.grad.is_cuda and not self.data.staged:
             _, bucket.handle = all_reduce(bucket.grad, self.data, async_op=True)
         else:
             bucket.shard, bucket.handle = reduce_scatter(bucket.grad, self.data, async_op=True)
@@ -184,7 +208,7 @@ class GradientBuckets(GradientSink):
         bucket.handle = Handle(finish=finish)
 
     def finish(self) -> None:
-        """Complete every sum: afterwards each main gradient is the global batch's."""
+        """Complete every sum: each bucket's [low, high) is then the global batch's gradient."""
         for bucket in self.buckets[self._next :]:
             self._complete(bucket)
             for axis in bucket.reduce_axes:

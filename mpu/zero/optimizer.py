@@ -2,9 +2,10 @@
 """Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics
 contract.
 
-Level 0: every data-parallel rank holds all of the state. Weights live in flat tensors laid out like
-the gradient buckets, so one fused kernel call updates a bucket; bf16 weights have masters in the
-accumulation dtype.
+Weights live in flat tensors laid out like the gradient buckets, so one fused kernel call updates a
+bucket; bf16 weights have masters in the accumulation dtype. A rank holds masters and moments of
+the part of each bucket that it owns: all of it at level 0, an equal share at level 1, after whose
+update the weights are gathered, in their own dtype, under the next forward where `overlap` says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import gather_bytes, sum_in_order
+from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.buckets import BLOCK, GradientBuckets
@@ -23,7 +24,8 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off.
+    largest global norm a step uses; 0 turns clipping off. overlap: let gathers of weights run under
+    the next forward, which waits for each at its first use (`materialize`).
     """
 
     def __init__(
@@ -38,12 +40,11 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         clip: float = 1.0,
+        overlap: bool = False,
     ) -> None:
-        self.sink, self.grid, self.clip = sink, grid, clip
+        self.sink, self.grid, self.clip, self.overlap = sink, grid, clip, overlap
         self.weights: list[Tensor] = []  # flat, in the parameters' dtype
-        self.masters: list[
-            Tensor
-        ] = []  # flat, in the accumulation dtype; the same tensor where dtypes agree
+        self.masters: list[Tensor] = []  # of the owned part, in the accumulation dtype
         segments: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
         for bucket in sink.buckets:
@@ -53,12 +54,15 @@ class Optimizer:
                 home = flat[start : start + param.numel()].view(param.shape)
                 home.copy_(param.data)
                 param.data = home
-            master = flat if dtype == sink.dtype else flat.to(sink.dtype)
+            own = flat[bucket.low : bucket.high]
             self.weights.append(flat)
-            self.masters.append(master)
+            self.masters.append(own if dtype == sink.dtype else own.to(sink.dtype))
             here = []
-            for low, high, kind in _runs(bucket.params, len(flat), group):
-                segment = nn.Parameter(master[low:high])
+            for first, last, kind in _runs(bucket.params, len(flat), group):
+                low, high = max(first, bucket.low), min(last, bucket.high)
+                if low >= high:
+                    continue
+                segment = nn.Parameter(self.masters[-1][low - bucket.low : high - bucket.low])
                 segment.grad = bucket.grad[low:high]
                 segments.setdefault(kind, []).append(segment)
                 here.append((low, high, segment))
@@ -79,22 +83,26 @@ class Optimizer:
 
         A parameter is known by its name, the same in every layout. Of copies one is counted.
         """
-        place, base = {}, 0
+        at: dict[nn.Parameter, list[int]] = {}  # its blocks, in what the data-parallel ranks gather
+        total = sum(bucket.high - bucket.low for bucket in self.sink.buckets) // BLOCK
+        base = 0
         for bucket in self.sink.buckets:
+            part = (bucket.high - bucket.low) // BLOCK
             for _, param, start in bucket.params:
-                place[param] = (base + start) // BLOCK
-            base += len(bucket.grad)
+                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
+                at[param] = [block // part * total + base + block % part for block in blocks]
+            base += part
         order: list[int] = []
         counted: list[bool] = []
         lengths: list[int] = []
         names: list[str] = []
         for name, param in module.named_parameters():
-            placement, blocks = placement_of(param), -(-param.numel() // BLOCK)
+            placement = placement_of(param)
             if any(axis.rank for axis in placement.copies):
                 continue  # another layer's copy stands for it
-            order += range(place[param], place[param] + blocks)
-            counted += [placement.first_holder] * blocks
-            lengths.append(blocks)
+            order += at[param]
+            counted += [placement.first_holder] * len(at[param])
+            lengths.append(len(at[param]))
             names.append(name)
         device = self.sink.buckets[0].grad.device
         self._order = torch.tensor(order, device=device)
@@ -106,22 +114,26 @@ class Optimizer:
         self._rows = len(every)
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Global 2-norm in fp64: blocks of fixed size, folded in order to one square a parameter;
-        those summed over tp in rank order, then over the whole model's parameters in name order.
+        """Global 2-norm in fp64 of flat tensors, the owned part of each bucket: blocks of fixed
+        size, gathered from their owners and folded in order to one square a parameter; those summed
+        over tp in rank order, then over the whole model's parameters in name order.
 
         The blocks are a parameter's own and the order is the names', so the bits do not depend on
         how buckets are cut or shared, nor on the pipeline.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        squares = torch.cat(blocks)[self._order].square_().mul_(self._counted)
+        every = torch.cat(blocks)
+        if self.sink.level:
+            every = all_gather(every, self.sink.data)[0]
+        squares = every[self._order].square_().mul_(self._counted)
         own = torch.segment_reduce(squares, "sum", lengths=self._lengths)
-        every = own.new_zeros(self._rows)
-        every[self._row] = sum_in_order(own, self.grid.tp)
-        return sum_in_order(every, self.grid.pp).sum().sqrt()
+        rows = own.new_zeros(self._rows)
+        rows[self._row] = sum_in_order(own, self.grid.tp)
+        return sum_in_order(rows, self.grid.pp).sum().sqrt()
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([b.grad for b in self.sink.buckets])
+        return self._norm([b.grad[b.low : b.high] for b in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
@@ -147,7 +159,7 @@ class Optimizer:
             group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
         if self.sink.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
             for bucket in self.sink.buckets:
-                bucket.grad.mul_(factor)
+                bucket.grad[bucket.low : bucket.high].mul_(factor)
             self.adam.grad_scale = None
         else:
             self.adam.grad_scale = (1.0 / factor).float()  # the kernel divides by it
@@ -174,11 +186,11 @@ class Optimizer:
                     state["exp_avg_sq"] = torch.zeros_like(segment)
                 state["step"] = torch.tensor(float(steps), device=segment.device)
 
-    def named_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter name, kind, local tensor) for kind in master, exp_avg, exp_avg_sq.
+    def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Yield (parameter name, kind, first, values) for kind in master, exp_avg, exp_avg_sq.
 
-        Tensors are views: writing to them loads the state. Masters only where they differ from the
-        weights.
+        values: the owned elements [first, first + n) of the flattened local parameter, as a view:
+        writing to it loads the state. Masters only where they differ from the weights.
         """
         if not self.adam.state:
             self.load_steps_done(0)
@@ -186,25 +198,37 @@ class Optimizer:
             self.sink.buckets, self.masters, self.weights, self._segment_of, strict=True
         ):
             for name, param, start in bucket.params:
-                end = start + param.numel()
-                if master is not weight:
-                    yield name, "master", master[start:end].view(param.shape)
-                low, segment = next((lo, s) for lo, hi, s in segments if lo <= start and end <= hi)
+                low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
+                if low >= high:
+                    continue
+                if master.dtype != weight.dtype:
+                    yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
+                first, segment = next((lo, s) for lo, hi, s in segments if lo <= low and high <= hi)
                 for kind in ("exp_avg", "exp_avg_sq"):
-                    flat = self.adam.state[segment][kind]
-                    yield name, kind, flat[start - low : end - low].view(param.shape)
+                    values = self.adam.state[segment][kind][low - first : high - first]
+                    yield name, kind, low - start, values
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after loading."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if weight is not master:
-                weight.copy_(master)
+        """Round the masters into the weights, after an update or loading, and gather these."""
+        level, data = self.sink.level, self.sink.data
+        whole = zip(self.sink.buckets, self.weights, self.masters, strict=True)
+        for bucket, weight, master in reversed(list(whole)):  # about the order of the next forward
+            own = weight[bucket.low : bucket.high]
+            if master.dtype != weight.dtype:
+                own.copy_(master)
+            if level:
+                _, bucket.gathering = all_gather(own, data, async_op=True, into=weight)
+        for bucket in self.sink.buckets:
+            if bucket.plain or not self.overlap:
+                bucket.gathering.wait()
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if weight is not master:
-                master.copy_(weight)
+        for bucket, weight, master in zip(
+            self.sink.buckets, self.weights, self.masters, strict=True
+        ):
+            if master.dtype != weight.dtype:
+                master.copy_(weight[bucket.low : bucket.high])
 
 
 def _runs(

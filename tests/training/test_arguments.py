@@ -55,9 +55,8 @@ def test_a_megatron_launch_script_parses_as_it_stands(tmp_path):
     assert config.run.dtype is torch.bfloat16
     assert config.parallel.sequence_parallel is False
     said = "\n".join(config.notes)
+    assert config.parallel.use_distributed_optimizer and config.parallel.overlap_param_gather
     for flag in (
-        "--use-distributed-optimizer",
-        "--overlap-param-gather",
         "--grad-reduce-in-bf16",
         "--sequence-parallel",
         "--apply-layernorm-1p",
