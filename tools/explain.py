@@ -182,7 +182,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
-    parser.add_argument("--zero", type=int, default=0, help="ZeRO level: 0 in this version")
+    parser.add_argument("--zero", type=int, default=0, help="ZeRO level: 0 so far")
     parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
     parser.add_argument("--micro-batches", type=int, help="of a step; 1, or one a pipeline rank")
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
@@ -193,7 +193,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
     if a.zero:
-        raise ValueError(f"--zero {a.zero}: this version has ZeRO level 0 only; leave --zero at 0")
+        raise ValueError(f"--zero {a.zero}: only level 0 is explained so far; leave --zero at 0")
     if a.tp * a.dp * a.pp > MOST_RANKS:
         raise ValueError(
             f"--tp {a.tp} x --dp {a.dp} x --pp {a.pp} is {a.tp * a.dp * a.pp} processes on this "

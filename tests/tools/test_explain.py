@@ -232,7 +232,7 @@ def test_a_difference_is_said():
         ("--pp 2 --layers 2 --schedule zb-v --micro-batches 0", "--micro-batches 0 must be at"),
         ("--pp 2 --schedule interleaved --micro-batches 3", "leave a last group of 1"),
         ("--schedule zb-v", "virtual stages need a pipeline"),
-        ("--zero 1", "--zero 1: this version has ZeRO level 0 only"),
+        ("--zero 1", "--zero 1: only level 0 is explained so far"),
         ("--tp 0", "--tp 0 must be at least 1"),
         ("--tp 8 --dp 2 --pp 2", "is 32 processes on this machine: at most 16"),
     ],
