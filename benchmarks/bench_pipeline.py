@@ -43,7 +43,7 @@ from benchmarks.bench_step import (  # noqa: E402
     products,
 )
 from mpu.pipeline.layout import Stage  # noqa: E402
-from mpu.pipeline.schedules import Schedule, build  # noqa: E402
+from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
 from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.pipeline import stages_of  # noqa: E402
@@ -55,7 +55,6 @@ THEIRS = {  # our schedule: torch's class, and its stages a rank
     "zb-h1": ("InterleavedZeroBubble", 2),
     "zb-v": ("ZBVZeroBubble", 2),
 }
-CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
 CASES = [f"{size}/{name}/{m}" for size in SIZES for name in THEIRS for m in (4, 8)]
 

@@ -7,11 +7,10 @@ import random
 
 import pytest
 
-from mpu.pipeline.schedules import build
+from mpu.pipeline.schedules import CHUNKS, build
 from tests.twin import Twin, compare, run_layout, same_bits
 
 LAYERS = 9  # over up to 8 stages: some hold one, some two
-CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2, "v-half": 2}
 
 
 def case_of(schedule: str, pp: int, m: int, tp: int, dp: int, tied: bool, **more) -> dict:

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mpu.pipeline.draw import caption, draw, heading
-from mpu.pipeline.schedules import NAMES, Action, Schedule, build, table
+from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
 from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.timeline import Summary, rows, summary, usual_peak
-
-CHUNKS = {"interleaved": 2, "zb-v": 2, "v-half": 2}  # where there are more than 1, unless -v says
 
 
 def simulated(schedule: Schedule, costs: Sequence[float], send: float) -> Timeline:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid, Launch
-from mpu.pipeline.schedules import NAMES
+from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, make_grid, train_step
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
 from tools.explain_text import RANK_SIZES, head, held, in_order, pipeline, rule, story, sums
@@ -44,7 +44,6 @@ from training.data.mock import MockDataset
 from training.pipeline import told
 
 MOST_RANKS = 16
-CHUNKS = {"interleaved": 2, "zb-v": 2, "v-half": 2}  # stages a rank, where not 1
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 

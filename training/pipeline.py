@@ -9,7 +9,7 @@ from typing import Any
 
 from mpu.pipeline import layout, schedules
 from mpu.pipeline.layout import Stage
-from mpu.pipeline.schedules import V_SHAPED, Schedule
+from mpu.pipeline.schedules import CHUNKS, V_SHAPED, Schedule
 from mpu.pipeline.simulate import Costs, simulate
 from training import batch_schedule
 from training.config import Config, ModelConfig, ParallelConfig, UsageError
@@ -235,7 +235,7 @@ def check(config: Config) -> None:
         raise UsageError(
             f"--pipeline-schedule interleaved needs {VIRTUAL} of at least 2, or another flag for v"
         )
-    chunks = 2 if p.schedule in V_SHAPED else v if p.schedule == "interleaved" else 1
+    chunks = v if p.schedule == "interleaved" else CHUNKS[p.schedule]
     if v != chunks:
         raise UsageError(
             f"--pipeline-schedule {p.schedule} has {chunks} virtual stage{'s' * (chunks > 1)} a "

@@ -17,7 +17,8 @@ from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
+NAMES = tuple(CHUNKS)  # above: chunks a rank; interleaved has as many as it is told
 V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
 
 
@@ -101,9 +102,8 @@ def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Sc
         return interleaved(p, m, v, group)
     if group is not None:
         raise ValueError(f"{name} has no micro-batch group size ({group}): only interleaved has")
-    chunks = 2 if name in V_SHAPED else 1
-    if v != chunks:
-        raise ValueError(f"{name} has {chunks} virtual stages a rank, not {v}")
+    if v != CHUNKS[name]:
+        raise ValueError(f"{name} has {CHUNKS[name]} virtual stages a rank, not {v}")
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "v-half": v_half}
     return makers[name](p, m)
 

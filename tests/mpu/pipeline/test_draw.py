@@ -12,11 +12,9 @@ import numpy
 import pytest
 
 from mpu.pipeline.draw import COLOURS, _lighter, _shade, caption, draw, heading
-from mpu.pipeline.schedules import Schedule, build, forward_only
+from mpu.pipeline.schedules import CHUNKS, Schedule, build, forward_only
 from mpu.pipeline.simulate import Costs, Timeline, simulate
 from mpu.pipeline.timeline import rows, summary
-
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 
 
 def timeline_of(schedule, send=0.0):

@@ -14,12 +14,10 @@ import pretrain_llama
 from mpu.comm.watch import Watch
 from mpu.param import WeightGradientQueue, run_deferred
 from mpu.pipeline.engine import Engine
-from mpu.pipeline.schedules import build, forward_only
+from mpu.pipeline.schedules import CHUNKS, build, forward_only
 from mpu.pipeline.simulate import Costs, simulate
 from tests.twin import config_of, micro_batches
 from training.pipeline import schedule_of
-
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 
 
 class Live:

@@ -5,11 +5,9 @@ import itertools
 
 import pytest
 
-from mpu.pipeline.schedules import Action, build, forward_only
+from mpu.pipeline.schedules import CHUNKS, Action, build, forward_only
 from mpu.pipeline.simulate import Costs, Span, Timeline, simulate
 from mpu.pipeline.timeline import Wait, held, rows, summary, usual_peak, waits
-
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 
 
 def timeline_of(schedule, send=0.0, f=1.0, b=1.0, w=1.0):
