@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lay a rank's parameters out in flat buckets: who shares one, and where each stands in it.
+
+Pure arithmetic, the same on every data-parallel rank. A bucket is what one collective moves and
+what the data-parallel ranks share equally. Parameters stand in reverse definition order, which is
+about the order in which backward finishes them, each at a multiple of BLOCK elements; a bucket's
+length is a multiple of BLOCK for each rank, so that a share is whole blocks.
+
+    levels 0 to 2   parameters of one pipeline chunk, until there are `size` elements
+    level 3         those of one transformer block; those before, between and after blocks together
+    last            parameters whose gradient is summed over another axis too (norms under sequence
+                    parallelism, tied embeddings over the ends of a pipeline), one bucket an axis
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+BLOCK = 1024  # elements; also the unit of the global norm
+SMALLEST, LARGEST = 1 << 20, 40_000_000  # elements of an automatic bucket
+
+
+class Entry(NamedTuple):
+    """One parameter of this rank: `chunk` of the pipeline, `axes` that its gradient is summed over
+    besides the data-parallel one."""
+
+    name: str
+    numel: int
+    chunk: int = 0
+    axes: tuple[str, ...] = ()
+
+
+class Flat(NamedTuple):
+    """One bucket: (name, offset, numel) of its parameters, and its padded length in elements."""
+
+    params: tuple[tuple[str, int, int], ...]
+    length: int
+    axes: tuple[str, ...] = ()
+
+
+def automatic_size(largest: int) -> int:
+    """Return elements a bucket for the rank with the `largest` number of them: an eighth."""
+    return max(SMALLEST, min(LARGEST, largest // 8))
+
+
+def block_of(name: str) -> str:
+    """Return the transformer block of a parameter ("layers.3"), or "" outside of any."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: at + 1])
+
+
+def cut(entries: Sequence[Entry], size: int, ranks: int, by_block: bool = False) -> list[Flat]:
+    """Put parameters, given in definition order, into buckets in the order in which these leave.
+
+    size: elements a bucket, about. ranks: that share each bucket equally. by_block: level 3.
+    """
+    groups: list[list[Entry]] = []
+    apart: dict[tuple[str, ...], list[Entry]] = {}
+    full, before = 0, None
+    for entry in sorted(reversed(entries), key=lambda e: -e.chunk):
+        if entry.axes:
+            apart.setdefault(entry.axes, []).append(entry)
+            continue
+        together = (entry.chunk, block_of(entry.name) if by_block else "")
+        if together != before or (full >= size and not by_block):
+            groups.append([])
+            full = 0
+        groups[-1].append(entry)
+        full, before = full + entry.numel, together
+    return [_flat(group, ranks) for group in [*groups, *(apart[axes] for axes in sorted(apart))]]
+
+
+def _flat(group: Sequence[Entry], ranks: int) -> Flat:
+    offset, params = 0, []
+    for entry in group:
+        params.append((entry.name, offset, entry.numel))
+        offset += -(-entry.numel // BLOCK) * BLOCK
+    grain = BLOCK * ranks
+    return Flat(tuple(params), -(-offset // grain) * grain, group[0].axes)
+
+
+def gaps(flat: Flat) -> list[tuple[int, int]]:
+    """List the padding [low, high) between a bucket's parameters and after the last."""
+    ends = [offset + numel for _, offset, numel in flat.params]
+    starts = [offset for _, offset, _ in flat.params[1:]] + [flat.length]
+    return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+
+
+def memory(
+    flats: Sequence[Flat], level: int, ranks: int, weight: int, gradient: int, accumulate: int
+) -> dict[str, int]:
+    """Return the bytes that one rank keeps from step to step, the padding of buckets included.
+
+    ranks: that share. weight, gradient, accumulate: bytes of an element of a weight, of a main
+    gradient, and of a sum, master or moment. With L elements in all, a share of L/ranks:
+
+        level         0           1                     2                  3
+        parameters    L weight    L weight              L weight           share weight
+        gradients     L gradient  L gradient            share accumulate   share accumulate
+        masters       L acc.      share accumulate, where a weight is narrower than that
+        moments       2 L acc.    2 share accumulate
+
+    Level 1 also has sums of its own, share accumulate, where main gradients are narrower; at level
+    3 buckets that are summed over another axis keep whole weights (mpu/zero/buckets.py says why).
+    """
+    whole = sum(flat.length for flat in flats)
+    own = whole // ranks if level else whole
+    kept = sum(flat.length for flat in flats if flat.axes)
+    parameters = own + kept - kept // ranks if level == 3 else whole
+    gradients = own * accumulate if level >= 2 else whole * gradient
+    if level == 1 and gradient < accumulate:
+        gradients += own * accumulate
+    return {
+        "parameters": parameters * weight,
+        "gradients": gradients,
+        "masters": own * accumulate if weight < accumulate else 0,
+        "moments": 2 * own * accumulate,
+    }
