@@ -216,7 +216,7 @@ def _assemble(
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
     run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
     if run.pop("no_check_for_nan_in_loss_and_grad", False):
-        run["on_nan"] = "continue"
+        run["on_nan"] = "skip"
     data = parts["data"]
     if data.get("split"):
         data["split"] = data["split"].strip(" '\"")

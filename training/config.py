@@ -88,25 +88,40 @@ class ParallelConfig:
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
-    overlap_grad_reduce: bool = False
     use_distributed_optimizer: bool = False  # ZeRO level 1
+    zero_stage: int | None = None  # 0 to 3; None: what the flag above says. Read `zero`
+    zero_reduce_each_microbatch: bool = False
+    num_distributed_optimizer_instances: int = 1  # groups of data-parallel ranks that share alike
+    overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     ddp_bucket_size: int | None = None  # elements; None: an eighth, at most 40e6
+    grad_reduce_in_bf16: bool = False
+    main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; sums are always wider
+    optimizer_cpu_offload: bool = False
+    optimizer_backend: str = "torch"  # "torch", "apex", "te": whose AdamW kernel
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
     def model_parallel_size(self) -> int:
         """Count the ranks that hold one copy of the model."""
-        return (
-            self.tensor_model_parallel_size
-            * self.context_parallel_size
-            * self.pipeline_model_parallel_size
-        )
+        t, c = self.tensor_model_parallel_size, self.context_parallel_size
+        return t * c * self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
         """Count the copies of the model, D."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def zero(self) -> int:
+        """Return the ZeRO level: ranks share 1 optimizer state, 2 gradients too, 3 weights too."""
+        return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
+
+    @property
+    def shard_size(self) -> int:
+        """Count the data-parallel ranks that share one optimizer; 1 at level 0."""
+        ranks = self.data_parallel_size if self.zero else 1
+        return ranks // self.num_distributed_optimizer_instances
 
     @property
     def schedule(self) -> str:
@@ -225,7 +240,7 @@ class RunConfig:
     exit_duration_in_mins: int | None = None
     manual_gc: bool = False
     manual_gc_interval: int = 0  # steps; 0: only around evaluation
-    on_nan: str = "stop"  # "stop" or "continue" when the loss or the gradient norm is not finite
+    on_nan: str = "stop"  # or "skip": when the gradient norm is not finite
     dry_run: bool = False
 
 
@@ -256,22 +271,17 @@ class Config:
         out: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)
-            if part.name == "notes":
-                continue
             if part.name == "extra":
-                out.update({f"extra.{k}": v for k, v in value})
-                continue
-            out.update({f"{part.name}.{k}": v for k, v in asdict(value).items()})
+                out |= {f"extra.{k}": v for k, v in value}
+            elif part.name != "notes":
+                out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         return {k: _plain(v) for k, v in out.items()}
 
     def mathematics(self) -> dict[str, Any]:
         """Return the settings that define the numbers of the run, by dotted name."""
-        return {
-            k: v
-            for k, v in self.flat().items()
-            if k.startswith(tuple(f"{m}." if "." not in m else m for m in _MATHEMATICS))
-            and k not in _NOT_MATHEMATICS
-        }
+        starts = tuple(m if "." in m else f"{m}." for m in _MATHEMATICS)
+        found = self.flat().items()
+        return {k: v for k, v in found if k.startswith(starts) and k not in _NOT_MATHEMATICS}
 
     def digest(self) -> str:
         """Hash what defines the run's mathematics: SHA-256, hex."""

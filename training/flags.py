@@ -57,10 +57,17 @@ LIVE = """
 --recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
 --recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
+--use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
+--zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
+--zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other bits (ours; levels 2 and 3, no pipeline)
+--num-distributed-optimizer-instances | int>=1 | groups of data-parallel ranks; off: 1 | shard inside a group of ranks, replicate over the groups
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
---use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks (ZeRO level 1)
---overlap-param-gather | switch | off: left out | gather updated weights while the next forward goes on
---ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective
+--overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated ones under the next forward; at level 3 a block ahead
+--ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective; at level 3 a block is a bucket
+--grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
+--main-grads-dtype | one of fp32,bf16 | off: fp32 | keep local gradients in this until they are sent; sums stay fp32
+--optimizer-cpu-offload | switch | off: left out, on the device | keep masters and moments in host memory
+--optimizer-backend | one of torch,apex,te | off: torch | whose fused AdamW kernel updates the weights; the others need CUDA and their package (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int>=1 | samples | samples of one forward on one rank, b
@@ -132,7 +139,8 @@ LIVE = """
 --exit-duration-in-mins | int>=1 | minutes; off: left out | save and stop after this time
 --manual-gc | switch | off: left out | collect Python's garbage at fixed steps, all ranks together
 --manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | between two collections of --manual-gc
---no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | go on when the loss or the norm is not finite
+--on-nan | one of stop,skip | default: stop | after an update that was skipped, as the gradient norm was not finite: end the run or go on (ours, not Megatron's)
+--no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
 --dry-run | switch | off: left out | print layout, memory, FLOPs for this WORLD_SIZE and stop (ours)
 """  # noqa: E501
 
@@ -177,7 +185,7 @@ class Flag:
             choices = self.rule.removeprefix("one of ").split(",")
             if values not in choices:
                 raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
-            return values
+            return int(values) if values.isdigit() else values
         return _number(self.name, values, self.rule)
 
 

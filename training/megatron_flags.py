@@ -38,7 +38,6 @@ CHECKED = """
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
 --no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | pipeline stages never wait for one another to reduce: a bucket leaves when it is complete
---num-distributed-optimizer-instances | int>=1 | 1 | there is one copy of the optimizer
 --tp-comm-overlap | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
 --tp-comm-overlap-cfg --tp-comm-bootstrap-backend | text | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
 --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad | switch | any | tensor-parallel communication is not overlapped in this version
@@ -61,9 +60,7 @@ CHECKED = """
 --spec | texts | any | ! the model is model/llama.py; fork that file to change a layer
 --attention-softmax-in-fp32 | switch | any | softmax is always computed in fp32 or better
 --accumulate-allreduce-grads-in-fp32 | switch | any | gradients are always accumulated and reduced in fp32 or better
---grad-reduce-in-bf16 | switch | any | ! gradients are reduced in fp32, which is more exact and moves twice the bytes
 --ddp-reduce-scatter-with-fp32-accumulation | switch | any | gradients are always reduced in fp32 or better
---main-grads-dtype | text | fp32 | main gradients are fp32
 --main-params-dtype | text | fp32 | master weights are fp32
 --exp-avg-dtype --exp-avg-sq-dtype | text | fp32 | moments are fp32
 --use-precision-aware-optimizer | switch | any | ! masters, main gradients and moments are fp32, its own defaults
@@ -438,7 +435,7 @@ REFUSED = (
 --cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading
 --offload-modules --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
 --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads
---optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
+--optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
 --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
         """,
     ),

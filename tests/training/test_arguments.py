@@ -57,7 +57,6 @@ def test_a_megatron_launch_script_parses_as_it_stands(tmp_path):
     said = "\n".join(config.notes)
     assert config.parallel.use_distributed_optimizer and config.parallel.overlap_param_gather
     for flag in (
-        "--grad-reduce-in-bf16",
         "--sequence-parallel",
         "--apply-layernorm-1p",
         "--no-mmap-bin-files",
@@ -125,7 +124,7 @@ def test_a_fork_adds_its_own_flags():
 
 def test_nan_is_stopped_on_unless_told():
     assert read().run.on_nan == "stop"
-    assert read("--no-check-for-nan-in-loss-and-grad").run.on_nan == "continue"
+    assert read("--no-check-for-nan-in-loss-and-grad").run.on_nan == "skip"
 
 
 def test_a_flag_without_effect_is_said():

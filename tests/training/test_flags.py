@@ -21,15 +21,16 @@ LIVE = """
 --decoupled-lr --decoupled-min-lr --deterministic-mode --device --distributed-backend
 --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval --eval-iters
 --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint --ffn-hidden-size --finetune
---fp64 --global-batch-size --hidden-size --init-method-std --kv-channels --load --log-interval
---log-json --log-params-norm --lr --lr-decay-iters --lr-decay-samples --lr-decay-style
---lr-warmup-fraction --lr-warmup-init --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters
---lr-wsd-decay-samples --lr-wsd-decay-style --make-vocab-size-divisible-by --manual-gc
---manual-gc-interval --max-position-embeddings --micro-batch-size
---microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
+--fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size --init-method-std --kv-channels
+--load --log-interval --log-json --log-params-norm --lr --lr-decay-iters --lr-decay-samples
+--lr-decay-style --lr-warmup-fraction --lr-warmup-init --lr-warmup-iters --lr-warmup-samples
+--lr-wsd-decay-iters --lr-wsd-decay-samples --lr-wsd-decay-style --main-grads-dtype
+--make-vocab-size-divisible-by --manual-gc --manual-gc-interval --max-position-embeddings
+--micro-batch-size --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --norm-epsilon --num-attention-heads
---num-layers --num-layers-per-virtual-pipeline-stage --num-query-groups
---num-virtual-stages-per-pipeline-rank --num-workers --overlap-grad-reduce --overlap-param-gather
+--num-distributed-optimizer-instances --num-layers --num-layers-per-virtual-pipeline-stage
+--num-query-groups --num-virtual-stages-per-pipeline-rank --num-workers --on-nan --optimizer-backend
+--optimizer-cpu-offload --overlap-grad-reduce --overlap-param-gather
 --pipeline-model-parallel-layout --pipeline-model-parallel-size --pipeline-schedule --profile
 --profile-ranks --profile-step-end --profile-step-start --recompute-granularity --recompute-method
 --recompute-num-layers --reset-attention-mask --reset-position-ids --rope-scaling-factor
@@ -37,10 +38,13 @@ LIVE = """
 --step-batch-size-schedule --tensor-model-parallel-size --tensorboard-dir --test-data-path
 --tokenizer-model --tokenizer-type --train-data-path --train-iters --train-samples
 --untie-embeddings-and-output-weights --use-distributed-optimizer --use-rope-scaling
---valid-data-path --vocab-size
---wandb-exp-name --wandb-project --weight-decay
+--valid-data-path --vocab-size --wandb-exp-name --wandb-project --weight-decay
+--zero-reduce-each-microbatch --zero-stage
 """.split()
-OURS = {"--device", "--dry-run", "--fp64", "--log-json", "--pipeline-schedule"}
+OURS = set(
+    "--device --dry-run --fp64 --log-json --on-nan --optimizer-backend --pipeline-schedule "
+    "--zero-reduce-each-microbatch --zero-stage".split()
+)
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
 --DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
@@ -121,6 +125,8 @@ def test_every_setting_is_read_by_the_run():
     through = {  # properties of the config
         "pipeline_schedule": "schedule",
         "num_virtual_stages_per_pipeline_rank": "virtual_stages",
+        "use_distributed_optimizer": "zero",
+        "zero_stage": "zero",
     }
     names = config.Config(config.ModelConfig(2, 64, 4, 32)).flat()
     fields_of = {name: name.split(".")[1] for name in names}
@@ -160,6 +166,7 @@ def test_an_unknown_flag_gets_close_ones():
         ("--profile-ranks", ["0", "3"], (0, 3)),
         ("--data-path", ["0.3", "a"], ("0.3", "a")),
         ("--lr-decay-style", "WSD", "WSD"),
+        ("--zero-stage", "3", 3),
         ("--save", "out", "out"),
     ],
 )
