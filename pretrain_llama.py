@@ -46,6 +46,7 @@ from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.buckets import GradientBuckets
+from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
 from training import pipeline
 from training.arguments import parse
@@ -170,33 +171,29 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     p = config.parallel
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
-    return Grid(launch.world, tp, cp, pp, launch, backend)
+    instances = p.num_distributed_optimizer_instances
+    return Grid(launch.world, tp, cp, pp, launch, backend, instances)
 
 
 def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = torch.float64 if config.run.dtype == torch.float64 else torch.float32
-    level, size = int(p.use_distributed_optimizer), p.ddp_bucket_size or 0
-    sink = GradientBuckets(grid.data, accumulate, size, p.overlap_grad_reduce, level)
+    wire = torch.bfloat16 if p.grad_reduce_in_bf16 else None
+    main = torch.bfloat16 if p.main_grads_dtype == "bf16" else None
+    size, each = p.ddp_bucket_size or 0, p.zero_reduce_each_microbatch
+    ahead, keep = p.overlap_param_gather, grid.pp.size > 1
+    sharing = Sharing(p.zero, size, p.overlap_grad_reduce, ahead, each, wire, main, keep)
+    sink = GradientBuckets(grid, accumulate, sharing)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
-    if device.type != "meta":
-        model.initialize(config.run.seed)
     sink.attach(model, model.chunk_of)
-    optimizer = Optimizer(
-        model,
-        sink,
-        grid,
-        parameter_group,
-        lr=o.lr,
-        betas=(o.adam_beta1, o.adam_beta2),
-        eps=o.adam_eps,
-        weight_decay=o.weight_decay,
-        clip=o.clip_grad,
-        overlap=p.overlap_param_gather,
-    )
+    for names in sink.fill():
+        model.initialize(config.run.seed, names)
+    adamw = dict(lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    adamw |= dict(weight_decay=o.weight_decay, clip=o.clip_grad)
+    optimizer = Optimizer(model, sink, grid, parameter_group, **adamw)
     engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
     return Run(config, grid, device, model, engine, sink, optimizer, watch)
 

@@ -16,7 +16,7 @@ travel (mpu/pipeline/engine.py).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -256,15 +256,15 @@ class Llama(nn.Module):
             h = h + layer.mlp(layer.mlp_norm(h))
         return self.head(self.norm(h))
 
-    def initialize(self, seed: int) -> "Llama":
-        """Draw the weights: the same model for every layout.
-
+    def initialize(self, seed: int, names: Container[str] | None = None) -> "Llama":
+        """Draw the weights, or those of some parameters: the same model for every layout.
         norms                          1
         embedding, head, qkv, gate_up  N(0, std)
         proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
         """
         std, table = self.config.init_method_std, hf_names(self)
-        for name, param in unique_parameters(self):
+        every = unique_parameters(self)
+        for name, param in every if names is None else (e for e in every if e[0] in names):
             if param.dim() == 1:
                 nn.init.ones_(param)
             else:

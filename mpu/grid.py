@@ -4,7 +4,9 @@
 The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest,
 so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane of it,
 where something is summed or counted over several axes at once. `ends` joins the first and the last
-rank of a pipeline, the two that hold a copy of tied embeddings.
+rank of a pipeline, the two that hold a copy of tied embeddings. `data` is where gradients are
+summed; with several instances of the distributed optimizer it is cut into `shard`, the ranks that
+share one, and `replica`, those that hold the same part.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `ends` is all, as p is 2.
@@ -79,6 +81,7 @@ class Grid:
     pp_size: int = 1
     launch: Launch = field(default_factory=Launch)
     backend: str | None = None
+    instances: int = 1  # of the distributed optimizer
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -95,6 +98,19 @@ class Grid:
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
         self.data = self._axis("data", "dp", "cp")  # gradients are summed over it
+        self.shard, self.replica = self.data, Axis("replica", ranks=(self.rank,))
+        if self.instances > 1:
+            inside, at = self.data.size // self.instances, self.data.rank
+            if inside * self.instances != self.data.size:
+                raise ValueError(
+                    f"{self.data.size} data-parallel ranks do not divide into {self.instances} "
+                    "instances of the optimizer"
+                )
+            first = at - at % inside
+            near = self.data.ranks[first : first + inside]
+            self.shard = Axis("shard", at % inside, inside, near)
+            far = self.data.ranks[at % inside :: inside]
+            self.replica = Axis("replica", at // inside, self.instances, far)
         # A rank between the ends is alone there; it too makes a group in `add_groups`, since torch
         # names a group by its ranks and by how many groups its maker has.
         self.ends = Axis("ends", ranks=(self.rank,))
@@ -125,7 +141,7 @@ class Grid:
 
     # `pp` carries what goes to a higher rank, `pp_back` what goes to a lower one: on NCCL a receive
     # that waits must not hold up a send the other way.
-    AXES = ("tp", "cp", "dp", "pp", "data", "world", "pp_back", "ends")
+    AXES = ("tp", "cp", "dp", "pp", "data", "shard", "replica", "world", "pp_back", "ends")
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for

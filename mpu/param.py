@@ -103,9 +103,15 @@ def cut(placement_dim: str, size: int, axis: Axis, what: str) -> int:
     return size // axis.size
 
 
-def parameter(placement: Placement, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Allocate a parameter, unset, that carries its placement."""
-    param = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
+def parameter(
+    placement: Placement,
+    dtype: torch.dtype,
+    device: torch.device,
+    sink: "GradientSink | None" = None,
+) -> nn.Parameter:
+    """Make a parameter, unset, that carries its placement; `sink` says what memory it has."""
+    empty = torch.empty if sink is None else sink.empty
+    param = nn.Parameter(empty(placement.local_shape, dtype=dtype, device=device))
     param.placement = placement  # type: ignore[attr-defined]
     return param
 
@@ -180,6 +186,10 @@ class GradientSink:
         self.main: dict[nn.Parameter, Tensor] = {}
         self._written: set[nn.Parameter] = set()
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return what a new weight lies in; ZeRO level 3 gives it no memory yet."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def materialize(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight; a sharding sink gathers it here (ZeRO level 3)."""
         return param
@@ -247,6 +257,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(f: Any, grad: Tensor) -> tuple[None, None]:
+        f.sink.release(f.param)
         f.sink.add(f.param, grad)
         f.sink.done(f.param)
         return None, None
@@ -254,9 +265,13 @@ class _Use(torch.autograd.Function):
 
 def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
     """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a
-    fork.
+    fork. Autograd may keep the weight, so it stays whole until its backward.
     """
-    return _Use.apply(param, sink)
+    if torch.is_grad_enabled():
+        return _Use.apply(param, sink)
+    whole = sink.materialize(param).detach()
+    sink.release(param)
+    return whole
 
 
 class WeightGradientQueue:

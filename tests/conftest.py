@@ -35,15 +35,15 @@ class Comm:
     size: int
     store: Any
 
-    def grid(self, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
+    def grid(self, tp: int = 1, cp: int = 1, pp: int = 1, instances: int = 1) -> Any:
         """Return a connected Grid of this world (groups are made once a layout)."""
         from mpu.grid import Grid, Launch
 
-        key = (tp, cp, pp)
+        key = (tp, cp, pp, instances)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
-            grids[key] = Grid(self.size, tp, cp, pp, launch, "gloo").add_groups(
+            grids[key] = Grid(self.size, tp, cp, pp, launch, "gloo", instances).add_groups(
                 torch.device("cpu"), timedelta(seconds=TIMEOUT)
             )
         return grids[key]

@@ -20,6 +20,7 @@ from mpu.context import LayerContext
 from mpu.param import unique_parameters
 from mpu.pipeline.engine import Engine
 from mpu.zero.buckets import GradientBuckets
+from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
 from training.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from training.data.batch import Batch
@@ -76,7 +77,7 @@ def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
     sys.modules["alpaca"] = alpaca
     spec.loader.exec_module(alpaca)
     grid = comm.grid(tp, pp=pp)
-    sink = GradientBuckets(grid.data, torch.float64, 1000)
+    sink = GradientBuckets(grid, torch.float64, Sharing(bucket_size=1000))
     ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
     config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
     schedule = "zb-h1" if pp > 1 else None  # weight gradients that wait

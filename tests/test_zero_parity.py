@@ -11,6 +11,10 @@ WAYS = [  # level, gradients reduced under backward, weights gathered under forw
     dict(zero=1, overlap=True, gather=False, bucket=500),
     dict(zero=1, overlap=True, gather=True, bucket=3000),
     dict(zero=1, overlap=False, gather=True, bucket=10**9),
+    dict(zero=2, overlap=True, gather=True, bucket=500),
+    dict(zero=2, overlap=False, gather=False, bucket=3000),
+    dict(zero=3, overlap=True, gather=True),
+    dict(zero=3, overlap=False, gather=False),
 ]
 
 
@@ -73,4 +77,4 @@ def test_twenty_steps_follow_the_twin(world, gather):
 
 def test_the_ways_differ():
     assert len({tuple(sorted(way.items())) for way in WAYS}) == len(WAYS)
-    assert {way["zero"] for way in WAYS} == {0, 1}
+    assert {way["zero"] for way in WAYS} == {0, 1, 2, 3}

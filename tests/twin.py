@@ -56,8 +56,12 @@ def config_of(case: dict) -> Config:
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
-            use_distributed_optimizer=case.get("zero", 0) == 1,
+            zero_stage=case.get("zero", 0),
             overlap_param_gather=case.get("gather", False),
+            zero_reduce_each_microbatch=case.get("each", False),
+            num_distributed_optimizer_instances=case.get("instances", 1),
+            grad_reduce_in_bf16=case.get("wire", False),
+            main_grads_dtype=case.get("main", "fp32"),
             ddp_bucket_size=case.get("bucket", 500),
         ),
         BatchConfig(rows // (dp * case["m"]), rows),
@@ -98,7 +102,7 @@ def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
 def run_layout(comm, case: dict, steps: int = 1) -> dict:
     """Run on one rank: losses, norms, and this rank's rectangles of the last gradient."""
     config = config_of(case)
-    grid = comm.grid(case["tp"], pp=case.get("pp", 1))
+    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
     losses, norms = [], []
     for step in range(steps):
@@ -107,18 +111,25 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         assert found_inf.item() == 0
         losses.append(loss.item())
         norms.append(norm.item())
-    for bucket in run.sink.buckets:  # the owners' sums; copies of the whole at level 0
-        own = bucket.grad[bucket.low : bucket.high].clone()
-        if run.sink.level:
-            all_gather(own, grid.data, into=bucket.grad)
     run.sink.wait_for_weights()
+    whole, sums = {}, {}
+    for bucket in run.sink.buckets:  # the owners' parts; at level 0 each is the whole
+        flat, grad = bucket.own, bucket.own_grad
+        if run.sink.level:
+            flat, grad = all_gather(flat, grid.shard)[0], all_gather(grad, grid.shard)[0]
+        for name, param, start in bucket.params:
+            here = slice(start, start + param.numel())
+            whole[name] = flat[here].view(param.shape)
+            sums[name] = grad[here].view(param.shape)
+            if bucket.weights is not None:
+                assert torch.equal(param, whole[name]), "the weights were not gathered"
     grads, names = [], hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"
         for piece in placement_of(param).pieces(names[name]):
-            local = run.sink.main[param].narrow(piece.dim, piece.local, piece.size)
+            local = sums[name].narrow(piece.dim, piece.local, piece.size)
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
-    weights = {n: p.detach().float().numpy() for n, p in unique_parameters(run.model)}
+    weights = {n: w.float().numpy() for n, w in whole.items()}
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
 
 

@@ -39,14 +39,16 @@ class Saver:
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
-        self.optimizer.sink.wait_for_weights()
+        optimizer, sink = self.optimizer, self.optimizer.sink
+        sink.wait_for_weights()
         parameters = list(unique_parameters(self.model))
-        pieces = checkpoint.parameter_pieces(parameters, self.names, self.grid)
+        parts = list(optimizer.named_weights())
+        kept_whole = [p for p in parameters if p[0] in sink.whole_names()]
+        pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.grid)
         if with_state:
-            state = self.optimizer.named_state()
-            sharded = self.optimizer.sink.level > 0
-            pieces += checkpoint.state_pieces(state, parameters, self.names, self.grid, sharded)
-        return pieces
+            parts += optimizer.named_state()
+        holders = self.grid.replica if sink.level else self.grid.data
+        return pieces + checkpoint.state_pieces(parts, parameters, self.names, self.grid, holders)
 
     def check_writable(self) -> None:
         """Find out before the first step whether --save could be written. Raises SaveError."""
@@ -61,7 +63,7 @@ class Saver:
             "iteration": iteration,
             "consumed_samples": consumed,
             "consumed_tokens": consumed * config.model.seq_length,
-            "optimizer_steps": self.optimizer.steps_done(),
+            "optimizer_steps": self.optimizer.adam.steps,
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
             "tokenizer_type": config.data.tokenizer_type,
@@ -120,7 +122,7 @@ class Saver:
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
-            self.optimizer.load_steps_done(found.state["optimizer_steps"])
+            self.optimizer.adam.set_steps(found.state["optimizer_steps"])
         fresh = c.finetune
         iteration = 0 if fresh else found.state["iteration"]
         consumed = 0 if fresh else found.state["consumed_samples"]

@@ -159,7 +159,8 @@ def reduce_scatter(
     """Sum x over the axis and keep this rank's slice of dim 0: [t*n, ...] -> [n, ...].
 
     On gloo: all-to-all, then this rank adds the t contributions in rank order, bf16 ones in fp32.
-    into: a tensor for the result, which may be that very slice of x.
+    into: a tensor for the result, which may be that very slice of x; where it is wider than x, the
+    same is done on NCCL, so that nothing is rounded but what travels.
     """
     if axis.size == 1:
         return x, DONE
@@ -167,7 +168,7 @@ def reduce_scatter(
     shape = (x.shape[0] // axis.size, *x.shape[1:])
     wire = to_wire(x, axis)
     out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
-    if x.is_cuda and not axis.staged:
+    if x.is_cuda and not axis.staged and out.dtype == x.dtype:
 
         def call() -> Any:
             return _reduce_scatter(out, wire, group=axis.group, async_op=True)
@@ -187,7 +188,7 @@ def reduce_scatter(
 
 def _sum_in_order(parts: Tensor, out: Tensor) -> None:
     """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
-    if parts.element_size() >= 4 or len(parts) == 2:
+    if parts.element_size() >= 4 or (len(parts) == 2 and out.dtype == parts.dtype):
         if out.device == parts.device:
             torch.add(parts[0], parts[1], out=out)
         else:

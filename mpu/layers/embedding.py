@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.ctx = ctx
         place = column_placement(hidden_size, (vocab_size,), ctx, pad_to)
-        self.weight = parameter(place, ctx.dtype, ctx.device)
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         self.first = ctx.tp.rank * place.local_size
 
     def forward(self, tokens: Tensor) -> Tensor:

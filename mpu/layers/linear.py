@@ -57,9 +57,8 @@ class ColumnParallelLinear(nn.Module):
         sections = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.ctx = ctx
         if weight is None:
-            weight = parameter(
-                column_placement(in_features, sections, ctx, pad_to), ctx.dtype, ctx.device
-            )
+            place = column_placement(in_features, sections, ctx, pad_to)
+            weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         self.weight = weight
         self.in_features, self.out_features = in_features, sum(sections)
 
@@ -86,7 +85,7 @@ class RowParallelLinear(nn.Module):
             "tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer"
         )
         place = Placement((out_features, in_features), dim=1, axis=ctx.tp, local_size=local)
-        self.weight = parameter(place, ctx.dtype, ctx.device)
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:

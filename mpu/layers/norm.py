@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.ctx, self.eps = ctx, eps
         place = Placement((hidden_size,), axis=ctx.tp, reduce_axes=ctx.replicated_over)
-        self.weight = parameter(place, ctx.dtype, ctx.device)
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
@@ -35,8 +35,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
         f.layer = layer
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        if native.fits(x, weight, accumulate=kind):
-            whole = layer.ctx.sink.materialize(weight)
+        whole = layer.ctx.sink.materialize(weight)
+        if native.fits(x, whole, accumulate=kind):
             y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             native.call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
             layer.ctx.sink.release(weight)
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
         f.save_for_backward(x, inverse)
-        y = (up * inverse).mul_(layer.ctx.sink.materialize(weight))
+        y = (up * inverse).mul_(whole)
         layer.ctx.sink.release(weight)
         return y.to(x.dtype)
 
@@ -59,15 +59,16 @@ class _RMSNorm(torch.autograd.Function):
         x, inverse = f.saved_tensors
         h, n = x.shape[-1], x.numel() // x.shape[-1]
         dy = dy.contiguous()
-        if native.fits(x, dy, layer.weight, accumulate=kind):
-            weight, dx = ctx.sink.materialize(layer.weight), torch.empty_like(x)
+        weight = ctx.sink.materialize(layer.weight)
+        if native.fits(x, dy, weight, accumulate=kind):
+            dx = torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
             native.call("norm_backward", x.dtype, x, weight, inverse, dy, dx, parts, n, h)
             ctx.sink.release(layer.weight)
             ctx.sink.add(layer.weight, parts.sum(0))
             ctx.sink.done(layer.weight)
             return dx, None, None
-        weight = ctx.sink.materialize(layer.weight).to(kind)
+        weight = weight.to(kind)
         rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
         p = grads * rows
         ctx.sink.add(layer.weight, torch.mv(p.t(), r[:, 0]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a rank's parameters out in flat buckets: who shares one, and where each stands in it.
+"""Lay a rank's parameters out in flat buckets: how they are shared, and what stands where.
 
 Pure arithmetic, the same on every data-parallel rank. A bucket is what one collective moves and
 what the data-parallel ranks share equally. Parameters stand in reverse definition order, which is
@@ -13,10 +13,35 @@ length is a multiple of BLOCK for each rank, so that a share is whole blocks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 BLOCK = 1024  # elements; also the unit of the global norm
 SMALLEST, LARGEST = 1 << 20, 40_000_000  # elements of an automatic bucket
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How gradients and weights are shared among data-parallel ranks.
+
+    bucket_size: elements a bucket, about; 0 chooses. overlap: let a bucket leave during backward;
+    else all leave at `finish`. gather_ahead: gather weights under the computation before them.
+    each_micro_batch: sum after every micro-batch, not once a step (levels 2 and 3; other bits).
+    wire: dtype that contributions travel in, main: that a rank's own sum over its micro-batches
+    has; None: the accumulation dtype. keep: weights of level 3 stay from first use to last in a
+    step (pipelines, whose chunks take turns).
+    """
+
+    level: int = 0
+    bucket_size: int = 0
+    overlap: bool = True
+    gather_ahead: bool = False
+    each_micro_batch: bool = False
+    wire: torch.dtype | None = None
+    main: torch.dtype | None = None
+    keep: bool = False
 
 
 class Entry(NamedTuple):

@@ -2,14 +2,14 @@
 """Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics
 contract.
 
-Weights live in flat tensors laid out like the gradient buckets, so one fused kernel call updates a
-bucket; bf16 weights have masters in the accumulation dtype. A rank holds masters and moments of
-the part of each bucket that it owns: all of it at level 0, an equal share at level 1, after whose
-update the weights are gathered, in their own dtype, under the next forward where `overlap` says so.
+Weights and gradients lie in flat buckets (mpu/zero/buckets.py), so one fused kernel call updates a
+bucket's; bf16 weights have masters in the accumulation dtype. A rank holds masters and moments of
+the part of each bucket that it owns: all of it at level 0, an equal share from level 1 on. After
+the update whole weights are gathered, in their own dtype, under the next forward where that was
+asked for; at level 3 they are gathered when they are used.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
-from mpu.zero.buckets import BLOCK, GradientBuckets
+from mpu.zero.adam import make
+from mpu.zero.buckets import GradientBuckets
+from mpu.zero.layout import BLOCK
 
 
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. overlap: let gathers of weights run under
-    the next forward, which waits for each at its first use (`materialize`).
+    largest global norm a step uses; 0 turns clipping off. backend: whose kernel (mpu/zero/adam.py).
     """
 
     def __init__(
@@ -40,30 +41,22 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         clip: float = 1.0,
-        overlap: bool = False,
+        backend: str = "torch",
     ) -> None:
-        self.sink, self.grid, self.clip, self.overlap = sink, grid, clip, overlap
-        self.weights: list[Tensor] = []  # flat, in the parameters' dtype
+        self.sink, self.grid, self.clip = sink, grid, clip
         self.masters: list[Tensor] = []  # of the owned part, in the accumulation dtype
         segments: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
         for bucket in sink.buckets:
-            dtype = bucket.params[0][1].dtype
-            flat = torch.zeros(len(bucket.grad), dtype=dtype, device=bucket.grad.device)
-            for _, param, start in bucket.params:
-                home = flat[start : start + param.numel()].view(param.shape)
-                home.copy_(param.data)
-                param.data = home
-            own = flat[bucket.low : bucket.high]
-            self.weights.append(flat)
-            self.masters.append(own if dtype == sink.dtype else own.to(sink.dtype))
+            own = bucket.own
+            self.masters.append(own if own.dtype == sink.dtype else own.to(sink.dtype))
             here = []
-            for first, last, kind in _runs(bucket.params, len(flat), group):
+            for first, last, kind in _runs(bucket.params, bucket.length, group):
                 low, high = max(first, bucket.low), min(last, bucket.high)
                 if low >= high:
                     continue
                 segment = nn.Parameter(self.masters[-1][low - bucket.low : high - bucket.low])
-                segment.grad = bucket.grad[low:high]
+                segment.grad = bucket.own_grad[low - bucket.low : high - bucket.low]
                 segments.setdefault(kind, []).append(segment)
                 here.append((low, high, segment))
             self._segment_of.append(here)
@@ -75,7 +68,7 @@ class Optimizer:
             }
             for (decay, decoupled), found in segments.items()
         ]
-        self.adam: Any = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self.adam = make(backend, groups, lr=lr, betas=betas, eps=eps)
         self._canonical(module)
 
     def _canonical(self, module: nn.Module) -> None:
@@ -104,7 +97,7 @@ class Optimizer:
             counted += [placement.first_holder] * len(at[param])
             lengths.append(len(at[param]))
             names.append(name)
-        device = self.sink.buckets[0].grad.device
+        device = self.sink.buckets[0].own.device
         self._order = torch.tensor(order, device=device)
         self._counted = torch.tensor(counted, device=device)
         self._lengths = torch.tensor(lengths, device=device)
@@ -124,7 +117,7 @@ class Optimizer:
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         every = torch.cat(blocks)
         if self.sink.level:
-            every = all_gather(every, self.sink.data)[0]
+            every = all_gather(every, self.sink.shard)[0]
         squares = every[self._order].square_().mul_(self._counted)
         own = torch.segment_reduce(squares, "sum", lengths=self._lengths)
         rows = own.new_zeros(self._rows)
@@ -133,7 +126,7 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([b.grad[b.low : b.high] for b in self.sink.buckets])
+        return self._norm([bucket.own_grad for bucket in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
@@ -155,36 +148,19 @@ class Optimizer:
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
-        for group in self.adam.param_groups:
+        for group in self.adam.groups:
             group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
-        if self.sink.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
-            for bucket in self.sink.buckets:
-                bucket.grad[bucket.low : bucket.high].mul_(factor)
-            self.adam.grad_scale = None
-        else:
-            self.adam.grad_scale = (1.0 / factor).float()  # the kernel divides by it
-        self.adam.found_inf = found_inf
-        self.adam.step()
+        self.adam.step(factor, found_inf)
         self.weights_from_masters()
         return norm, found_inf
 
-    def steps_done(self) -> int:
-        """Count the updates made (skipped ones do not count)."""
-        for state in self.adam.state.values():
-            return int(state["step"])
-        return 0
-
-    def load_steps_done(self, steps: int) -> None:
-        """Set the count of updates, which Adam's bias correction uses. Allocates the state if need
-        be.
-        """
-        for group in self.adam.param_groups:
-            for segment in group["params"]:
-                state = self.adam.state[segment]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(segment)
-                    state["exp_avg_sq"] = torch.zeros_like(segment)
-                state["step"] = torch.tensor(float(steps), device=segment.device)
+    def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Yield (parameter name, "", first, values) for weights of which this rank has only its
+        part; otherwise as `named_state`."""
+        for bucket in self.sink.buckets:
+            if bucket.sharded:
+                for name, low, high, start in bucket.owned():
+                    yield name, "", low - start, bucket.own[low - bucket.low : high - bucket.low]
 
     def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, kind, first, values) for kind in master, exp_avg, exp_avg_sq.
@@ -192,43 +168,37 @@ class Optimizer:
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
         writing to it loads the state. Masters only where they differ from the weights.
         """
-        if not self.adam.state:
-            self.load_steps_done(0)
-        for bucket, master, weight, segments in zip(
-            self.sink.buckets, self.masters, self.weights, self._segment_of, strict=True
+        for bucket, master, segments in zip(
+            self.sink.buckets, self.masters, self._segment_of, strict=True
         ):
-            for name, param, start in bucket.params:
-                low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
-                if low >= high:
-                    continue
-                if master.dtype != weight.dtype:
+            for name, low, high, start in bucket.owned():
+                if master.dtype != bucket.own.dtype:
                     yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
                 first, segment = next((lo, s) for lo, hi, s in segments if lo <= low and high <= hi)
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    values = self.adam.state[segment][kind][low - first : high - first]
-                    yield name, kind, low - start, values
+                moments = zip(("exp_avg", "exp_avg_sq"), self.adam.moments(segment), strict=True)
+                for kind, values in moments:
+                    yield name, kind, low - start, values[low - first : high - first]
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after an update or loading, and gather these."""
-        level, data = self.sink.level, self.sink.data
-        whole = zip(self.sink.buckets, self.weights, self.masters, strict=True)
-        for bucket, weight, master in reversed(list(whole)):  # about the order of the next forward
-            own = weight[bucket.low : bucket.high]
-            if master.dtype != weight.dtype:
-                own.copy_(master)
-            if level:
-                _, bucket.gathering = all_gather(own, data, async_op=True, into=weight)
-        for bucket in self.sink.buckets:
-            if bucket.plain or not self.overlap:
+        """Round the masters into the weights, after an update or loading, and gather these where
+        they are kept whole."""
+        sink = self.sink
+        every = list(zip(sink.buckets, self.masters, strict=True))
+        for bucket, master in reversed(every):  # about the order of the next forward
+            if master.dtype != bucket.own.dtype:
+                bucket.own.copy_(master)
+            if sink.level and bucket.weights is not None:
+                into = bucket.weights
+                _, bucket.gathering = all_gather(bucket.own, sink.shard, async_op=True, into=into)
+        for bucket in sink.buckets:
+            if bucket.plain or not sink.sharing.gather_ahead:
                 bucket.gathering.wait()
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
-        for bucket, weight, master in zip(
-            self.sink.buckets, self.weights, self.masters, strict=True
-        ):
-            if master.dtype != weight.dtype:
-                master.copy_(weight[bucket.low : bucket.high])
+        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
+            if master.dtype != bucket.own.dtype:
+                master.copy_(bucket.own)
 
 
 def _runs(

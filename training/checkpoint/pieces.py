@@ -77,7 +77,7 @@ def parameter_pieces(
     return [
         piece
         for name, param in parameters
-        for piece in _cut(param, param.detach(), names[name], "", grid)
+        for piece in _cut(param, param.detach(), names[name], "", grid.data)
     ]
 
 
@@ -86,20 +86,21 @@ def state_pieces(
     parameters: Iterable[tuple[str, nn.Parameter]],
     names: Mapping[str, Sequence[str]],
     grid: Grid,
-    sharded: bool = False,
+    holders: Axis | None = None,
 ) -> list[NamedPiece]:
     """List the rectangles of this rank's optimizer state.
 
-    named_state: (parameter name, kind, first, values), kind one of KINDS: elements [first, first +
-    n) of the flattened local parameter. sharded: no other data-parallel rank has the same.
+    named_state: (parameter name, kind, first, values), kind one of KINDS, or "" for the parameter
+    itself: elements [first, first + n) of the flattened local parameter. holders: the data-parallel
+    ranks that have the same; None: all of them.
     """
     by_name = dict(parameters)
     found = []
     for name, kind, first, values in named_state:
-        assert kind in KINDS, kind
-        param, suffix = by_name[name], f".{kind}"
+        assert kind in ("", *KINDS), kind
+        param, suffix = by_name[name], f".{kind}" if kind else ""
         for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
-            found += _cut(param, part, names[name], suffix, grid, (row, column), sharded)
+            found += _cut(param, part, names[name], suffix, holders or grid.data, (row, column))
     return found
 
 
@@ -126,16 +127,16 @@ def _cut(
     tensor: Tensor,
     names: Sequence[str],
     suffix: str,
-    grid: Grid,
+    data: Axis,
     corner: tuple[int, int] = (0, 0),
-    sharded: bool = False,
 ) -> list[NamedPiece]:
     """Cut a rectangle of the local parameter by the parameter's placement; padding is left out.
 
-    corner: the row and column of the local parameter at which the rectangle begins.
+    data: the data-parallel ranks that hold it. corner: the row and column of the local parameter at
+    which the rectangle begins.
     """
     place = placement_of(param)
-    holders = place.holders if sharded else (grid.data, *place.holders)
+    holders = (data, *place.holders)
     found = []
     for piece in place.pieces(names):
         # what this rectangle and the piece share, along the dimension that is cut

@@ -56,6 +56,7 @@ class Live:
 
 def one_alone(run, batch, chunk: int) -> tuple[int, int]:
     """Return the bytes that one micro-batch keeps on a stage for B, and after B for W."""
+    run.sink.begin_step()
     live, stage = Live(run), run.model.stages[chunk]
     hidden = None
     if not stage.embedding:
@@ -124,7 +125,7 @@ def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
     def noted():
         for bucket in run.sink.buckets:
             chunks = {run.model.chunk_of(name) for name, _, _ in bucket.params}
-            found.append((chunks, bucket.launched))
+            found.append((chunks, bucket.rounds == 0))
         finish()
 
     run.sink.finish = noted

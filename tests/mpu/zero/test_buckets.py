@@ -4,9 +4,10 @@
 import torch
 from torch import nn
 
-from mpu.grid import Axis
+from mpu.grid import Axis, Grid
 from mpu.param import Placement, use
-from mpu.zero.buckets import BLOCK, GradientBuckets
+from mpu.zero.buckets import GradientBuckets
+from mpu.zero.layout import BLOCK, Sharing
 from mpu.zero.optimizer import Optimizer
 
 
@@ -45,7 +46,7 @@ def order_on_the_wire(comm) -> dict:
     spy = Spy()
     grid.traced(spy)
     try:
-        sink = GradientBuckets(grid.data, torch.float32, bucket_size=1)
+        sink = GradientBuckets(grid, torch.float32, Sharing(bucket_size=1))
         toy = Toy(sink)
         sink.attach(toy)
         sink.begin_step(micro_batches=2)
@@ -80,7 +81,7 @@ def test_a_bucket_leaves_when_its_last_gradient_is_done(world):
 
 
 def test_sums_ties_idle_and_plain_parameters(world):
-    toy = Toy(GradientBuckets(Axis("dp"), torch.float32))
+    toy = Toy(GradientBuckets(Grid(), torch.float32))
     names = ("w0", "w1", "w2", "w3")
     for result in world(2).run(order_on_the_wire):
         grads, w = result["grads"], {n: getattr(toy, n).detach() for n in names}
@@ -98,7 +99,7 @@ def overlapped(comm) -> list:
     grid, spy = comm.grid(), Spy()
     grid.traced(spy)
     try:
-        sink = GradientBuckets(grid.data, torch.float32, bucket_size=1)
+        sink = GradientBuckets(grid, torch.float32, Sharing(bucket_size=1))
         toy = Toy(sink)
         del toy.idle, toy.plain
         toy.forward = lambda x: (
@@ -134,10 +135,8 @@ def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
         module = nn.Module()
         for name, grad in grads.items():
             module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
-        sink = GradientBuckets(Axis("dp"), torch.float32, size)
+        sink = GradientBuckets(Grid(), torch.float32, Sharing(bucket_size=size))
         sink.attach(module)
-        from mpu.grid import Grid
-
         optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
         sink.begin_step()
         for name, grad in grads.items():

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpu.grid import Axis, Grid
+from mpu.grid import Grid
 from mpu.zero.buckets import GradientBuckets
+from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
 
 SHAPES = {"a": (40, 30), "n1": (30,), "b": (7, 5), "n2": (5,), "head": (9, 4)}
@@ -22,7 +23,7 @@ def make(dtype: torch.dtype, bucket: int, clip: float = 0.0):
     for name, shape in SHAPES.items():
         module.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    sink = GradientBuckets(Axis("dp"), accumulate, bucket)
+    sink = GradientBuckets(Grid(), accumulate, Sharing(bucket_size=bucket))
     sink.attach(module)
     optimizer = Optimizer(module, sink, Grid(), group, lr=0.0, weight_decay=0.1, clip=clip)
     return module, sink, optimizer
@@ -59,7 +60,7 @@ def test_equals_adamw(bucket, clip, dtype):
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for name, param in module.named_parameters():
         assert (param - twin[name]).norm() <= tolerance * twin[name].norm(), name
-    assert optimizer.steps_done() == 5
+    assert optimizer.adam.steps == 5
 
 
 def test_bf16_weights_follow_fp32_masters():
@@ -88,7 +89,7 @@ def test_a_bad_gradient_skips_the_update(poison):
     assert found_inf.item() == 1 and not torch.isfinite(norm)
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
     assert all(torch.equal(t, s) for (*_, t), s in zip(optimizer.named_state(), state, strict=True))
-    assert optimizer.steps_done() == 1
+    assert optimizer.adam.steps == 1
 
 
 def test_a_scale_multiplies_gradients_and_norm():
@@ -115,7 +116,7 @@ def test_state_is_a_view_and_resumes_bit_for_bit():
     for name, kind, tensor in saved:
         assert len(live[name, kind]) == dict(other.named_parameters())[name].numel()
         live[name, kind].copy_(tensor)
-    resumed.load_steps_done(2)
+    resumed.adam.set_steps(2)
     resumed.weights_from_masters()
     for each in ((module, sink, optimizer), (other, sink2, resumed)):
         give(each[0], each[1], 7)

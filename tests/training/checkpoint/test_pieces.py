@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from model.llama import Llama, LlamaConfig, hf_names
 from mpu.context import LayerContext
-from mpu.grid import Grid, Launch
+from mpu.grid import Axis, Grid, Launch
 from mpu.param import unique_parameters
 from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.errors import CheckpointError
@@ -33,7 +33,8 @@ def pieces_of(
     for name, p in params:
         low, high = (p.numel() * r // n, p.numel() * (r + 1) // n) if sharded else (0, p.numel())
         moments.append((name, "exp_avg", low, torch.empty(high - low, device="meta")))
-    return pieces + state_pieces(moments, params, names, grid, sharded), model
+    holders = Axis("replica") if sharded else None
+    return pieces + state_pieces(moments, params, names, grid, holders), model
 
 
 def rows(pieces: list[NamedPiece]) -> list[list]:

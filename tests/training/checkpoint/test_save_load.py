@@ -12,7 +12,7 @@ import torch
 
 from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
-from mpu.grid import Grid
+from mpu.grid import Axis, Grid
 from mpu.param import draw_normal, unique_parameters
 from training.checkpoint import (
     NamedPiece,
@@ -50,7 +50,7 @@ def model_and_state(
             if p.dim() == 1:
                 draw_normal(p, names[name], 1.0, seed)
     pieces = parameter_pieces(params, names, grid)
-    return pieces + state_pieces(state, params, names, grid, sharded)
+    return pieces + state_pieces(state, params, names, grid, Axis("replica") if sharded else None)
 
 
 def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype, sharded: bool = False) -> list[str]:
