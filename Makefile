@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-pipeline gpu-check
+.PHONY: help setup train test prove explain lint bench bench-pipeline bench-zero gpu-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ bench: setup ## measure the claims of the README on this machine, 20 minutes (CA
 
 bench-pipeline: setup ## the pipeline schedules against torch's own and our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
 	$(RUN) benchmarks/bench_pipeline.py $(call flag,CASES,--cases)
+
+bench-zero: setup ## the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CASES="tiny-fp32-2 ..." DEEPSPEED=/path/to/python that has it)
+	$(RUN) benchmarks/bench_zero.py $(call flag,CASES,--cases) $(call flag,LEVELS,--levels) $(call flag,DEEPSPEED,--deepspeed-python)
 
 gpu-check: setup ## the whole trainer on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu

@@ -143,8 +143,8 @@ def cut_of(case: str) -> tuple[Stage, ...]:
 class Link:
     """Two network namespaces joined by a pair of virtual cards whose rate is limited."""
 
-    def __init__(self, rate: str) -> None:
-        self.rate = rate
+    def __init__(self, rate: str, burst: str = "64kb") -> None:
+        self.rate, self.burst = rate, burst
         self.spaces = [f"weft{os.getpid()}{end}" for end in "ab"]
 
     def __enter__(self) -> "Link":
@@ -156,24 +156,29 @@ class Link:
             tell(f"ip -n {space} addr add 10.77.0.{i}/24 dev {space}")
             tell(f"ip -n {space} link set {space} up")
             tell(f"ip -n {space} link set lo up")
-            tell(f"tc -n {space} qdisc add dev {space} root tbf rate {self.rate} burst 64kb "
-                 "latency 400ms")  # fmt: skip
+            tell(f"tc -n {space} qdisc add dev {space} root tbf rate {self.rate} "
+                 f"burst {self.burst} latency 400ms")  # fmt: skip
         return self
 
     def __exit__(self, *error: Any) -> None:
         for space in self.spaces:
             tell(f"ip netns del {space}")
 
-    def run(self, words: list[str]) -> None:
-        """Run one rank in each namespace, and wait for both."""
+    def run(self, words: list[str], apart: bool = False) -> None:
+        """Run one rank in each namespace, and wait for both; apart: two runs of one rank each.
+
+        {end} in a word is the namespace's number.
+        """
         ranks = []
         for rank, space in enumerate(self.spaces):
+            here = [word.replace("{end}", str(rank)) for word in words]
             told = {"RANK": str(rank), "WORLD_SIZE": str(P), "LOCAL_RANK": "0"}
+            told |= {"RANK": "0", "WORLD_SIZE": "1"} if apart else {}
             told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29777", "OMP_NUM_THREADS": "1"}
             told |= {"GLOO_SOCKET_IFNAME": space}
             ranks.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", space, *words],
+                    ["ip", "netns", "exec", space, *here],
                     env={**os.environ, **told},
                     stdout=subprocess.DEVNULL,
                 )

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,11 +86,11 @@ class Side:
         return statistics.median(self.seconds)
 
 
-def command(tp: int) -> list[str]:
+def command(ranks: int, python: str = sys.executable) -> list[str]:
     """Start one process directly, several by torchrun."""
-    if tp == 1:
-        return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+    if ranks == 1:
+        return [python]
+    return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def environment(tp: int) -> dict[str, str]:
@@ -143,25 +144,34 @@ def run_peer(peer: Path, case: str, steps: int) -> tuple[list[float], float]:
     """Run the peer; return seconds of the timed steps and its largest peak in megabytes."""
     size, dtype, tp = case.split("-")
     flags = f"--size {size} --dtype {dtype} --tp {tp} --warmup 2 --steps {2 + steps}".split()
-    text = output([*command(int(tp)), str(peer), *flags], int(tp))
-    found = json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])
+    found = report([*command(int(tp)), str(peer), *flags], int(tp))
     return found["times"], max(found["peak_rss_mb"])
 
 
-def run_bound(case: str) -> float:
-    """Return seconds of a step's matmuls and attention alone, on as many processes at once."""
-    tp = int(case.split("-")[2])
-    words = [sys.executable, __file__, "--bound", case]
-    ranks = [
-        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(tp))
-        for _ in range(tp)
+def report(words: list[str], ranks: int) -> dict[str, Any]:
+    """Run a peer; return what it printed behind `JSON `."""
+    text = output(words, ranks)
+    return json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])
+
+
+def run_bound(case: str, dp: int = 1) -> float:
+    """Return seconds of a step's matmuls and attention alone, on as many processes at once.
+
+    Ranks that outnumber the cores share them: then one process a core, and their times in turn.
+    """
+    ranks = int(case.split("-")[2]) * dp
+    at_once = min(ranks, len(os.sched_getaffinity(0)))
+    words = [sys.executable, __file__, "--bound", f"{case}-{dp}"]
+    running = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(ranks))
+        for _ in range(at_once)
     ]
-    return max(float(rank.communicate()[0]) for rank in ranks)
+    return max(float(each.communicate()[0]) for each in running) * ranks / at_once
 
 
-def bound_of_this_process(size: str, dtype: str, tp: str) -> float:
+def bound_of_this_process(size: str, dtype: str, tp: str, dp: str) -> float:
     """Return the seconds of one rank's matmuls and attention in a step."""
-    layer, head = products(size, dtype, int(tp), BATCH)
+    layer, head = products(size, dtype, int(tp), BATCH // int(dp))
     return SIZES[size][1] * layer + head
 
 

@@ -55,7 +55,7 @@ def get_args():
     p.add_argument("--clip", type=float, default=1.0)
     p.add_argument("--lr", type=float, default=3e-4)
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--data", default=None, help=".npy/.bin(uint16) of token ids; default random")
+    p.add_argument("--data", default=None, help=".npy/.bin(uint16) of token ids, or a .npy of batches [steps, sequences, seq + 1]; default random")
     p.add_argument("--pin", action="store_true")
     p.add_argument("--profile", default=None, help="write a profile summary (JSON) of one step here")
     p.add_argument("--tag", default="")
@@ -234,11 +234,24 @@ class Data:
         a, L = self.a, self.a.seq + 1
         if self.tok is None:    # two alternating random batches, so the loss moves
             t = np.random.RandomState(a.seed + step % 2).randint(0, a.vocab, (self.n, L))
+        elif self.tok.ndim == 3:
+            t = self.tok[step]
         else:
             o = (step * self.n * a.seq) % (len(self.tok) - self.n * L)
             t = np.stack([self.tok[o + i * a.seq: o + i * a.seq + L] for i in range(self.n)]).astype(np.int64)
         t = torch.from_numpy(t)
         return t[:, :-1].contiguous(), t[:, 1:].contiguous()
+
+def hf_name(n):
+    """The Hugging Face name of one of our parameters (the same weights with --rope half)."""
+    ren = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    sub = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+           "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+           "feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    q = n.rsplit(".", 1)[0]
+    if q in ren: return ren[q] + ".weight"
+    _, i, rest = q.split(".", 2)
+    return f"model.layers.{i}.{sub[rest]}.weight"
 
 def hf_model(a):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -248,17 +261,7 @@ def hf_model(a):
                     rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, attn_implementation="sdpa")
     m = LlamaForCausalLM(c)
     ref = Transformer(a); ref.init_weights(a.seed)
-    sd = {}
-    ren = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-    sub = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
-           "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
-           "feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    for n, p in ref.state_dict().items():
-        q = n.rsplit(".", 1)[0]
-        if q in ren: sd[ren[q] + ".weight"] = p
-        else:
-            _, i, rest = q.split(".", 2)
-            sd[f"model.layers.{i}.{sub[rest]}.weight"] = p
+    sd = {hf_name(n): p for n, p in ref.state_dict().items()}
     m.load_state_dict(sd)
     return m
 

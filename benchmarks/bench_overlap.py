@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how much of the gradients' communication hides under compute over a slow link.
+
+    sudo python benchmarks/bench_overlap.py [--link 1gbit] [--levels 0] [--buckets 4000000 1000000]
+
+Two data-parallel ranks of one thread, in two network namespaces joined by a link of that rate
+(Linux, root, iproute2); fp32, --micro-batch sequences a rank in one micro-batch.
+
+    hidden = 1 - (overlapped - alone) / communication
+    overlapped      a step with --overlap-grad-reduce
+    at the end      a step without it
+    alone           the same step by two runs of one rank each, at once: no communication
+    communication   the same buckets' collectives back to back, while nothing else runs
+
+Seconds, medians over the timed steps of alternating launches. At level 0 `overlapped` and `alone`
+differ by the gradients' communication and nothing else. At levels 1 and up communication is that
+of gradients and of updated weights (gathered with --overlap-param-gather), and `alone` updates
+all weights where a rank of two updates half.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_pipeline import Link  # noqa: E402
+from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
+from mpu.comm.collectives import barrier  # noqa: E402
+from mpu.comm.watch import Watch  # noqa: E402
+from mpu.grid import Launch  # noqa: E402
+from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
+from training.arguments import parse  # noqa: E402
+from training.failure import meet  # noqa: E402
+
+TRAINER = ROOT / "pretrain_llama.py"
+WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
+SIDES = ("overlapped", "at the end", "alone", "communication")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--link", default="1gbit", metavar="RATE", help="as tc writes it (1gbit)")
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a rank (2)")
+    parser.add_argument("--levels", nargs="+", type=int, default=[0], choices=range(3))
+    parser.add_argument("--buckets", nargs="+", type=int, default=[4_000_000], metavar="ELEMENTS")
+    parser.add_argument("--launches", type=int, default=3, help="of each, taken in turn")
+    parser.add_argument("--steps", type=int, default=0, help="timed (0: 10 tiny, 2 small)")
+    parser.add_argument("--communicate", type=Path, help=argparse.SUPPRESS)  # a rank of that side
+    args, rest = parser.parse_known_args()
+    if args.communicate:
+        return communicate(args.communicate, args.steps, rest)
+    if rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    args.steps = args.steps or (10 if args.size == "tiny" else 2)
+    print(f"{args.size}, fp32, dp 2 over a link of {args.link}, {args.micro_batch} sequences a "
+          "rank; seconds, medians of alternating launches\n")  # fmt: skip
+    print("| level, bucket |", *[f" {side} |" for side in SIDES], " hidden |", sep="")
+    print("|---|" + "---|" * (len(SIDES) + 1))
+    with Link(args.link, burst="256kb") as link:
+        for level in args.levels:
+            for bucket in args.buckets:
+                found: dict[str, list[float]] = {side: [] for side in SIDES}
+                for _ in range(args.launches):
+                    for side in SIDES:
+                        found[side] += run(link, side, level, bucket, args)
+                medians = [statistics.median(found[side]) for side in SIDES]
+                row = [f"{level}, {bucket * 4 / 1e6:.0f} MB", *[f"{x:.3f}" for x in medians]]
+                print("|", *[f" {cell} |" for cell in row], f" **{hidden(*medians):.0%}** |",
+                      sep="", flush=True)  # fmt: skip
+
+
+def hidden(overlapped: float, at_the_end: float, alone: float, communication: float) -> float:
+    """Return the share of the communication that the step does not wait for."""
+    return 1 - (overlapped - alone) / communication
+
+
+def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace) -> list[float]:
+    """Run one side on both ends of the link; return the timed steps' seconds (of both runs, where
+    they are two).
+    """
+    warm, ranks = WARM[args.size], 1 if side == "alone" else 2
+    flags = [*model_flags(args.size), "--micro-batch-size", str(args.micro_batch)]
+    flags += ["--global-batch-size", str(args.micro_batch * ranks), "--zero-stage", str(level)]
+    flags += ["--train-iters", str(warm + args.steps), "--ddp-bucket-size", str(bucket)]
+    if side != "at the end":
+        flags += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * (level > 0)
+    with tempfile.TemporaryDirectory() as folder:
+        if side == "communication":
+            file = Path(folder) / "seconds.json"
+            words = [__file__, "--communicate", str(file), "--steps", str(args.steps)]
+            link.run([sys.executable, *words, *flags])
+            return json.loads(file.read_text())
+        flags += ["--log-json", f"{folder}/log{{end}}.json"]
+        link.run([sys.executable, str(TRAINER), *flags], apart=side == "alone")
+        seconds = []
+        for log in sorted(Path(folder).glob("log*.json")):
+            rows = [json.loads(line) for line in log.read_text().splitlines()]
+            seconds += [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
+        return seconds
+
+
+def communicate(file: Path, steps: int, flags: list[str]) -> None:
+    """Be one rank: build the run that the flags say, and time a step's collectives alone."""
+    launch = Launch.from_env()
+    config = parse(flags, launch.world)
+    grid = make_grid(config, launch)
+    config, device, _, _ = prepare(config, grid)
+    wait = timedelta(minutes=5)
+    grid.connect(device, dist.PrefixStore("weft", meet(wait)), wait)
+    trained = build(config, grid, device, Watch())
+    seconds = []
+    for _ in range(1 + steps):  # the first one connects the ranks and touches the memory
+        barrier(grid.world)
+        begin = time.perf_counter()
+        collectives_of_a_step(trained)
+        barrier(grid.world)
+        seconds.append(time.perf_counter() - begin)
+    if grid.rank == 0:
+        file.write_text(json.dumps(seconds[1:]))
+    grid.close()
+
+
+def collectives_of_a_step(run: Run) -> None:
+    """Sum every bucket, though no gradient was written, and gather every weight that is shared."""
+    run.sink.begin_step()
+    run.sink.finish()
+    run.optimizer.weights_from_masters()
+    run.sink.wait_for_weights()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the peak memory of ranks from outside, while they run as their users run them (Linux).
+
+The kernel keeps each process's largest resident memory (VmHWM in /proc/PID/status) and forgets it
+when "5" is written to /proc/PID/clear_refs. The peers of the benchmarks do both themselves, before
+their last warm-up step; here it is done to processes that know nothing of it, at the same step.
+"""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+
+def ranks_of(launcher: int, script: str) -> list[int]:
+    """Return the processes that the launcher runs `script` in: its children, or else itself."""
+    found = []
+    for pid in _children(launcher):
+        if any(word.endswith(script) for word in _read(pid, "cmdline").split("\0")):
+            found.append(pid)
+    return found or [launcher]
+
+
+def watch(
+    launcher: subprocess.Popen, script: str, due: Callable[[], bool], pause: float = 0.05
+) -> dict[int, float]:
+    """Wait for the launcher; return each rank's peak megabytes since the time `due()` was true.
+
+    A rank is read every `pause` seconds, so what it takes in its last moments, after the training,
+    may be missed.
+    """
+    peaks: dict[int, float] = {}
+    since = False
+    while True:
+        try:
+            launcher.wait(pause)
+            return peaks
+        except subprocess.TimeoutExpired:
+            pass
+        if not since:
+            if not due():
+                continue
+            since = True
+            peaks = {pid: 0.0 for pid in ranks_of(launcher.pid, script)}
+            for pid in peaks:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+        for pid in peaks:
+            peaks[pid] = max(peaks[pid], _peak(pid))
+
+
+def _peak(pid: int) -> float:
+    """Return VmHWM in megabytes; 0 for a process that has ended."""
+    for line in _read(pid, "status").splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that any thread of this one started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(word) for word in task.read_text().split()]
+    return found
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:
+        return ""
