@@ -167,6 +167,34 @@ MISTAKES = [
         "nccl on a CPU", {"--device": "cpu", "--distributed-backend": "nccl"}, "nccl needs --dev"
     ),
     mistake(
+        "no level and a level",
+        {"--zero-stage": "0", "--use-distributed-optimizer": ""},
+        "--zero-stage 0 and --use-distributed-optimizer exclude each other",
+    ),
+    mistake(
+        "instances that do not divide",
+        {"--zero-stage": "1", "--num-distributed-optimizer-instances": "2"},
+        "--num-distributed-optimizer-instances 2 does not divide the 3 data-parallel ranks",
+        3,
+    ),
+    mistake(
+        "gradients of each micro-batch in a pipeline",
+        {**PP2, "--zero-stage": "2", "--zero-reduce-each-microbatch": ""},
+        "--zero-reduce-each-microbatch needs --pipeline-model-parallel-size 1, not 2",
+        2,
+    ),
+    mistake(
+        "narrow gradients without bf16",
+        {"--zero-stage": "2", "--main-grads-dtype": "bf16"},
+        "--main-grads-dtype bf16 needs --bf16",
+    ),
+    mistake(
+        "apex on a CPU",
+        {"--device": "cpu", "--optimizer-backend": "apex"},
+        "--optimizer-backend apex needs --device cuda; on a CPU use torch",
+    ),
+    mistake("FSDP", {"--use-megatron-fsdp": ""}, "is refused: sharding is --zero-stage: no_sh"),
+    mistake(
         "too long for its positions", {"--max-position-embeddings": "16"}, "--seq-length 32 is"
     ),
     mistake("no data", {"--data-path": None}, "no data: give --data-path"),

@@ -7,12 +7,12 @@ The flags are Megatron-LM's, classed in `training.flags`; what one flag demands 
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import torch
 
-from training import batch_schedule, config, flags, pipeline, rules
+from training import batch_schedule, config, flags, pipeline, rules, zero
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import Flag
@@ -42,7 +42,8 @@ def parse(argv: Sequence[str], world_size: int, extra: Extra | None = None) -> C
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
-    return made
+    said = [*made.notes, *rules.idle(given), *zero.notes(given, made)]
+    return replace(made, notes=tuple(dict.fromkeys(said)))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -224,6 +225,5 @@ def _assemble(
         data.setdefault("split", DEFAULT_SPLIT)
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
-    notes += rules.idle(given)
     built = {section: cls(**parts[section]) for section, cls in _SECTIONS.items()}
-    return Config(**built, extra=own, notes=tuple(dict.fromkeys(notes)))
+    return Config(**built, extra=own, notes=tuple(notes))

@@ -59,11 +59,11 @@ CHECKED = """
 --use-mcore-models | switch | any | the model is model/llama.py
 --spec | texts | any | ! the model is model/llama.py; fork that file to change a layer
 --attention-softmax-in-fp32 | switch | any | softmax is always computed in fp32 or better
---accumulate-allreduce-grads-in-fp32 | switch | any | gradients are always accumulated and reduced in fp32 or better
---ddp-reduce-scatter-with-fp32-accumulation | switch | any | gradients are always reduced in fp32 or better
+--accumulate-allreduce-grads-in-fp32 | switch | any | gradients are accumulated and reduced in fp32 or better unless --grad-reduce-in-bf16 or --main-grads-dtype says otherwise
+--ddp-reduce-scatter-with-fp32-accumulation | switch | any | the ranks' gradients are always added in fp32 or better, also where they travel in bf16
 --main-params-dtype | text | fp32 | master weights are fp32
 --exp-avg-dtype --exp-avg-sq-dtype | text | fp32 | moments are fp32
---use-precision-aware-optimizer | switch | any | ! masters, main gradients and moments are fp32, its own defaults
+--use-precision-aware-optimizer | switch | any | ! masters and moments are fp32, its own defaults; main gradients are what --main-grads-dtype says
 --output-logit-dtype | text | fp32 | the loss is computed in fp32 or better
 --initial-loss-scale --loss-scale --min-loss-scale --loss-scale-window | float>0 | any | loss scaling belongs to --fp16; bf16 and fp32 need none
 --hysteresis | int>=1 | any | loss scaling belongs to --fp16; bf16 and fp32 need none
@@ -81,6 +81,10 @@ CHECKED = """
 --recompute-activations | switch | any | = --recompute-granularity selective
 --recompute-modules | texts | core_attn | selective recomputation is of the attention core
 --cpu-offloading-num-layers | int>=0 | 0 | activations are not offloaded
+--optimizer-offload-fraction | float>=0 | 1.0 | --optimizer-cpu-offload moves all masters and moments
+--overlap-cpu-optimizer-d2h-h2d | switch | any | with --optimizer-cpu-offload copies and updates always overlap, a bucket at a time
+--use-torch-optimizer-for-cpu-offload | switch | any | with --optimizer-cpu-offload the update on the host is torch's
+--no-pin-cpu-grads --no-pin-cpu-params | switch | any | ! host memory of --optimizer-cpu-offload is pinned, so that copies overlap
 --cuda-graph-impl | text | none | the step is eager
 --cuda-graph-warmup-steps | int>=0 | any | the step is eager
 --te-rng-tracker --use-cpu-initialization --init-model-with-meta-device | switch | any | initial weights are drawn per (seed, name), the same for every layout
@@ -137,7 +141,7 @@ CHECKED = """
 --one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version | text | any | ! One Logger is not used: nothing is reported anywhere unless asked for
 --error-injection-rate | int>=0 | 0 | faults are not injected
 --error-injection-type | text | any | faults are not injected
---rerun-mode | text | disabled,validate_results,report_stats | ! a step is not run again to look for faults; a NaN stops the run
+--rerun-mode | text | disabled,validate_results,report_stats | ! a step is not run again to look for faults; a NaN stops the run, see --on-nan
 --inference-batch-times-seqlen-threshold --max-tokens-to-oom | int>=-1 | any | used by inference only, there as here
 --enable-experimental | switch | any | nothing here hides behind it
 """
@@ -277,7 +281,7 @@ REFUSED = (
         """,
     ),
     (
-        "parameters are replicated in this version, so there is nothing to gather; leave it out",
+        "use --overlap-param-gather: gathers start when the whole update is done",
         """
 --overlap-param-gather-with-optimizer-step
         """,
@@ -348,16 +352,37 @@ REFUSED = (
         """,
     ),
     (
-        "parameters, gradients and optimizer state are replicated in this version; sharding comes with ZeRO levels of our own",
+        "sharding is --zero-stage: no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3",
         """
---no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load --use-megatron-fsdp
---use-torch-fsdp2 --megatron-fsdp-version --no-use-layer-wise-param-layout
---fsdp-manual-registration --create-all-gather-group --data-parallel-sharding-strategy
---outer-dp-sharding-strategy --fsdp-double-buffer --suggested-communication-unit-size
---enable-full-sharding-in-hsdp --torch-fsdp2-no-reshard-after-forward
---megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
---megatron-fsdp-grad-comm-dtype --megatron-fsdp-enable-fine-grained-param-gather
+--use-megatron-fsdp --use-torch-fsdp2 --megatron-fsdp-version --data-parallel-sharding-strategy
+--no-use-layer-wise-param-layout --create-all-gather-group
+        """,
+    ),
+    (
+        "--num-distributed-optimizer-instances replicates over groups of ranks; over the groups nothing is sharded",
+        """
+--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+        """,
+    ),
+    (
+        "--zero-stage 3 gathers a block, with --overlap-param-gather also the next one, and frees it after its use",
+        """
+--fsdp-manual-registration --fsdp-double-buffer --suggested-communication-unit-size
+--torch-fsdp2-no-reshard-after-forward --megatron-fsdp-enable-fine-grained-param-gather
 --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+        """,
+    ),
+    (
+        "masters are fp32; gradients follow --main-grads-dtype and --grad-reduce-in-bf16",
+        """
+--megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
+--megatron-fsdp-grad-comm-dtype
+        """,
+    ),
+    (
+        "checkpoints are read by name and shape, all of them or not at all",
+        """
+--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
         """,
     ),
     (
@@ -430,13 +455,11 @@ REFUSED = (
         """,
     ),
     (
-        "offloading to the CPU is not here; recompute activations, or shard over more ranks",
+        "activations are not offloaded; recompute them, or move optimizer state by --optimizer-cpu-offload",
         """
 --cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading
 --offload-modules --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
 --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads
---optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
---overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
         """,
     ),
     (
@@ -704,11 +727,20 @@ DIFFERENCES = (
         "ignored without virtual stages",
         "refused without them",
     ),
-    ("--grad-reduce-in-bf16", "gradients are reduced in bf16", "in fp32"),
+    (
+        "--grad-reduce-in-bf16",
+        "micro-batches and ranks add up in bf16",
+        "gradients travel in bf16 and add up in fp32, the ranks' in rank order",
+    ),
+    (
+        "--main-grads-dtype",
+        "bf16 needs --use-precision-aware-optimizer, and ranks add up in bf16",
+        "bf16 needs a sharded optimizer, whose sums over the ranks are fp32",
+    ),
     (
         "--ddp-bucket-size",
         "max(40e6, 1e6 x data-parallel size) where left out",
-        "an eighth of the gradients, 1e6 to 40e6",
+        "an eighth of the gradients, 1e6 to 40e6; at --zero-stage 3 a block",
     ),
     (
         "--recompute-granularity",
@@ -739,7 +771,7 @@ DIFFERENCES = (
     (
         "--no-check-for-nan-in-loss-and-grad",
         "NaN raises before the update",
-        "the update is skipped on every rank, and the run stops one step later unless given",
+        "the update is skipped on every rank, and the run stops one step later; given, as with --on-nan skip, it goes on",
     ),
     ("--profile", "nsys, or torch with --use-pytorch-profiler", "always a torch trace"),
     ("--num-query-groups", "ignored without --group-query-attention", "refused without it"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from training import batch_schedule, pipeline, places
+from training import batch_schedule, pipeline, places, zero
 from training.config import Config, ParallelConfig, UsageError
 
 REQUIRED = (
@@ -24,6 +24,8 @@ REQUIRED = (
 EXCLUDE = (
     ("--train-iters", "--train-samples"),
     ("--bf16", "--fp64"),
+    ("--grad-reduce-in-bf16", "--fp64"),
+    ("--main-grads-dtype", "--fp64"),
     ("--global-batch-size", "--step-batch-size-schedule"),
     ("--mock-data", "--data-path"),
     ("--mock-data", "--train-data-path"),
@@ -52,6 +54,7 @@ EXCLUDE = (
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
 )
+ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 # A flag that means nothing without another, and the line that says so.
 IDLE = (
     ("--rope-scaling-factor", "--use-rope-scaling"),
@@ -63,7 +66,6 @@ IDLE = (
     ("--decoupled-min-lr", "--decoupled-lr"),
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
-    ("--overlap-param-gather", "--use-distributed-optimizer"),
     ("--exit-on-missing-checkpoint", "--load"),
 )
 
@@ -79,6 +81,13 @@ def check_given(given: dict[str, Any]) -> None:
         # An off-value (0 steps of warm-up) excludes nothing.
         if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
             raise UsageError(f"{one} and {other} exclude each other: give one of them")
+    if given.get("--on-nan") == "stop" and "--no-check-for-nan-in-loss-and-grad" in given:
+        raise UsageError(
+            "--on-nan stop and --no-check-for-nan-in-loss-and-grad contradict each other: the "
+            "latter is --on-nan skip"
+        )
+    if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:
+        raise UsageError(f"--main-grads-dtype bf16 and {ACCUMULATE} contradict each other")
     heads, hidden = given["--num-attention-heads"], given["--hidden-size"]
     if "--kv-channels" not in given and hidden % heads:
         raise UsageError(
@@ -125,6 +134,7 @@ def check(config: Config) -> None:
     _layout(config)
     _batch(config)
     pipeline.check(config)
+    zero.check(config)
     _learning_rate(config)
     _run(config)
     places.check(config)

@@ -56,6 +56,7 @@ def test_a_megatron_launch_script_parses_as_it_stands(tmp_path):
     assert config.parallel.sequence_parallel is False
     said = "\n".join(config.notes)
     assert config.parallel.use_distributed_optimizer and config.parallel.overlap_param_gather
+    assert config.parallel.grad_reduce_in_bf16 and config.parallel.zero == 1
     for flag in (
         "--sequence-parallel",
         "--apply-layernorm-1p",
@@ -124,7 +125,10 @@ def test_a_fork_adds_its_own_flags():
 
 def test_nan_is_stopped_on_unless_told():
     assert read().run.on_nan == "stop"
-    assert read("--no-check-for-nan-in-loss-and-grad").run.on_nan == "skip"
+    assert read("--on-nan stop").run.on_nan == "stop"
+    for more in ("--on-nan skip", "--no-check-for-nan-in-loss-and-grad"):
+        assert read(more).run.on_nan == "skip"
+    assert read("--on-nan skip --no-check-for-nan-in-loss-and-grad").run.on_nan == "skip"
 
 
 def test_a_flag_without_effect_is_said():
@@ -219,6 +223,13 @@ MISTAKES = [
     ("--save-interval 5", 1, "--save-interval 5 needs --save"),
     ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),
     ("--profile --profile-ranks 0 2", 2, "--profile-ranks 2: ranks go from 0 to 1"),
+    ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "the latter is --on-nan skip"),
+    ("--use-megatron-fsdp", 1, "is refused: sharding is --zero-stage: no_shard is 0, optim 1"),
+    ("--data-parallel-sharding-strategy optim_grads_params", 1, "optim_grads_params 3"),
+    ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances replicates"),
+    ("--megatron-fsdp-grad-comm-dtype bf16", 1, "gradients follow --main-grads-dtype and --grad"),
+    ("--fsdp-double-buffer", 1, "with --overlap-param-gather also the next one"),
+    ("--optimizer-offload-fraction 0.5", 1, "0.5: only 1.0 is accepted; --optimizer-cpu-offload"),
 ]
 
 

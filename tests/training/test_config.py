@@ -39,6 +39,22 @@ def test_layout_counts():
     assert (layout.model_parallel_size, layout.data_parallel_size) == (4, 4)
 
 
+@pytest.mark.parametrize(
+    "settings,level,shares",
+    [
+        ({}, 0, 1),
+        ({"use_distributed_optimizer": True}, 1, 8),
+        ({"zero_stage": 3}, 3, 8),
+        ({"zero_stage": 2, "use_distributed_optimizer": True}, 2, 8),
+        ({"zero_stage": 0}, 0, 1),
+        ({"zero_stage": 1, "num_distributed_optimizer_instances": 4}, 1, 2),
+    ],
+)
+def test_the_zero_level_and_who_shares(settings, level, shares):
+    layout = ParallelConfig(world_size=16, tensor_model_parallel_size=2, **settings)
+    assert (layout.zero, layout.shard_size) == (level, shares)
+
+
 def test_digest_sees_what_changes_the_numbers():
     changed = [
         replace(CONFIG, model=replace(MODEL, norm_epsilon=1e-6)),

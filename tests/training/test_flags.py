@@ -69,6 +69,12 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
         ("--num-experts", "checked"),
         ("--moe-router-topk", "refused"),
         ("--use-torch-fsdp2", "refused"),
+        ("--num-distributed-optimizer-instances", "live"),
+        ("--grad-reduce-in-bf16", "live"),
+        ("--main-grads-dtype", "live"),
+        ("--optimizer-cpu-offload", "live"),
+        ("--optimizer-offload-fraction", "checked"),
+        ("--fine-grained-activation-offloading", "refused"),
         ("--rampup-batch-size", "refused"),
         ("--fp16", "refused"),
         ("--trust-remote-code", "refused"),
@@ -105,15 +111,9 @@ def test_every_setting_is_read_by_the_run():
     """A flag that is parsed, checked and printed but steers nothing would be silently ignored."""
     root = Path(__file__).parents[2]
     asking = (
-        "config",
-        "arguments",
-        "flags",
-        "megatron_flags",
-        "rules",
-        "places",
-        "dry_run",
-        "estimate",
-    )
+        "activations arguments buffers config dry_run estimate flags megatron_flags places rules "
+        "traffic zero"
+    ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
     read = {
         node.attr
@@ -188,6 +188,12 @@ def test_values(name, text, value):
         ("--adam-beta1", "1", "a number from 0 to below 1"),
         ("--lr-decay-style", "wsd", "one of constant, linear, cosine, inverse-square-root, WSD"),
         ("--save", " ", "leave the flag out instead"),
+        ("--zero-stage", "4", "one of 0, 1, 2, 3"),
+        ("--zero-stage", "full", "one of 0, 1, 2, 3"),
+        ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
+        ("--optimizer-backend", "fused", "one of torch, apex, te"),
+        ("--on-nan", "ignore", "one of stop, skip"),
+        ("--num-distributed-optimizer-instances", "0", "a whole number >= 1"),
     ],
 )
 def test_a_wrong_value_names_flag_value_and_rule(name, text, rule):
