@@ -4,14 +4,18 @@
 Everything is arithmetic on the Config; no process group, no device, no file is touched.
 """
 
+from dataclasses import replace
+
 from torch import nn
 
-from training import batch_schedule, estimate, pipeline
+from training import activations, batch_schedule, buffers, estimate, pipeline, traffic
+from training.activations import Held
 from training.config import Config
 from training.estimate import Shapes
 from training.megatron_flags import DIFFERENCES
 
 GPU_BYTES = 80e9  # of an H100 or A100
+STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
 def report(config: Config, module: nn.Module | None = None) -> str:
@@ -22,16 +26,13 @@ def report(config: Config, module: nn.Module | None = None) -> str:
     rank has its own share, worked out from the flags, and the report is of the fullest.
     """
     size = config.parallel.pipeline_model_parallel_size
-    held = estimate.held(config)
     shapes = [
         estimate.shapes(config, stages=pipeline.rank_stages(config, rank)) for rank in range(size)
     ]
     if module is not None and size == 1:
         shapes = [{name: tuple(p.shape) for name, p in module.named_parameters()}]
-    kinds = [
-        estimate.state(config, s) | {"activations": h.activations, "logits": h.logits}
-        for s, h in zip(shapes, held, strict=True)
-    ]
+    held = activations.held(config)
+    kinds = [memory(config, rank, shapes[rank], held[rank]) for rank in range(size)]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     parameters = shapes[fullest]
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
@@ -40,7 +41,7 @@ def report(config: Config, module: nn.Module | None = None) -> str:
         ("Pipeline", pipeline.lines(config)),
         ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
         (f"Parameters of {rank}", _parameters(config, parameters)),
-        (f"Memory of {rank}", _memory(config, kinds[fullest], held[fullest])),
+        (f"Memory of {rank}", _memory(config, shapes, held, kinds[fullest], fullest)),
         ("Batch", _batch(config)),
         ("Work", _work(config)),
         (
@@ -56,6 +57,15 @@ def report(config: Config, module: nn.Module | None = None) -> str:
     return "\n\n".join(
         "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
     )
+
+
+def memory(config: Config, pp_rank: int, parameters: Shapes, held: Held) -> dict[str, int]:
+    """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
+    flats = estimate.flats(config, pp_rank, parameters)
+    kinds = estimate.state(config, flats) | buffers.transient(config, flats)
+    if estimate.offloaded(config):
+        kinds |= {"masters": 0, "moments": 0}
+    return kinds | {"activations": held.activations, "logits": held.logits}
 
 
 def _layout(config: Config) -> list[str]:
@@ -101,60 +111,99 @@ def _parameters(config: Config, parameters: Shapes) -> list[str]:
     ]
 
 
-def _ranks(
-    shapes: list[Shapes], held: list[estimate.Held], kinds: list[dict[str, int]]
-) -> list[str]:
+def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) -> list[str]:
     """One line a rank of a pipeline; of the activations, also what waits for B's and for W's."""
     if len(shapes) == 1:
         return []
-    columns = ("rank", "parameters", "state", "activations", "for B", "for W", "logits", "total")
-    rows = [columns]
+    columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
+    rows = [("rank", *columns)]
     for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
-        state = sum(kind[k] for k in ("parameters", "gradients", "masters", "moments"))
-        sizes = (state, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
+        state = sum(kind[k] for k in STATE)
+        rest = sum(kind.values()) - state - h.activations - h.logits
+        sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
         rows.append((str(rank), f"{estimate.count(parameters):,}", *map(_bytes, sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
-def _memory(config: Config, kinds: dict[str, int], held: estimate.Held) -> list[str]:
+def _memory(
+    config: Config, shapes: list[Shapes], held: list[Held], kinds: dict[str, int], rank: int
+) -> list[str]:
+    """One line a kind, the total, and whether it fits."""
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
+    acc = "fp64" if dtype == "float64" else "fp32"
     told = {
         "parameters": dtype,
-        "gradients": "fp64" if dtype == "float64" else "fp32",
-        "masters": "fp32" if kinds["masters"] else "none: the parameters are their own",
+        "gradients": "bf16" if p.main_grads_dtype == "bf16" else acc,
+        "masters": "fp32" if estimate.accumulate_bytes(config) > config.run.dtype.itemsize else "",
         "moments": "AdamW's two",
-    }
-    if p.use_distributed_optimizer:
-        share = f"a share of 1/{p.data_parallel_size}"
-        told["moments"] += f", {share}"
-        if kinds["masters"]:
-            told["masters"] += f", {share}"
-    told |= {
+        "whole gradients": "for a while in a step, until their sum is with its owner",
+        "gathered weights": "for a while in a step",
+        "tied look-ups": "the embedding's gradient of one weight's two uses, until they are added",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
+    told["masters"] = told["masters"] or "none: the parameters are their own"
+    if estimate.offloaded(config):
+        told |= {"masters": "in host memory", "moments": "in host memory"}
+    for kind in shared_kinds(config):
+        told[kind] += f", a share of 1/{p.shard_size}"
+    if p.zero == 1 and p.main_grads_dtype == "bf16":
+        told["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
+    if p.zero >= 2:
+        told["gradients"] = told["gradients"].replace("bf16", "fp32")
     if p.pipeline_model_parallel_size > 1:
         told["activations"] = (
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
         told["logits"] = "as many micro-batches as wait; the gradient of one takes the same memory"
+        told["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
-    state = sum(kinds[k] for k in ("masters", "moments"))
-    lines = [f"{kind:<12} {_bytes(value):>10}  {told[kind]}" for kind, value in kinds.items()]
-    lines.append(f"{'total':<12} {_bytes(total):>10}  buffers of collectives and kernels on top")
+    lines = [
+        f"{kind:<16} {_bytes(value):>10}  {told[kind]}"
+        for kind, value in kinds.items()
+        if value or kind in STATE or kind in ("activations", "logits")
+    ]
+    lines.append(f"{'total':<16} {_bytes(total):>10}  buffers of collectives and kernels on top")
+    host = estimate.host_bytes(config, estimate.flats(config, rank, shapes[rank]))
+    if host:
+        lines.append(
+            f"{'in host memory':<16} {_bytes(host):>10}  masters, moments, and copies of what goes "
+            "down and up"
+        )
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this Llama"
     )
     if total > GPU_BYTES:
-        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}")
-        if p.data_parallel_size > 1 and not p.use_distributed_optimizer:
-            sharded = total - state + state // p.data_parallel_size
-            lines[-1] += (
-                f"; with --use-distributed-optimizer, over {p.data_parallel_size} data-parallel "
-                f"ranks: {_bytes(sharded)}"
-            )
+        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, shapes, held)}")
     return lines
+
+
+def shared_kinds(config: Config) -> list[str]:
+    """Name the kinds of memory that the ZeRO level shares; no masters where there are none."""
+    zero, acc = config.parallel.zero, estimate.accumulate_bytes(config)
+    level = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
+    own = [] if acc > config.run.dtype.itemsize else ["masters"]
+    return [kind for kind, first in level.items() if zero >= first and kind not in own]
+
+
+def _advice(config: Config, shapes: list[Shapes], held: list[Held]) -> str:
+    """Name the lowest --zero-stage above the run's that fits, or say how far the best one gets."""
+    p, found = config.parallel, {}
+    if p.data_parallel_size == 1:
+        return "; with one data-parallel rank --zero-stage has no one to share with"
+    for level in range(p.zero + 1, 4):
+        other = replace(config, parallel=replace(p, zero_stage=level))
+        kinds = [memory(other, r, s, h) for r, (s, h) in enumerate(zip(shapes, held, strict=True))]
+        found[level] = max(sum(kind.values()) for kind in kinds)
+    ranks = f", over {p.data_parallel_size} data-parallel ranks"
+    for level, size in found.items():
+        if size <= GPU_BYTES:
+            return f"; with --zero-stage {level}{ranks}: {_bytes(size)}"
+    if not found:
+        return ""
+    best = min(found, key=lambda level: found[level])
+    return f", nor with any --zero-stage; least with {best}{ranks}: {_bytes(found[best])}"
 
 
 def _batch(config: Config) -> list[str]:
@@ -193,7 +242,7 @@ def _traffic(config: Config, shapes: list[Shapes], rank: int) -> list[str]:
     lines = [
         f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {_bytes(t.bytes):>9}; a rank sends "
         f"{_bytes(t.sent)}"
-        for t in estimate.traffic(config, shapes[rank], rank)
+        for t in traffic.traffic(config, rank, shapes[rank])
     ]
     return lines or ["none: one rank"]
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank keeps from step to step: shapes, buckets and bytes, the latter worked out by hand.
+
+The small Llama (tests/dry.py) in blocks of 1,024 elements: the embedding 19, a layer's matrices
+8 + 4 + 12 + 6 = 30 and its two norms 1 each, the last norm 1, an untied head 19. Cut over tp 2: the
+embedding 10 (its vocabulary is padded further), a layer's matrices 15, norms 1 each.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from model.llama import SIZES, flops_per_token
+from mpu.param import placement_of
+from tests.dry import TIES, build, llama_config, read
+from training import estimate, pipeline
+
+K = 1024
+UNTIED = "--untie-embeddings-and-output-weights"
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+ENDS = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout Ett|ttL"
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_shapes_are_the_models_own(tp, tie):
+    config = read(f"--tensor-model-parallel-size {tp} {tie}", tp)
+    model = build(config, "meta")
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert estimate.shapes(config) == own
+
+
+CUTS = (
+    "",
+    "--num-virtual-stages-per-pipeline-rank 3 --num-layers 7",
+    "--pipeline-schedule zb-v --num-layers 2",
+)
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("cut", CUTS, ids=["plain", "virtual", "V"])
+def test_shapes_of_each_pipeline_rank_are_the_models_own(cut, tie):
+    line = f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 {tie} {cut}"
+    config = read(f"{line} --global-batch-size 12", 12)
+    for rank in range(3):
+        own = build(config, "meta", rank).named_parameters()
+        stages = pipeline.rank_stages(config, rank)
+        assert estimate.shapes(config, stages=stages) == {n: tuple(p.shape) for n, p in own}
+
+
+def test_flops_are_the_models_own():
+    config = read()
+    assert estimate.flops_per_token(config) == flops_per_token(llama_config(config), 32)
+
+
+@pytest.mark.parametrize(
+    "name,billions",
+    [("llama2-7b", 6.738), ("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3.1-405b", 405.85)],
+)
+def test_known_models_have_their_known_sizes(name, billions):
+    size = SIZES[name]
+    model = replace(
+        read().model,
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        ffn_hidden_size=size.ffn_hidden_size,
+        num_attention_heads=size.num_attention_heads,
+        num_query_groups=size.num_query_groups,
+        kv_channels=size.head_size,
+        vocab_size=size.vocab_size,
+        untie_embeddings_and_output_weights=True,
+    )
+    total = estimate.total_parameters(replace(read(), model=model))
+    assert total / 1e9 == pytest.approx(billions, rel=1e-4)
+
+
+def blocks(flats):
+    """Return the lengths of buckets in blocks."""
+    assert all(flat.length % K == 0 for flat in flats)
+    return [flat.length // K for flat in flats]
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(
+    "line,world",
+    [
+        ("", 2),
+        (f"{SP} --zero-stage 3", 4),
+        (f"{SP} --pipeline-model-parallel-size 2 --zero-stage 1 --ddp-bucket-size 9000", 8),
+        ("--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --num-layers 4", 4),
+    ],
+)
+def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
+    config = read(f"{line} {tie} --global-batch-size 16", world)
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        model = build(config, "meta", rank)
+        flats = estimate.flats(config, rank)
+        named = dict(model.named_parameters())
+        found = {name: (flat, n) for flat in flats for name, _, n in flat.params}
+        assert found.keys() == named.keys()
+        stages = pipeline.rank_stages(config, rank)
+        for name, param in named.items():
+            flat, n = found[name]
+            axes = tuple(a.name for a in placement_of(param).reduce_axes if a.size > 1)
+            assert (flat.axes, n) == (axes, param.numel())
+            assert estimate.chunk_of(name, stages) == model.chunk_of(name)
+            chunks = {model.chunk_of(other) for other, _, _ in flat.params}
+            assert flat.axes or chunks == {model.chunk_of(name)}
+        assert estimate.flats(config, rank, {n: tuple(p.shape) for n, p in named.items()}) == flats
+
+
+def test_what_a_name_does_not_say_lies_in_the_first_chunk():
+    stages = pipeline.rank_stages(read(ENDS, 2), 1)
+    assert estimate.chunk_of("vision.layers.3.weight", stages) == 0
+
+
+def test_buckets_by_hand():
+    layer = ["mlp.down", "mlp.gate_up", "mlp_norm", "attention.proj", "attention.qkv"]
+    flats = estimate.flats(read(f"--ddp-bucket-size 30000 {UNTIED}", 4))
+    names = [[name.removesuffix(".weight") for name, _, _ in flat.params] for flat in flats]
+    assert names[0] == ["head", "norm", "layers.2.mlp.down", "layers.2.mlp.gate_up"]
+    assert names[3] == [*(f"layers.0.{n}" for n in [*layer[2:], "attention_norm"]), "embedding"]
+    assert blocks(flats) == [40, 32, 32, 36]  # 38, 32, 32, 33, rounded up to 4 ranks
+    assert blocks(estimate.flats(read(UNTIED, 4))) == [136]  # 135
+    assert blocks(estimate.flats(read("", 8))) == [120]  # 116
+    by_block = read(f"{UNTIED} --zero-stage 3", 4)
+    assert blocks(estimate.flats(by_block)) == [20, 32, 32, 32, 20]
+    assert blocks(estimate.flats(read(f"{SP} --zero-stage 3", 4))) == [16, 16, 16, 10, 8]
+    first, last = (estimate.flats(read(f"{ENDS} --zero-stage 3", 4), rank) for rank in (0, 1))
+    assert blocks(first) == [32, 32, 20] and blocks(last) == [2, 32, 32, 20]
+    assert [f.axes for f in last] == [(), (), (), ("ends",)]
+    chunks = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+    own = estimate.flats(read(f"{chunks} --pipeline-model-parallel-layout Et|t|t|tL {UNTIED}", 2))
+    assert blocks(own) == [32, 51] and own[0].params[0][0].startswith("layers.2.")
+
+
+def test_the_fullest_pipeline_rank_sets_the_automatic_size():
+    line = (
+        "--hidden-size 1024 --ffn-hidden-size 2048 --num-layers 16 --pipeline-model-parallel-size 2"
+        f" --decoder-last-pipeline-num-layers 1 {UNTIED}"
+    )
+    config = read(line, 2)
+    (small,) = estimate.flats(config, 1)  # by itself it would be cut in buckets of 2^20
+    assert small.length > 8 * 2**20
+    assert len(estimate.flats(config, 0)) == 8
+
+
+# level, flags, ranks, pipeline rank; blocks of weights, gradients, masters, moments times bytes
+HELD = [
+    ("", 1, 0, (116 * 4, 116 * 4, 0, 116 * 8)),
+    (f"--bf16 {UNTIED}", 4, 0, (136 * 2, 136 * 4, 136 * 4, 136 * 8)),
+    ("--fp64", 8, 0, (120 * 8, 120 * 8, 0, 120 * 16)),
+    ("--zero-stage 1", 4, 0, (116 * 4, 116 * 4, 0, 29 * 8)),
+    ("--zero-stage 1 --bf16", 8, 0, (120 * 2, 120 * 4, 15 * 4, 15 * 8)),
+    (
+        "--zero-stage 1 --bf16 --main-grads-dtype bf16",
+        4,
+        0,
+        (116 * 2, 116 * 2 + 29 * 4, 29 * 4, 29 * 8),
+    ),
+    (f"{ENDS} --zero-stage 1", 4, 1, (86 * 4, 86 * 4, 0, 43 * 8)),
+    ("--zero-stage 2 --bf16", 4, 0, (116 * 2, 29 * 4, 29 * 4, 29 * 8)),
+    (f"--zero-stage 2 {SP}", 4, 0, (64 * 4, 32 * 4, 0, 32 * 8)),
+    (
+        "--zero-stage 2 --num-distributed-optimizer-instances 2 --main-grads-dtype bf16 --bf16",
+        8,
+        0,
+        (120 * 2, 30 * 4, 30 * 4, 30 * 8),
+    ),
+    (f"--zero-stage 3 --bf16 {UNTIED}", 4, 0, (34 * 2, 34 * 4, 34 * 4, 34 * 8)),
+    # norms stand apart, whole: 58 blocks over 2 ranks, and 8
+    (f"--zero-stage 3 {SP}", 4, 0, ((29 + 8) * 4, 33 * 4, 0, 33 * 8)),
+    (f"--zero-stage 3 {ENDS}", 4, 1, ((33 + 20) * 4, 43 * 4, 0, 43 * 8)),
+]
+
+
+@pytest.mark.parametrize("more,world,rank,sizes", HELD, ids=[h[0] or "plain" for h in HELD])
+def test_memory_by_hand(more, world, rank, sizes):
+    config = read(more, world)
+    held = estimate.state(config, estimate.flats(config, rank))
+    assert list(held) == ["parameters", "gradients", "masters", "moments"]
+    assert tuple(held.values()) == tuple(size * K for size in sizes)
+
+
+def test_memory_on_the_host():
+    """A gradient, a master and two moments in fp32, and bf16 weights on their way up."""
+    flats = estimate.flats(read("", 4))
+    offload = "--optimizer-cpu-offload --zero-stage 1"
+    assert estimate.host_bytes(read(f"{offload} --bf16", 4), flats) == 29 * K * (4 * 4 + 2)
+    assert estimate.host_bytes(read(f"{offload}", 4), flats) == 29 * K * 4 * 4
+    assert estimate.host_bytes(read("--zero-stage 1", 4), flats) == 0
+    assert estimate.host_bytes(read(f"{offload} --device cpu", 4), flats) == 0
