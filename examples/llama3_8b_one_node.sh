@@ -4,8 +4,8 @@
 #
 #   8.03e9 parameters, 5.15e10 FLOPs a token; 128 x 8,192 = 1.05e6 tokens a step: 5.4e16 FLOPs,
 #   17 s a step at 400 TFLOP/s a GPU. 47,684 steps = 5e10 tokens: 2.6e21 FLOPs, 9.3 days.
-#   Memory of a GPU: 2.0e9 parameters x 18 bytes = 36 GB (GB: weights 4, fp32 gradients 8, masters
-#   8, moments 16) + 9.2 GB activations + 0.5 GB logits = 46 GB.
+#   Memory of a GPU: 2.0e9 parameters x (2 + 4 bytes for weight and gradient, 12 / 2 for master and
+#   moments, shared by 2 data-parallel ranks) = 24 GB, + 9.2 GB activations + 0.5 GB logits = 34 GB.
 #
 #   DATA=prefix TOKENIZER=tokenizer.model bash examples/llama3_8b_one_node.sh
 #   WORLD_SIZE=8 LAUNCH=python3 bash examples/llama3_8b_one_node.sh --dry-run
@@ -21,7 +21,8 @@ exec $LAUNCH pretrain_llama.py \
     --seq-length 8192 --max-position-embeddings 8192 --rotary-base 500000 \
     --untie-embeddings-and-output-weights --vocab-size 128256 \
     --tensor-model-parallel-size 4 --sequence-parallel --bf16 \
-    --micro-batch-size 1 --global-batch-size 128 --train-iters 47684 --overlap-grad-reduce \
+    --micro-batch-size 1 --global-batch-size 128 --train-iters 47684 \
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --data-path "${DATA:-data/corpus}" --split 99,1,0 \
