@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from mpu.zero.layout import Flat
 from training import pipeline
 from training.config import Config
-from training.estimate import gradient_bytes
+from training.estimate import gradient_bytes, level
 
 EMBEDDING = "embedding.weight"
 
@@ -49,7 +49,7 @@ def both_ends(flats: list[Flat]) -> Flat | None:
 def _whole_gradients(config: Config, flats: list[Flat]) -> int:
     """Count the elements of gradient buffers at the fullest moment of a step."""
     p, count = config.parallel, max(pipeline.micro_batch_counts(config))
-    if p.zero < 2:
+    if level(config) < 2:
         return 0
     total = sum(flat.length for flat in flats)
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
@@ -66,7 +66,7 @@ def _whole_gradients(config: Config, flats: list[Flat]) -> int:
 def _gathered(config: Config, flats: list[Flat]) -> int:
     """Count the elements of whole weights at the fullest moment of a step."""
     sharded = [flat.length for flat in flats if not flat.axes]
-    if config.parallel.zero < 3:
+    if level(config) < 3:
         return 0
     if config.parallel.pipeline_model_parallel_size > 1:
         return sum(sharded)

@@ -148,9 +148,9 @@ def _memory(
         told |= {"masters": "in host memory", "moments": "in host memory"}
     for kind in shared_kinds(config):
         told[kind] += f", a share of 1/{p.shard_size}"
-    if p.zero == 1 and p.main_grads_dtype == "bf16":
+    if estimate.level(config) == 1 and p.main_grads_dtype == "bf16":
         told["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
-    if p.zero >= 2:
+    if estimate.level(config) >= 2:
         told["gradients"] = told["gradients"].replace("bf16", "fp32")
     if p.pipeline_model_parallel_size > 1:
         told["activations"] = (
@@ -181,10 +181,10 @@ def _memory(
 
 def shared_kinds(config: Config) -> list[str]:
     """Name the kinds of memory that the ZeRO level shares; no masters where there are none."""
-    zero, acc = config.parallel.zero, estimate.accumulate_bytes(config)
-    level = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
+    zero, acc = estimate.level(config), estimate.accumulate_bytes(config)
+    since = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
     own = [] if acc > config.run.dtype.itemsize else ["masters"]
-    return [kind for kind, first in level.items() if zero >= first and kind not in own]
+    return [kind for kind, first in since.items() if zero >= first and kind not in own]
 
 
 def _advice(config: Config, shapes: list[Shapes], held: list[Held]) -> str:

@@ -83,6 +83,11 @@ def gradient_bytes(config: Config) -> int:
     return 2 if config.parallel.main_grads_dtype == "bf16" else accumulate_bytes(config)
 
 
+def level(config: Config) -> int:
+    """Return the ZeRO level in effect: a rank that shares with no one keeps everything."""
+    return config.parallel.zero if config.parallel.shard_size > 1 else 0
+
+
 def chunk_of(name: str, stages: tuple[Stage, ...]) -> int:
     """Return the chunk, among a rank's stages, of a parameter; 0 where the name does not say."""
     part, *rest = name.split(".")
@@ -114,7 +119,7 @@ def flats(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) ->
         if apart and name in ("embedding.weight", "head.weight"):
             axes = ("ends",)
         entries.append(Entry(name, prod(shape), chunk_of(name, stages), axes))
-    return layout.cut(entries, size, p.data_parallel_size, by_block=p.zero == 3)
+    return layout.cut(entries, size, p.data_parallel_size, by_block=level(config) == 3)
 
 
 def state(config: Config, flats: list[Flat]) -> dict[str, int]:
@@ -122,7 +127,8 @@ def state(config: Config, flats: list[Flat]) -> dict[str, int]:
     these lie."""
     size, p = config.run.dtype.itemsize, config.parallel
     acc = accumulate_bytes(config)
-    return layout.memory(flats, p.zero, p.shard_size, size, gradient_bytes(config), acc)
+    shared = level(config) or min(p.zero, 1)  # alone, an owner's sums are of all
+    return layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
 
 
 def offloaded(config: Config) -> bool:

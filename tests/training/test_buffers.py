@@ -33,6 +33,7 @@ MOMENTS = [
     (f"--zero-stage 2 {UNTIED} {CUT} {OVERLAP} {TWO}", 4, 0, (140, 0, 0)),
     (f"--zero-stage 2 {UNTIED} {CUT} {OVERLAP} {TWO} {EACH}", 4, 0, (40 + 32, 0, 0)),
     (f"--zero-stage 2 {UNTIED} {CUT} {TWO} {EACH}", 4, 0, (40, 0, 0)),
+    (f"--zero-stage 3 {UNTIED} {AHEAD}", 1, 0, (0, 0, 0)),  # no one to share with
     (f"--zero-stage 2 {UNTIED} {OVERLAP}", 4, 0, (136, 0, 0)),  # one bucket in all
     # tied: the bucket of the embedding is whole from the head's gradient to the look-ups'
     (f"--zero-stage 2 {CUT} {OVERLAP}", 4, 0, (20 + 32 + 32, 0, 19456)),

@@ -168,6 +168,14 @@ HELD = [
         (120 * 2, 30 * 4, 30 * 4, 30 * 8),
     ),
     (f"--zero-stage 3 --bf16 {UNTIED}", 4, 0, (34 * 2, 34 * 4, 34 * 4, 34 * 8)),
+    # one rank alone: nothing is shared, but bf16 gradients still need a sum in fp32
+    (f"--zero-stage 3 {UNTIED}", 1, 0, (135 * 4, 135 * 4, 0, 135 * 8)),
+    (
+        f"--zero-stage 2 --bf16 --main-grads-dtype bf16 {UNTIED}",
+        1,
+        0,
+        (135 * 2, 135 * (2 + 4), 135 * 4, 135 * 8),
+    ),
     # norms stand apart, whole: 58 blocks over 2 ranks, and 8
     (f"--zero-stage 3 {SP}", 4, 0, ((29 + 8) * 4, 33 * 4, 0, 33 * 8)),
     (f"--zero-stage 3 {ENDS}", 4, 1, ((33 + 20) * 4, 43 * 4, 0, 43 * 8)),
