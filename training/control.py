@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import Handle, all_reduce
+from mpu.comm.collectives import all_reduce
 from mpu.grid import Axis
 from training.config import RunConfig
 
@@ -100,23 +100,49 @@ class Agreement:
 
     def __init__(self, world: Axis) -> None:
         self.world = world
-        self.pending: Tensor | None = None
-        self.handle = Handle()
+        self._asked: _Flags | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def ask(self, stop: bool, found_inf: Tensor) -> tuple[bool, bool]:
         """Give this step's flags; return last step's: (a rank was told to stop, update skipped)."""
-        last, handle = self.pending, self.handle
-        flags = torch.stack([found_inf.new_tensor(float(stop)), found_inf])
-        self.pending, self.handle = all_reduce(flags, self.world, async_op=True)
-        if last is None:
-            return False, False
-        handle.wait()
-        told, skipped = last.tolist()
-        return told > 0, skipped > 0
+        if self._stream is None and found_inf.is_cuda and not self.world.staged:
+            self._stream = torch.cuda.Stream(found_inf.device)
+        last = self._asked
+        flags = torch.stack([found_inf.new_full((), float(stop)), found_inf])
+        self._asked = _Flags(flags, self.world, self._stream)
+        return last.read() if last else (False, False)
 
     def close(self) -> None:
         """Wait for what is in flight: a process group must not be destroyed under it."""
-        self.handle.wait()
+        if self._asked:
+            self._asked.read()
+
+
+class _Flags:
+    """One step's flags, summed over all ranks, on their way to the host.
+
+    On CUDA they go by a stream of their own: neither the device's work nor the host waits for them
+    until they are read, and then only for what was queued before they were asked for.
+    """
+
+    def __init__(self, flags: Tensor, world: Axis, stream: torch.cuda.Stream | None) -> None:
+        self._sum, self._handle = all_reduce(flags, world, async_op=True)
+        self._host, self._arrived = self._sum, None
+        if stream is not None:
+            self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            stream.wait_stream(torch.cuda.current_stream(flags.device))
+            with torch.cuda.stream(stream):
+                self._handle.wait()  # orders the stream
+                self._host.copy_(self._sum, non_blocking=True)
+                self._arrived = stream.record_event()
+
+    def read(self) -> tuple[bool, bool]:
+        if self._arrived is None:
+            self._handle.wait()
+        else:
+            self._arrived.synchronize()
+        told, skipped = self._host.tolist()
+        return told > 0, skipped > 0
 
 
 def time_is_up(settings: RunConfig, iteration: int, started: float) -> bool:
