@@ -45,6 +45,7 @@ from mpu.grid import Grid, Launch
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
+from mpu.zero import adam
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
@@ -148,21 +149,13 @@ def evaluate(run: Run, loader: Any) -> float:
 def llama_config(config: Config) -> LlamaConfig:
     """Take the model's sizes from the flags."""
     m = config.model
+    same = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
+        kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std
+        make_vocab_size_divisible_by""".split()
     return LlamaConfig(
-        vocab_size=m.vocab_size,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
-        num_layers=m.num_layers,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups,
-        kv_channels=m.kv_channels,
-        max_position_embeddings=m.max_position_embeddings,
-        rotary_base=m.rotary_base,
+        **{name: getattr(m, name) for name in same},
         rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling else 0.0,
-        norm_epsilon=m.norm_epsilon,
         tied=not m.untie_embeddings_and_output_weights,
-        init_method_std=m.init_method_std,
-        make_vocab_size_divisible_by=m.make_vocab_size_divisible_by,
     )
 
 
@@ -175,10 +168,15 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     return Grid(launch.world, tp, cp, pp, launch, backend, instances)
 
 
+def accumulate_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, masters and moments."""
+    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
+
+
 def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
-    accumulate = torch.float64 if config.run.dtype == torch.float64 else torch.float32
+    accumulate = accumulate_dtype(config)
     wire = torch.bfloat16 if p.grad_reduce_in_bf16 else None
     main = torch.bfloat16 if p.main_grads_dtype == "bf16" else None
     size, each = p.ddp_bucket_size or 0, p.zero_reduce_each_microbatch
@@ -192,7 +190,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     for names in sink.fill():
         model.initialize(config.run.seed, names)
     adamw = dict(lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    adamw |= dict(weight_decay=o.weight_decay, clip=o.clip_grad)
+    adamw |= dict(weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend)
+    adamw |= dict(cpu_offload=p.optimizer_cpu_offload and device.type != "cpu")
     optimizer = Optimizer(model, sink, grid, parameter_group, **adamw)
     engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
     return Run(config, grid, device, model, engine, sink, optimizer, watch)
@@ -334,6 +333,10 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
             f"WORLD_SIZE is {grid.world_size} but {missing[0]} is not set: start with torchrun"
         )
     device, data = choose_device(config, grid.launch), config.data
+    if why := adam.missing(
+        config.parallel.optimizer_backend, device.type, accumulate_dtype(config)
+    ):
+        raise UsageError(why)
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note_of(grid))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_llama
-from model.llama import hf_names
+from model.llama import hf_names, parameter_group
 from mpu.comm.collectives import all_gather
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
@@ -104,6 +104,12 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     config = config_of(case)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
+        o = config.optimizer
+        run.optimizer = pretrain_llama.Optimizer(
+            run.model, run.sink, grid, parameter_group, cpu_offload=True, clip=o.clip_grad,
+            betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, weight_decay=o.weight_decay,
+        )  # fmt: skip
     losses, norms = [], []
     for step in range(steps):
         batches = micro_batches(case, grid.dp.rank, step)

@@ -63,7 +63,7 @@ class Saver:
             "iteration": iteration,
             "consumed_samples": consumed,
             "consumed_tokens": consumed * config.model.seq_length,
-            "optimizer_steps": self.optimizer.adam.steps,
+            "optimizer_steps": self.optimizer.steps,
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
             "tokenizer_type": config.data.tokenizer_type,
@@ -122,7 +122,7 @@ class Saver:
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
-            self.optimizer.adam.set_steps(found.state["optimizer_steps"])
+            self.optimizer.loaded(found.state["optimizer_steps"])
         fresh = c.finetune
         iteration = 0 if fresh else found.state["iteration"]
         consumed = 0 if fresh else found.state["consumed_samples"]

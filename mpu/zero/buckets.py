@@ -197,13 +197,15 @@ class GradientBuckets(GradientSink):
         for _, param, start in bucket.params:
             self.main[param] = bucket.grad[start : start + param.numel()].view(param.shape)
 
-    def _close(self, bucket: Bucket) -> None:
-        """Free the bucket's buffer: its sum has arrived."""
-        assert bucket.grad is not None
-        self.live -= bucket.grad.nbytes
-        bucket.grad = None
-        for _, param, _ in bucket.params:
-            del self.main[param]
+    def _close(self, bucket: Bucket) -> Tensor:
+        """Let no more gradients into the bucket's buffer; return it."""
+        grad = bucket.grad
+        assert grad is not None
+        if self.level >= 2:
+            bucket.grad = None
+            for _, param, _ in bucket.params:
+                del self.main[param]
+        return grad
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]; apart where the parameter has another use on this rank.
@@ -258,7 +260,7 @@ class GradientBuckets(GradientSink):
         """Start summing a bucket, and go on with the one that left before it."""
         self._drain(bucket)  # of an earlier micro-batch
         bucket.rounds -= 1
-        bucket.steps = self._reduce(bucket)
+        bucket.steps = self._reduce(bucket, self._close(bucket))
         bucket.handle = next(bucket.steps, None)
         if self._last not in (None, bucket):
             self._advance(self._last)
@@ -269,13 +271,12 @@ class GradientBuckets(GradientSink):
         else:
             self.gatherer.give_back(bucket)
 
-    def _reduce(self, bucket: Bucket) -> Iterator[Handle]:
+    def _reduce(self, bucket: Bucket, grad: Tensor) -> Iterator[Handle]:
         """Sum a bucket over the data-parallel ranks; each step runs until the next is asked for.
 
         To the owner, then over the other instances of the optimizer; at level 0 back to everyone.
         """
-        grad, own, shard, replica = bucket.grad, bucket.own_grad, self.shard, self.replica
-        assert grad is not None
+        own, shard, replica = bucket.own_grad, self.shard, self.replica
         narrow = self.sharing.wire not in (None, grad.dtype) and shard.size > 1
         if not self.level:
             part = bucket.length // shard.size
@@ -287,7 +288,8 @@ class GradientBuckets(GradientSink):
             del put
             yield handle
             if self.level >= 2:
-                self._close(bucket)
+                self.live -= grad.nbytes
+                grad = own  # the buffer is free
             if bucket.summed:
                 own.add_(into)
             bucket.summed = True

@@ -20,6 +20,7 @@ from mpu.param import placement_of
 from mpu.zero.adam import make
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import BLOCK
+from mpu.zero.offload import Offload
 
 
 class Optimizer:
@@ -27,6 +28,7 @@ class Optimizer:
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
     largest global norm a step uses; 0 turns clipping off. backend: whose kernel (mpu/zero/adam.py).
+    cpu_offload: masters and moments live in host memory (mpu/zero/offload.py).
     """
 
     def __init__(
@@ -42,33 +44,42 @@ class Optimizer:
         weight_decay: float = 0.1,
         clip: float = 1.0,
         backend: str = "torch",
+        cpu_offload: bool = False,
     ) -> None:
         self.sink, self.grid, self.clip = sink, grid, clip
-        self.masters: list[Tensor] = []  # of the owned part, in the accumulation dtype
-        segments: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        grads, weights = [b.own_grad for b in sink.buckets], [b.own for b in sink.buckets]
+        self.offload = Offload(grads, weights) if cpu_offload else None
+        if self.offload:
+            grads, self.masters = self.offload.gradients, self.offload.masters
+        else:  # of the owned part, in the accumulation dtype
+            self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
-        for bucket in sink.buckets:
-            own = bucket.own
-            self.masters.append(own if own.dtype == sink.dtype else own.to(sink.dtype))
+        together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # by one kernel call
+        for bucket, master, grad in zip(sink.buckets, self.masters, grads, strict=True):
             here = []
+            if self.offload or not together:
+                together.append({})
             for first, last, kind in _runs(bucket.params, bucket.length, group):
                 low, high = max(first, bucket.low), min(last, bucket.high)
                 if low >= high:
                     continue
-                segment = nn.Parameter(self.masters[-1][low - bucket.low : high - bucket.low])
-                segment.grad = bucket.own_grad[low - bucket.low : high - bucket.low]
-                segments.setdefault(kind, []).append(segment)
+                segment = nn.Parameter(master[low - bucket.low : high - bucket.low])
+                segment.grad = grad[low - bucket.low : high - bucket.low]
+                together[-1].setdefault(kind, []).append(segment)
                 here.append((low, high, segment))
             self._segment_of.append(here)
-        groups = [
-            {
-                "params": found,
-                "weight_decay": weight_decay if decay else 0.0,
-                "decoupled": decoupled,
-            }
-            for (decay, decoupled), found in segments.items()
-        ]
-        self.adam = make(backend, groups, lr=lr, betas=betas, eps=eps)
+        self.adams = []
+        for segments in together:
+            groups = [
+                {
+                    "params": found,
+                    "weight_decay": weight_decay if decay else 0.0,
+                    "decoupled": decoupled,
+                }
+                for (decay, decoupled), found in segments.items()
+            ]
+            self.adams.append(make(backend, groups, lr=lr, betas=betas, eps=eps))
+        self._adam_of = [self.adams[i if self.offload else 0] for i in range(len(sink.buckets))]
         self._canonical(module)
 
     def _canonical(self, module: nn.Module) -> None:
@@ -115,7 +126,7 @@ class Optimizer:
         how buckets are cut or shared, nor on the pipeline.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        every = torch.cat(blocks)
+        every = torch.cat(blocks).to(self._order.device)
         if self.sink.level:
             every = all_gather(every, self.sink.shard)[0]
         squares = every[self._order].square_().mul_(self._counted)
@@ -148,11 +159,27 @@ class Optimizer:
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
-        for group in self.adam.groups:
+        for group in (group for adam in self.adams for group in adam.groups):
             group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
-        self.adam.step(factor, found_inf)
-        self.weights_from_masters()
+        if self.offload:
+            self.offload.update(self.adams, factor, found_inf)
+            self._gather_weights()
+        else:
+            self.adams[0].step(factor, found_inf)
+            self.weights_from_masters()
         return norm, found_inf
+
+    @property
+    def steps(self) -> int:
+        """Count the updates made (skipped ones do not count)."""
+        return self.adams[0].steps
+
+    def loaded(self, steps: int) -> None:
+        """Take up loaded state after `steps` updates."""
+        for adam in self.adams:
+            adam.set_steps(steps)
+        if self.offload and self.sink.buckets[0].own.dtype == self.sink.dtype:
+            self.offload.masters_from_weights()  # a checkpoint holds no others
 
     def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) for weights of which this rank has only its
@@ -168,25 +195,29 @@ class Optimizer:
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
         writing to it loads the state. Masters only where they differ from the weights.
         """
-        for bucket, master, segments in zip(
-            self.sink.buckets, self.masters, self._segment_of, strict=True
-        ):
+        every = zip(self.sink.buckets, self.masters, self._segment_of, self._adam_of, strict=True)
+        for bucket, master, segments, adam in every:
             for name, low, high, start in bucket.owned():
                 if master.dtype != bucket.own.dtype:
                     yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
                 first, segment = next((lo, s) for lo, hi, s in segments if lo <= low and high <= hi)
-                moments = zip(("exp_avg", "exp_avg_sq"), self.adam.moments(segment), strict=True)
+                moments = zip(("exp_avg", "exp_avg_sq"), adam.moments(segment), strict=True)
                 for kind, values in moments:
                     yield name, kind, low - start, values[low - first : high - first]
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after an update or loading, and gather these where
-        they are kept whole."""
-        sink = self.sink
-        every = list(zip(sink.buckets, self.masters, strict=True))
-        for bucket, master in reversed(every):  # about the order of the next forward
-            if master.dtype != bucket.own.dtype:
+        """Round the masters into the weights, after an update or loading, and gather these."""
+        if self.offload:
+            self.offload.weights_from_masters()
+        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
+            if master.dtype != bucket.own.dtype and not self.offload:
                 bucket.own.copy_(master)
+        self._gather_weights()
+
+    def _gather_weights(self) -> None:
+        """Gather the weights that are kept whole, under the next forward where that was asked."""
+        sink = self.sink
+        for bucket in reversed(sink.buckets):  # about the order of the next forward
             if sink.level and bucket.weights is not None:
                 into = bucket.weights
                 _, bucket.gathering = all_gather(bucket.own, sink.shard, async_op=True, into=into)
@@ -197,8 +228,28 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master.dtype != bucket.own.dtype:
+            if master is not bucket.own:
                 master.copy_(bucket.own)
+
+    def memory(self) -> dict[str, int]:
+        """Measure the bytes this rank keeps from step to step: of live storages, each once."""
+        buckets = self.sink.buckets
+        moments: list[Tensor] = []
+        for adam, here in zip(self._adam_of, self._segment_of, strict=True):
+            moments += (moment for _, _, segment in here for moment in adam.moments(segment))
+        kinds: dict[str, list[Tensor | None]] = {
+            "parameters": [t for b in buckets for t in (b.own, b.weights)],
+            "gradients": [t for b in buckets for t in (b.own_grad, b.grad)],
+            "masters": [*self.masters],
+            "moments": [*moments],
+        }
+        seen: set[int] = set()
+        bytes_of = dict.fromkeys(kinds, 0)
+        for kind, tensors in kinds.items():
+            for storage in (t.untyped_storage() for t in tensors if t is not None):
+                bytes_of[kind] += storage.nbytes() * (storage.data_ptr() not in seen)
+                seen.add(storage.data_ptr())
+        return bytes_of
 
 
 def _runs(

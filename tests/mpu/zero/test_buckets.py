@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets: what leaves when, in which order, and what parameters without gradient become."""
 
+import pytest
 import torch
 from torch import nn
 
+from mpu.comm.collectives import all_gather
 from mpu.grid import Axis, Grid
 from mpu.param import Placement, use
 from mpu.zero.buckets import GradientBuckets
@@ -92,6 +94,66 @@ def test_sums_ties_idle_and_plain_parameters(world):
             torch.testing.assert_close(torch.tensor(grads[n]), want)
         torch.testing.assert_close(torch.tensor(grads["plain"]), (product / 2.0).sum().view(1))
         assert grads["idle"] == [0.0]
+
+
+def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
+    """Two micro-batches at a level; return the global sums, whole."""
+    grid = comm.grid()
+    sink = GradientBuckets(
+        grid, torch.float32, Sharing(level, 1, overlap, gather_ahead=True, each_micro_batch=each)
+    )
+    toy = Toy(sink)
+    del toy.plain
+    toy.plain = 2.0
+    sink.attach(toy)
+    list(sink.fill())
+    Optimizer(toy, sink, grid, lambda n, p: (True, False))
+    for _ in range(2):  # in the second step gathers run ahead
+        sink.begin_step(micro_batches=2)
+        for _ in range(2):
+            toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
+        sink.finish()
+    found = {}
+    for bucket in sink.buckets:
+        flat = all_gather(bucket.own_grad, grid.shard)[0] if level else bucket.own_grad
+        for name, param, start in bucket.params:
+            found[name] = flat[start : start + param.numel()].tolist()
+    assert sink.live == 0 and not sink.gatherer.whole, "a buffer outlives the step"
+    assert level < 2 or sink.peak > 0
+    assert level < 3 or (sink.gatherer.peak > 0 and toy.w1.isnan().all())
+    return found
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_idle_and_tied_parameters_at_every_level(world, level):
+    """idle, defined last, is in the first bucket to leave and never done: it holds all up."""
+    w = torch.arange(1.0, 5.0)
+    for each, overlap in ((False, True), (True, True), (True, False)):
+        for found in world(2).run(sums_of, level, each and level >= 2, overlap):
+            product = torch.tensor([1.0, 2.0, 3.0]) * 3 * 2 * w.prod() * w[0] * 2.0
+            for i in range(4):
+                want = product / w[i] * (2 if i == 0 else 1)
+                torch.testing.assert_close(torch.tensor(found[f"w{i}"]), want)
+            assert found["idle"] == [0.0]
+
+
+def used_plainly(comm) -> str:
+    sink = GradientBuckets(comm.grid(), torch.float32, Sharing(3))
+    toy = Toy(sink)
+    sink.attach(toy)
+    list(sink.fill())
+    sink.begin_step()
+    toy(torch.ones(3)).backward()
+    try:
+        sink.finish()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_plain_autograd_on_a_sharded_weight_is_refused(world):
+    for said in world(2).run(used_plainly):
+        assert said.startswith("plain was used in plain autograd") and "mpu.param.use" in said
 
 
 def overlapped(comm) -> list:
