@@ -31,11 +31,11 @@ from mpu.comm.collectives import (
 from mpu.grid import Axis, Grid
 from mpu.param import GradientSink, placement_of
 from mpu.zero.layout import Entry, Flat, Sharing, automatic_size, cut, gaps
-from mpu.zero.weights import Gatherer, Shelf
+from mpu.zero.weights import Gatherer, FlatWeights
 
 
 @dataclass(eq=False)
-class Bucket(Shelf):
+class Bucket(FlatWeights):
     """Flat weights and gradients of some parameters, and how far the gradients' sum has come."""
 
     layout: Flat

@@ -20,7 +20,7 @@ from mpu.grid import Axis
 
 
 @dataclass(eq=False)
-class Shelf:
+class FlatWeights:
     """Where the weights of some parameters lie: flat, padded, one part a data-parallel rank."""
 
     params: list[tuple[str, nn.Parameter, int]]  # name, parameter, offset
@@ -77,60 +77,60 @@ class Gatherer:
 
     def __init__(self, axis: Axis, ahead: bool, keep: bool) -> None:
         self.axis, self.ahead, self.keep = axis, ahead, keep
-        self.whole: list[Shelf] = []
+        self.whole: list[FlatWeights] = []
         self.peak = 0
-        self._current: Shelf | None = None
-        self._order: list[Shelf] = []  # of this pass
-        self._known: list[Shelf] = []  # of the last pass of this kind
-        self._kind, self._orders = 0, dict[int, list[Shelf]]()
+        self._current: FlatWeights | None = None
+        self._order: list[FlatWeights] = []  # of this pass
+        self._known: list[FlatWeights] = []  # of the last pass of this kind
+        self._kind, self._orders = 0, dict[int, list[FlatWeights]]()
 
     def begin(self, kind: int) -> None:
         """Begin a pass: kind is a step's number of micro-batches, or 0 for all that is no step."""
         if self._order:
             self._orders[self._kind] = self._order
         self._kind, self._order, self._known = kind, [], self._orders.get(kind, [])
-        for shelf in list(self.whole):
-            assert not shelf.users, "a weight is in use at the end of a pass"
-            self._free(shelf)
+        for block in list(self.whole):
+            assert not block.users, "a weight is in use at the end of a pass"
+            self._free(block)
 
-    def take(self, shelf: Shelf) -> None:
+    def take(self, block: FlatWeights) -> None:
         """Begin a use: start the gather, if it is not under way, and that of the next block."""
-        shelf.users += 1
-        if shelf is self._current:
+        block.users += 1
+        if block is self._current:
             return
-        following = self._follow(shelf) if self.ahead else None
+        following = self._follow(block) if self.ahead else None
         for other in list(self.whole):
             busy = other.users or (self.keep and other.waiting)
-            if not busy and other not in (shelf, following):
+            if not busy and other not in (block, following):
                 self._free(other)
-        self._current = shelf
-        for wanted in (shelf, following):
+        self._current = block
+        for wanted in (block, following):
             if wanted is not None and wanted.weights is None:
                 self._gather(wanted)
 
-    def give_back(self, shelf: Shelf) -> None:
+    def give_back(self, block: FlatWeights) -> None:
         """Free a block whose part in this step is over."""
-        if shelf in self.whole and not shelf.users:
-            self._free(shelf)
+        if block in self.whole and not block.users:
+            self._free(block)
 
-    def _follow(self, shelf: Shelf) -> Shelf | None:
+    def _follow(self, block: FlatWeights) -> FlatWeights | None:
         """Write a use down; return what was used next last time."""
         at = len(self._order)
-        self._order.append(shelf)
-        if self._known[at : at + 1] != [shelf]:
+        self._order.append(block)
+        if self._known[at : at + 1] != [block]:
             self._known = []
         return self._known[at + 1] if at + 1 < len(self._known) else None
 
-    def _gather(self, shelf: Shelf) -> None:
-        flat = torch.empty(shelf.length, dtype=shelf.own.dtype, device=shelf.own.device)
-        shelf.show(flat)
-        _, shelf.gathering = all_gather(shelf.own, self.axis, async_op=True, into=flat)
-        self.whole.append(shelf)
-        live = sum(s.length * s.own.element_size() for s in self.whole)
+    def _gather(self, block: FlatWeights) -> None:
+        weights = block.own.new_empty(block.length)
+        block.show(weights)
+        _, block.gathering = all_gather(block.own, self.axis, async_op=True, into=weights)
+        self.whole.append(block)
+        live = sum(b.length * b.own.element_size() for b in self.whole)
         self.peak = max(self.peak, live)
 
-    def _free(self, shelf: Shelf) -> None:
-        shelf.hide()
-        self.whole.remove(shelf)
-        if shelf is self._current:
+    def _free(self, block: FlatWeights) -> None:
+        block.hide()
+        self.whole.remove(block)
+        if block is self._current:
             self._current = None
