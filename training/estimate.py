@@ -124,11 +124,14 @@ def flats(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) ->
 
 def state(config: Config, flats: list[Flat]) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps, wherever
-    these lie."""
+    these lie: masters in host memory are apart from the weights, whatever the dtype of these."""
     size, p = config.run.dtype.itemsize, config.parallel
     acc = accumulate_bytes(config)
     shared = level(config) or min(p.zero, 1)  # alone, an owner's sums are of all
-    return layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
+    kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
+    if offloaded(config):
+        kept["masters"] = kept["moments"] // 2
+    return kept
 
 
 def offloaded(config: Config) -> bool:

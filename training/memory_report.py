@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say how much memory a rank was measured to hold, beside what the formulas of the dry run state.
+
+What stays from step to step is in training/estimate.py, the most that comes and goes in a step in
+training/buffers.py. Both know the flags alone: where a fork's model has other parameters the two
+columns differ, and the line says so.
+"""
+
+from collections.abc import Mapping
+
+from mpu.zero.optimizer import Optimizer
+from training import buffers, estimate
+from training.config import Config
+
+
+def of(config: Config, optimizer: Optimizer) -> list[str]:
+    """Measure this rank and return the lines: the buckets, then one a kind of memory.
+
+    For after a run's second step: the first one learns the order in which level 3 uses its blocks,
+    so that it gathers none ahead. Waits for nothing on the device.
+    """
+    sink = optimizer.sink
+    peaks = {"whole gradients": sink.peak, "gathered weights": sink.gatherer.peak}
+    count = len(sink.buckets)
+    text = f"{count} bucket{'s' * (count > 1)} of weights and gradients"
+    if sink.level == 3:
+        text += ", a transformer block in each, and what lies outside of blocks"
+    else:
+        how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
+        text += f" of about {sink.bucket_size:,} elements ({how})"
+    return [text, *lines(config, optimizer.memory(), peaks, optimizer.grid.pp.rank)]
+
+
+def lines(
+    config: Config, measured: Mapping[str, int], peaks: Mapping[str, int], pp_rank: int = 0
+) -> list[str]:
+    """Return one line a kind: bytes measured and stated, and why they might differ.
+
+    measured: Optimizer.memory(). peaks: of what a step allocates on top, by the names of
+    buffers.transient; a kind that is neither measured nor stated has no line.
+    """
+    flats = estimate.flats(config, pp_rank)
+    kept, transient = estimate.state(config, flats), buffers.transient(config, flats)
+    out = []
+    for kind, found in measured.items():
+        why = "the formula knows the parameters of model/llama.py, and a fork may have others"
+        out.append(_line(kind, found, kept[kind], why))
+    for kind, found in peaks.items():
+        if found or transient[kind]:
+            why = "the formula is of the second step on, with the most micro-batches, of that model"
+            out.append(_line(f"{kind}, at most", found, transient[kind], why))
+    return out
+
+
+def _line(kind: str, found: int, said: int, why: str) -> str:
+    text = f"{kind:<25} {found:>15,} bytes"
+    if found == said:
+        return f"{text}, equal to the formula"
+    more = f"{abs(found - said):,} {'more' if found > said else 'fewer'}"
+    return f"{text}, {more} than the formula's {said:,}: {why}"
