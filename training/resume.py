@@ -66,6 +66,7 @@ class Saver:
             "optimizer_steps": self.optimizer.steps,
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
+            "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": config.data.tokenizer_model,
             **self.digests,
