@@ -14,6 +14,7 @@ timed steps of all launches. A rank has one thread; 4 ranks share the cores.
 
 FSDP2 gives weights back after forward, as ZeRO-3 does, and is held against level 3. "FSDP2 kept"
 holds them until backward is done (reshard_after_forward=False); levels 0 to 2 are held against it.
+DeepSpeed's stage 0 is left out: in bf16 it has no fp32 masters.
 
 bound   the step's matmuls and attention alone, on as many ranks
 peak    the largest rank's resident memory in the timed steps, the whole process. The peers trim
@@ -65,6 +66,7 @@ CASES = [f"{size}-{dtype}-{dp}" for size in SIZES for dtype in ("fp32", "bf16") 
 WARM = 2
 STEPS, LAUNCHES = {"tiny": 10, "small": 2}, {"tiny": 3, "small": 2}
 TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2}  # of a loss
+UNLIKE = "not the same training"
 HEAD = """
 | model, dtype, ranks | level | Weft | {0} | ratio | of the bound | peak, Weft / {0} | losses off |
 |---|---|---|---|---|---|---|---|"""
@@ -82,17 +84,20 @@ def main() -> None:
     why = missing_deepspeed(args.deepspeed_python)
     print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores; tokens/s, medians of "
           "alternating launches; peak memory of a rank in MB")  # fmt: skip
-    tables: dict[str, list[str]] = {"FSDP2": [], "DeepSpeed": []}
+    tables: dict[str, list[str]] = {"FSDP2": [], "DeepSpeed": [], UNLIKE: []}
     for case in args.cases:
         sides, bound = run_all(case, args, with_deepspeed=not why)
         for peer, row in rows(case, sides, bound):
             tables[peer].append(row)
             print(f"{peer}: {row}", file=sys.stderr, flush=True)
+    unlike = tables.pop(UNLIKE)
     for peer, lines in tables.items():
         if lines:
             print(HEAD.format(peer), *lines, sep="\n")
     if why:
         print(f"\nDeepSpeed is left out: {why}")
+    if unlike:
+        sys.exit("\n".join([f"\n{UNLIKE}, so left out:", *unlike]))
 
 
 def missing_deepspeed(python: str | None) -> str:
@@ -127,7 +132,7 @@ def run_all(
         launches = [("Weft", level) for level in args.levels]
         launches += [("FSDP2", 3)] * (3 in args.levels)
         launches += [("FSDP2 kept", 2)] * (min(args.levels) < 3)
-        launches += [("DeepSpeed", level) for level in args.levels if with_deepspeed]
+        launches += [("DeepSpeed", level) for level in args.levels if level and with_deepspeed]
         for _ in range(args.launches or LAUNCHES[size]):
             for name, level in launches:
                 if name == "Weft":
@@ -144,7 +149,7 @@ def run_all(
 def rows(
     case: str, sides: dict[tuple[str, int], tuple[Side, list[float]]], bound: float
 ) -> list[tuple[str, str]]:
-    """Return (table, row) for each level and peer. Stops where the losses are not the same."""
+    """Return (table, row) for each level and peer; under UNLIKE those whose losses differ."""
     size, dtype, dp = case.split("-")
     tokens = BATCH * SIZES[size][-1]
     made = []
@@ -157,9 +162,9 @@ def rows(
             theirs, other = sides[peer]
             off = max(abs(a - b) for a, b in zip(curve, other, strict=True))
             if off > TOLERANCE[dtype]:
-                sys.exit(f"{case}: not the same training, losses are {off:.1e} apart where "
-                         f"{TOLERANCE[dtype]:g} is allowed:\nWeft level {level} {curve}\n"
-                         f"{peer[0]} {other}")  # fmt: skip
+                told = f"losses are {off:.1e} apart where {TOLERANCE[dtype]:g} is allowed"
+                made.append((UNLIKE, f"{case}, Weft {level}, {peer[0]}: {told}: {curve} {other}"))
+                continue
             took, limit = ours.median(), theirs.median()
             kept = " (kept)" if peer[0] == "FSDP2 kept" else ""
             made.append((

@@ -18,7 +18,7 @@ import native
 
 def main():
     p = argparse.ArgumentParser()
-    p.add_argument("--stage", type=int, required=True, choices=[0, 1, 2, 3])
+    p.add_argument("--stage", type=int, required=True, choices=[1, 2, 3])
     p.add_argument("--no-overlap", action="store_true", help="overlap_comm: false")
     mine, rest = p.parse_known_args()
     sys.argv[1:] = rest
