@@ -31,7 +31,7 @@ from mpu.comm.collectives import (
 from mpu.grid import Axis, Grid
 from mpu.param import GradientSink, placement_of
 from mpu.zero.layout import Entry, Flat, Sharing, automatic_size, cut, gaps
-from mpu.zero.weights import Gatherer, FlatWeights
+from mpu.zero.weights import FlatWeights, Gatherer
 
 
 @dataclass(eq=False)
