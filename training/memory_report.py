@@ -22,7 +22,7 @@ def of(config: Config, optimizer: Optimizer) -> list[str]:
     sink = optimizer.sink
     peaks = {"whole gradients": sink.peak, "gathered weights": sink.gatherer.peak}
     count = len(sink.buckets)
-    text = f"{count} bucket{'s' * (count > 1)} of weights and gradients"
+    text = f"rank {optimizer.grid.rank} has its weights in {count} bucket{'s' * (count > 1)}"
     if sink.level == 3:
         text += ", a transformer block in each, and what lies outside of blocks"
     else:

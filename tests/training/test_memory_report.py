@@ -66,10 +66,10 @@ def told(comm, case: dict) -> list[str]:
 @pytest.mark.parametrize(
     "case, buckets, peaks",
     [
-        (dict(zero=0), "13 buckets of weights and gradients of about 500 elements (--ddp-", 0),
-        (dict(zero=1, bucket=None), "1 bucket of weights and gradients of about 1,048,576", 0),
-        (dict(zero=2, bucket=3000), "of weights and gradients of about 3,000 elements", 1),
-        (dict(zero=3, gather=True), "5 buckets of weights and gradients, a transformer block", 2),
+        (dict(zero=0), "has its weights in 13 buckets of about 500 elements (--ddp-", 0),
+        (dict(zero=1, bucket=None), "its weights in 1 bucket of about 1,048,576", 0),
+        (dict(zero=2, bucket=3000), "buckets of about 3,000 elements", 1),
+        (dict(zero=3, gather=True), "its weights in 5 buckets, a transformer block", 2),
     ],
     ids=["level 0", "level 1, automatic", "level 2", "level 3"],
 )
