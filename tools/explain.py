@@ -6,6 +6,7 @@ how much, why.
     python tools/explain.py --tp 2            (make explain TP=2)
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
     python tools/explain.py --pp 2 --schedule zb-v --micro-batches 3
+    python tools/explain.py --dp 2 --zero 3
 
 It starts tp x dp x pp processes on this machine, builds a small Llama with pretrain_llama.build and
 runs pretrain_llama.train_step once. What is printed is seen, not worked out: the trace of the grid
@@ -34,8 +35,9 @@ from mpu.grid import Grid, Launch
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, make_grid, train_step
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
-from tools.explain_text import RANK_SIZES, head, held, in_order, pipeline, rule, story, sums
+from tools.explain_text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
 from tools.explain_trace import Explainer, Operations
+from tools.explain_zero import ZERO_SIZES
 from training.arguments import parse
 from training.config import Config
 from training.control import Agreement
@@ -44,6 +46,7 @@ from training.data.mock import MockDataset
 from training.pipeline import told
 
 MOST_RANKS = 16
+STANDS_FOR = {"pp_back": "pp", "shard": "data"}  # axes of the trace -> of the document
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 
@@ -69,12 +72,16 @@ def tiny(
     micro_batches: int | None = None,
     sequence_parallel: bool = True,
     tied: bool = False,
+    zero: int = 0,
+    ahead: bool = True,
+    overlap: bool = True,
     more: Sequence[str] = (),
 ) -> Config:
     """Return a small Llama 3 in the given layout, small gradient buckets that leave early.
 
-    Unless told: two layers, or one a stage; a micro-batch for each pipeline rank. `more` adds flags
-    of pretrain_llama.py. Raises UsageError where the layout does not work.
+    Unless told: two layers, or one a stage; a micro-batch for each pipeline rank; gradients leave
+    under backward (overlap), weights are gathered ahead of their use. `more` adds flags of
+    pretrain_llama.py. Raises UsageError where the layout does not work.
     """
     groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
     sizes = {
@@ -96,7 +103,12 @@ def tiny(
         "--lr": 1e-3,
         "--device": "cpu",
     }
-    switches = ["--mock-data", "--group-query-attention", "--overlap-grad-reduce"]
+    switches = ["--mock-data", "--group-query-attention"]
+    if overlap:
+        switches.append("--overlap-grad-reduce")
+    if zero:
+        sizes["--zero-stage"] = zero
+        switches += ["--overlap-param-gather"] if ahead else []
     if not tied:
         switches.append("--untie-embeddings-and-output-weights")
     if sequence_parallel:
@@ -118,16 +130,24 @@ def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
 
 
 def explain(config: Config, grid: Grid) -> Explained:
-    """Run one step over a connected grid and tell of its traffic. Every rank calls it."""
-    explainer = Explainer(grid)
+    """Run one step over a connected grid and tell of its traffic. Every rank calls it.
+
+    At ZeRO levels 1 to 3 it is the second one: weights are on their way when it begins, and level 3
+    has learnt the order in which it uses them.
+    """
+    explainer = Explainer()
     grid.traced(explainer)
     try:
         run = build(config, grid, torch.device("cpu"), explainer.watch)
         explainer.know(run)
         batches = micro_batches(config, grid.dp.rank)
+        if config.parallel.zero:
+            train_step(run, batches, config.optimizer.lr)
+            run.iteration += 1
+        explainer.begin(len(batches))
         with Operations(explainer):
             _, _, found_inf = train_step(run, batches, config.optimizer.lr)
-            run.watch.action = "the end of iteration 1"
+            run.watch.action = f"the end of iteration {run.iteration + 1}"
             agreement = Agreement(grid.world)
             agreement.ask(False, found_inf)
             agreement.close()
@@ -135,16 +155,18 @@ def explain(config: Config, grid: Grid) -> Explained:
         grid.traced(None)
     applied = apply(config, read_formulas(), grid.pp.rank)
     stated = add_up([(a.row.axis, a.row.verb, a.count, a.sent) for a in applied])
-    seen = [(e.axis.removesuffix("_back"), e.verb, 1, e.sent) for e in explainer.events]
+    seen = [(STANDS_FOR.get(e.axis, e.axis), e.verb, 1, e.sent) for e in explainer.events]
     counted = add_up(seen)
-    own = held(run.sink.buckets, grid.data.size)
+    assert explainer.buckets is not None
+    own = explainer.buckets.held()
     if grid.pp.size == 1:
         lines = [*head(config), *own, *story(explainer, False)]
         lines += sums(counted, stated, applied) if explainer.events else NOTHING
         return Explained(counted, stated, counted == stated, "\n".join(lines))
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {told(run.model.stages)}", "=")]
-    lines += [line.format(**symbols(config, grid.pp.rank)) for line in RANK_SIZES]
+    sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.level else [])]
+    lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
     lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
     sent = [event.parcel.kind for event in explainer.events if event.verb == "send"]
     mine = {
@@ -181,7 +203,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
-    parser.add_argument("--zero", type=int, default=0, help="ZeRO level: 0 so far")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO level")
     parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
     parser.add_argument("--micro-batches", type=int, help="of a step; 1, or one a pipeline rank")
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
@@ -191,8 +213,6 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     for flag in ("tp", "dp", "pp", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
-    if a.zero:
-        raise ValueError(f"--zero {a.zero}: only level 0 is explained so far; leave --zero at 0")
     if a.tp * a.dp * a.pp > MOST_RANKS:
         raise ValueError(
             f"--tp {a.tp} x --dp {a.dp} x --pp {a.pp} is {a.tp * a.dp * a.pp} processes on this "
@@ -210,6 +230,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         micro_batches=a.micro_batches,
         sequence_parallel=not a.no_sequence_parallel,
         tied=a.tied,
+        zero=a.zero,
         more=more,
     )
 

@@ -7,13 +7,9 @@ evaluator that knows nothing else: no eval().
 
 import ast
 import operator
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpu.pipeline.layout import Stage
-from mpu.zero.buckets import BLOCK
 from training import batch_schedule, estimate, pipeline
 from training.config import Config
 
@@ -127,7 +123,6 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     stages = pipeline.rank_stages(config, pp_rank)
     schedule = pipeline.schedule_of(config, batch_schedule.micro_batches(config, 0))
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
-    buckets = bucket_lengths(config, pp_rank)
     shapes, whole = estimate.shapes(config, stages=stages), estimate.shapes(config)
     sp = int(p.sequence_parallel and t > 1)
     return {
@@ -149,52 +144,49 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "c": t if sp else 1,
         "e": config.run.dtype.itemsize,
         "g": estimate.accumulate_bytes(config),
-        "B": sum(map(len, buckets.values())),
-        "G": sum(sum(lengths) for lengths in buckets.values()),
-        "N": -(-sum(buckets["tp"]) // t) * t,
-        "T": sum(buckets["ends"]),
+        "q": estimate.gradient_bytes(config),
         "P": len(shapes.keys() & whole.keys()),
         "Q": len(whole),
+        **_buckets(config, pp_rank),
     }
 
 
-def bucket_lengths(config: Config, pp_rank: int = 0) -> dict[str, list[int]]:
-    """Return the numbers in each gradient bucket of a pipeline rank.
-
-    Under "" those that leave on their own; under the name of an axis the one that is first summed
-    over it: tp, the norms under SP; ends, tied embeddings.
-    """
-    p, stages = config.parallel, pipeline.rank_stages(config, pp_rank)
-    shapes = estimate.shapes(config, stages=stages)
-    ends = {"embedding.weight", "head.weight"} & shapes.keys()
-    tied = not config.model.untie_embeddings_and_output_weights
-    apart = tied and any(s.embedding for s in stages) != any(s.loss for s in stages)
-    partial = p.sequence_parallel and p.tensor_model_parallel_size > 1  # gradients of the norms
-    size = p.ddp_bucket_size or max(1 << 20, min(40_000_000, estimate.count(shapes) // 8))
-    lengths: dict[str, list[int]] = {"": [], "tp": [], "ends": []}
-    room, before = 0, -1
-    for name in sorted(list(shapes)[::-1], key=lambda name: -chunk_of(name, stages)):
-        shape, chunk = shapes[name], chunk_of(name, stages)
-        padded = -(-prod(shape) // BLOCK) * BLOCK
-        if partial and len(shape) == 1:
-            lengths["tp"] = [sum(lengths["tp"]) + padded]
-        elif apart and name in ends:
-            lengths["ends"] = [padded]
-        else:
-            if room <= 0 or chunk != before:
-                lengths[""].append(0)
-                room, before = size, chunk
-            lengths[""][-1] += padded
-            room -= prod(shape)
-    grain = BLOCK * p.data_parallel_size
-    return {axis: [-(-n // grain) * grain for n in found] for axis, found in lengths.items()}
-
-
-def chunk_of(name: str, stages: Sequence[Stage]) -> int:
-    """Return the chunk, among a rank's stages, that a parameter belongs to."""
-    part, *rest = name.split(".")
-    for chunk, stage in enumerate(stages):
-        layer = part == "layers" and int(rest[0]) in stage.layers
-        if {"embedding": stage.embedding, "layers": layer}.get(part, stage.loss):
-            return chunk
-    raise ValueError(f"no stage of this rank holds {name}")
+def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
+    """Return the letters that speak of buckets, and of how the data-parallel ranks share them."""
+    p, t = config.parallel, config.parallel.tensor_model_parallel_size
+    copies = p.num_distributed_optimizer_instances
+    ranks = p.data_parallel_size // copies
+    level = p.zero if ranks > 1 else 0
+    flats = estimate.flats(config, pp_rank)
+    apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
+    shared = {name: flat.length for flat in flats if not flat.axes for name, *_ in flat.params}
+    whole = [name for flat in flats for name, *_ in flat.params]
+    layers = [n for name, n in shared.items() if name.endswith("attention.qkv.weight")]
+    again, ahead = "embedding.weight" in shared, int(p.overlap_param_gather)
+    again = again and "norm.weight" in whole and "head.weight" not in whole
+    alone = again and "norm.weight" in shared
+    group = p.recompute_num_layers if p.recompute_method == "uniform" else 1
+    full, rest = divmod(len(layers), group or 1)
+    groups = [group or 1] * full + [rest] * (rest > 0)
+    several = [n for n in groups if n > 1]
+    blocks = len(flats) - len(apart)
+    return {
+        "Z": level,
+        "S": ranks,
+        "i": copies,
+        "w": 2 if p.grad_reduce_in_bf16 else estimate.gradient_bytes(config),
+        "M": batch_schedule.micro_batches(config, 0) if p.zero_reduce_each_microbatch else 1,
+        "B": len(flats),
+        "G": sum(flat.length for flat in flats),
+        "x": len(apart),
+        "K": sum(apart.values()),
+        "N": -(-apart.get("tp", 0) // t) * t,
+        "T": apart.get("ends", 0),
+        "O": ahead,
+        "F": int(p.pipeline_model_parallel_size > 1 or (ahead and blocks == 2)),
+        "J": layers[0] if layers else 0,
+        "I": shared["embedding.weight"] if again else 0,
+        "Y": shared["norm.weight"] if alone else 0,
+        "X": sum(several) - len(several),
+        "U": len(several) + (groups[-1:] == [1] and not alone),
+    }

@@ -6,13 +6,12 @@ from textwrap import wrap
 from typing import Any
 
 from mpu.pipeline.schedules import table
-from mpu.zero.buckets import Bucket
 from tools.explain_formulas import Applied, Totals, symbols
 from tools.explain_trace import Explainer, Seen
+from tools.explain_zero import WIDTH, ZERO_SIZES
 from training.config import Config
 from training.pipeline import rank_stages, schedule_of, told
 
-WIDTH = 150
 SIZES = [  # one rank of one stage
     "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "
     "m micro-batches {m}",
@@ -30,6 +29,10 @@ RANK_SIZES = [
     "  P parameters {P}, B gradient buckets {B}, G numbers in them {G:,}, N in that of the norms "
     "{N:,}, T in that of tied embeddings {T:,}",
 ]
+BEFORE = (
+    "ZeRO level {Z}. It is the second step: new weights of the first one may still be on their "
+    "way, and the order of uses is known."
+)
 AXES = "tp: the parts of a layer; data (dp x cp): copies of the model; "
 PIPELINE_AXES = (
     "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; ends: its first rank and "
@@ -47,13 +50,15 @@ def head(config: Config) -> list[str]:
     n, p = symbols(config), config.parallel
     alone = n["p"] == 1
     seen = ", as rank 0 sees it" if alone else f": pipeline {n['p']} ({p.schedule})"
+    sizes = [*SIZES, *(ZERO_SIZES if n["Z"] else [])] if alone else PIPELINE_SIZES
     return [
         f"One step of a tiny Llama on {n['t'] * n['D'] * n['p']} ranks{seen}"
         f"{':' if alone else ','} tensor parallel {n['t']}, data parallel {n['D']}, sequence "
         f"parallelism {'on' if n['sp'] else 'off'}, recomputed: "
         f"{config.parallel.recompute_granularity or 'nothing'}",
+        *([BEFORE.format(**n)] if n["Z"] else []),
         "",
-        *(line.format(**n) for line in (SIZES if alone else PIPELINE_SIZES)),
+        *(line.format(**n) for line in sizes),
         "  hidden states are [s/t, b, h] between the layers, [s, b, h] inside attention and MLP"
         if n["sp"]
         else "  hidden states are [s, b, h], the same on every rank of tp",
@@ -71,18 +76,6 @@ def head(config: Config) -> list[str]:
     ]
 
 
-def held(buckets: list[Bucket], data_ranks: int) -> list[str]:
-    """Say what each gradient bucket holds that is ever sent."""
-    lines = []
-    for i, bucket in enumerate(buckets):
-        if data_ranks == 1 and not bucket.reduce_axes:
-            continue
-        names = [name.removesuffix(".weight") for name, _, _ in bucket.params]
-        some = ", ".join(names if len(names) <= 5 else [*names[:2], "...", *names[-2:]])
-        lines += wrap(f"  bucket {i} holds the gradients of {some}", WIDTH)
-    return lines
-
-
 _ROW = "{:>3}  {:<9} {:<23} {:<14} {:<37} {:>8}  {:<6}  {}"
 
 
@@ -95,6 +88,10 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
         "#", "phase", "layer", "verb", _two("axis", "shape in -> out"), "sends", "how", "called at"
     )
     lines = []
+    if explainer.before:
+        lines += ["", rule("on their way since the update of the step before"), title, ""]
+        for event in explainer.before:
+            lines += _told(event, "")
     for number, action in enumerate(explainer.actions):
         events = [event for event in explainer.events if event.action == number]
         if events:
@@ -107,20 +104,16 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
             if block != group:
                 group = block
                 lines.append("")
-            lines.append(
-                _ROW.format(
-                    event.number,
-                    event.place.phase,
-                    event.place.layer,
-                    event.verb,
-                    _where(event),
-                    f"{event.sent:,}",
-                    "async" if event.is_async else "blocks",
-                    event.place.site,
-                )
-            )
-            for text in _why(event):
-                lines += wrap(text, WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 18)
+            lines += _told(event, event.number)
+    return lines
+
+
+def _told(event: Seen, number: int | str) -> list[str]:
+    place, how = event.place, "async" if event.is_async else "blocks"
+    facts = (number, place.phase, place.layer, event.verb, _where(event), f"{event.sent:,}", how)
+    lines = [_ROW.format(*facts, place.site)]
+    for text in _why(event):
+        lines += wrap(text, WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 18)
     return lines
 
 
@@ -153,7 +146,24 @@ def _why(event: Seen) -> list[str]:
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
         return [needs, f"the outbox waits for it, the rank goes on: {actions[event.action + 1]}"]
-    return [needs, _hidden(event)] if event.is_async else [needs]
+    told = [needs, _hidden(event)] if event.is_async else [needs]
+    return told if event.place.bucket is None else _why_bucket(event, told)
+
+
+def _why_bucket(event: Seen, told: list[str]) -> list[str]:
+    """Say why a bucket's gradients leave, or its weights come."""
+    place, buckets = event.place, event.explainer.buckets
+    assert buckets is not None and place.bucket is not None
+    if place.phase == "grad sum":
+        if not place.during or event.verb != "reduce_scatter":
+            return told
+        before = f", before {event.pending}" if event.pending else ""
+        return [f"leaves as a gradient of {place.during} is done{before}", *told]
+    if place.phase == "update":
+        return [f"the new weights of {buckets.contents(place.bucket)}", *told[1:]]
+    whole = " and ".join(f"bucket {other}" for other in event.whole)
+    asked = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
+    return [f"{asked}; whole beside it: {whole or 'nothing'}", *told[1:]]
 
 
 def _short(action: str) -> str:
@@ -170,6 +180,8 @@ def _hidden(event: Seen) -> str:
         hidden = f"hidden under {len(told)} {what}, {told[0]} to {told[-1]}"
     else:
         hidden = f"hidden under: {' and '.join(told)}" if told else "nothing ran meanwhile"
+    if not event.waited_at:
+        return "still on its way at the end: the next step waits for it before the first use"
     return f"waited for at {event.waited_at}; {hidden}"
 
 

@@ -19,9 +19,9 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu.comm.watch import Watch
-from mpu.grid import Axis, Grid
-from mpu.zero.buckets import Bucket
+from mpu.grid import Axis
 from pretrain_llama import Run
+from tools.explain_zero import Buckets
 
 ROOT = Path(__file__).resolve().parent.parent
 # functions that do one kind of matmul, by file and name
@@ -35,6 +35,11 @@ ASIDE = {
     "pretrain_llama.py": ("loss sum", "train_step"),
     "training/control.py": ("go on?", "agreement"),
 }
+ZERO = {
+    "mpu/zero/buckets.py": "grad sum",
+    "mpu/zero/weights.py": "gather",
+    "mpu/zero/optimizer.py": "norm",
+}
 MESSAGES = ("send", "receive")
 COPIES = ("aten::clone", "aten::_to_copy")  # what they copy is still the result of another op
 
@@ -47,6 +52,8 @@ class Place(NamedTuple):
     phase: str
     task: str  # the kind of matmul, if it is one
     event: "Seen | None"  # the collective that is being carried out, if one is
+    bucket: int | None  # that is being summed or gathered
+    during: str  # the layer that runs, and where, if a bucket's turn came in the middle of one
 
 
 class Parcel(NamedTuple):
@@ -82,13 +89,16 @@ class Seen:
     needs: str  # what made the tensor put in
     first: int  # operations done before it was issued
     parcel: Parcel | None = None
+    pending: str = ""  # gradients that the bucket behind this one waits for
+    whole: list[int] = field(default_factory=list)  # other buckets with gathered weights
     waited_at: str = ""
     waited_in: int = 0  # action; of a receive the one that its data is for
     meanwhile: list[str] = field(default_factory=list)
 
     def waited(self) -> None:
         """Note who waited for the result, and what ran since the start."""
-        self.waited_at = self.explainer.look().site
+        place = self.explainer.look()
+        self.waited_at = place.during or place.site
         self.waited_in = len(self.explainer.actions)
         self.meanwhile = self.explainer.done[self.first :]
 
@@ -125,28 +135,37 @@ def _path(file: str) -> str:
 class Explainer:
     """The trace of a grid: is told of every collective and message, and keeps them in `events`.
 
-    watch: for the run to say what it does; actions: what it said, in order.
+    watch: for the run to say what it does; actions: what it said, in order. before: what was on its
+    way when the step began.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self) -> None:
         self.events: list[Seen] = []
+        self.before: list[Seen] = []
         self.actions: list[str] = []
-        self.axes = {getattr(grid, name).name: name for name in Grid.AXES}
+        self.buckets: Buckets | None = None  # once there is a run
         self.layers: dict[int, str] = {}
         self.weights: dict[int, str] = {}
-        self.buckets: dict[int, str] = {}
         self.watch = Actions(self._begins)
         self.done: list[str] = []  # operations in order
         self.maker: dict[int, str] = {}  # storage -> what wrote it last
 
     def know(self, run: Run) -> None:
-        """Learn the names of the layers and of the gradient buckets, and forget the start-up."""
+        """Learn the names of the layers and of the buckets, and hear of each gradient."""
         named = run.model.named_parameters(remove_duplicate=False)
         self.weights = {id(weight): name.removesuffix(".weight") for name, weight in named}
         self.layers = {id(layer): name for name, layer in run.model.named_modules()}
-        self.buckets = {id(b): f"bucket {i}" for i, b in enumerate(run.sink.buckets)}
-        self.events.clear()
-        self.actions.clear()
+        self.buckets = Buckets(run)
+
+    def begin(self, micro_batches: int) -> None:
+        """Forget what was, but for what is still on its way: the step that is told begins."""
+        assert self.buckets is not None, "know() comes first"
+        self.buckets.begin(micro_batches)
+        self.before = [event for event in self.events if event.is_async and not event.waited_at]
+        for event in self.before:
+            event.first = 0
+        for kept in (self.events, self.actions, self.done, self.maker):
+            kept.clear()
 
     def _begins(self, words: str) -> None:
         if not words.startswith("waiting for"):  # that is told of the message
@@ -159,7 +178,7 @@ class Explainer:
             self,
             len(self.events) + 1,
             verb,
-            self.axes[axis.name],
+            axis.name,
             axis.size,
             tuple(tensor.shape),
             sent,
@@ -169,6 +188,8 @@ class Explainer:
             self.maker.get(memory, ""),
             len(self.done),
         )
+        if place.bucket is not None and self.buckets is not None:
+            event.whole, event.pending = self.buckets.whole(), self.buckets.after(place.bucket)
         if verb in MESSAGES:
             event.parcel = parcel = _parcel()
             phase = "forward" if parcel.kind == "F" else "backward"
@@ -181,7 +202,7 @@ class Explainer:
     def look(self) -> Place:
         """Walk up the Python stack, innermost frame first, as far as autograd's engine."""
         layer = weighed = site = phase = task = ""
-        event, nodes = None, []
+        event, bucket, during, nodes = None, None, (), []
         frame = sys._getframe(1)
         while frame is not None:
             name, path = frame.f_code.co_name, _path(frame.f_code.co_filename)
@@ -191,7 +212,8 @@ class Explainer:
             if path:
                 here = frame.f_locals
                 site = site or ("" if path.startswith("mpu/comm/") else f"{path}:{frame.f_lineno}")
-                node, seen, bucket = here.get("f"), here.get("event"), here.get("bucket")
+                node, seen = here.get("f"), here.get("event")
+                shelf = here.get("shelf", here.get("bucket"))
                 if isinstance(node, FunctionCtx):
                     # where a Function's backward does not know its layer, its forward left word
                     if name == "backward" and hasattr(node, "explained"):
@@ -201,10 +223,13 @@ class Explainer:
                 task = MATMULS.get((path, name), task)  # the outer name says more
                 event = event or (seen if isinstance(seen, Seen) else None)
                 phase = phase or _phase(path, name)
-                if isinstance(bucket, Bucket):
-                    layer = layer or self.buckets.get(id(bucket), "")
+                if bucket is None and not layer and self.buckets is not None:
+                    bucket = self.buckets.number(shelf)
+                    layer = "" if bucket is None else f"bucket {bucket}"
                 for key in ("layer", "self"):
-                    layer = layer or self.layers.get(id(here.get(key)), "")
+                    known = self.layers.get(id(here.get(key)), "")
+                    during = during or ((known, f"{path}:{frame.f_lineno}") if known else ())
+                    layer = layer or known
                 weighed = weighed or self.weights.get(id(here.get("weight")), "")
             frame = frame.f_back
         file = site.partition(":")[0]
@@ -212,8 +237,9 @@ class Explainer:
         phase, layer = phase or aside_phase, layer or weighed or aside
         for node in nodes:
             if not hasattr(node, "explained"):
-                node.explained = (layer, site)
-        return Place(layer, site, phase, task, event)
+                node.explained = (layer, site) if bucket is None else during
+        words = "{} ({})".format(*during) if during and bucket is not None else ""
+        return Place(layer, site, phase, task, event, bucket, words)
 
     def ran(self, schema: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Note an operation, and which memory it wrote."""
@@ -230,7 +256,7 @@ class Explainer:
             story = f"{place.task or name} of {place.layer}"
             if not place.site:
                 story = f"autograd's {name} of the gradients of two branches"
-            if not name.startswith(("empty", "new_empty")):
+            if not name.startswith(("empty", "new_empty", "new_full")):
                 self.done.append(story)
             story += f" ({place.site})" if place.site else ""
         for tensor in [x for each in written for x in (each if isinstance(each, list) else [each])]:
@@ -263,7 +289,9 @@ def _phase(path: str, name: str) -> str:
         return "backward"
     if name == "run_deferred":
         return "wgrad"
-    return {"mpu/zero/buckets.py": "grad sum", "mpu/zero/optimizer.py": "norm"}.get(path, "")
+    if name in ("weights_from_masters", "_gather_weights"):
+        return "update"
+    return ZERO.get(path, "")
 
 
 class Operations(TorchDispatchMode):

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step sends at ZeRO levels 1 to 3 is what docs/parallelism.md says, and `make explain`
+shows the order: which gather runs under what, what a sum leaves before.
+"""
+
+import re
+from itertools import product
+
+import pytest
+
+from tests.tools.test_explain import FULL, line_of
+from tools.explain import explain, main, tiny
+from tools.explain_formulas import apply, read_formulas
+from training import buffers, estimate
+
+GROUPS = (*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "2")
+EACH, BF16_WIRE = "--zero-reduce-each-microbatch", "--grad-reduce-in-bf16"
+NARROW = ("--bf16", "--main-grads-dtype", "bf16")
+TWO = ("--num-distributed-optimizer-instances", "2")
+CASES = [  # ranks, tp, pp, the rest of tiny's arguments
+    (2, 1, 1, {"zero": 1, "micro_batches": 2, "more": ("--bf16",)}),
+    (2, 1, 1, {"zero": 2, "micro_batches": 2, "more": (EACH,)}),
+    (2, 1, 1, {"zero": 3, "micro_batches": 2, "layers": 3}),
+    (2, 1, 1, {"zero": 3, "micro_batches": 2, "tied": True, "ahead": False, "overlap": False}),
+    (4, 2, 1, {"zero": 3, "micro_batches": 2, "more": (EACH,)}),
+    (4, 1, 2, {"zero": 3, "schedule": "zb-v", "layers": 5}),
+]
+MORE = [
+    *((4, 2, 1, {"zero": zero, "micro_batches": 2}) for zero in (1, 2)),
+    *((4, 1, 2, {"zero": zero, "tied": True, "micro_batches": 3}) for zero in (1, 2, 3)),
+    *((4, 1, 1, {"zero": zero, "micro_batches": 2, "more": TWO}) for zero in (1, 2, 3)),
+    *((2, 1, 1, {"zero": zero, "more": (*NARROW, BF16_WIRE)}) for zero in (1, 2, 3)),
+    *((4, 2, 1, {"zero": zero, "more": (*NARROW, EACH)}) for zero in (2, 3)),
+    (2, 1, 1, {"zero": 3, "more": ("--fp64",)}),
+    (2, 1, 1, {"more": (BF16_WIRE,), "micro_batches": 2}),
+    (4, 1, 1, {"zero": 2, "ahead": False, "micro_batches": 3, "more": (*TWO, EACH)}),
+    (2, 1, 1, {"zero": 1, "ahead": False, "tied": True}),
+    (2, 1, 1, {"zero": 3, "layers": 1, "tied": True, "micro_batches": 3}),
+    (2, 1, 1, {"zero": 3, "layers": 1, "ahead": False}),
+    (2, 1, 1, {"zero": 3, "layers": 4, "tied": True, "micro_batches": 3}),
+    (2, 1, 1, {"zero": 3, "layers": 5, "micro_batches": 2, "more": GROUPS}),
+    (2, 1, 1, {"zero": 3, "layers": 4, "micro_batches": 2, "tied": True, "more": GROUPS}),
+    (2, 1, 1, {"zero": 3, "layers": 4, "ahead": False, "more": GROUPS}),
+    (2, 1, 1, {"zero": 3, "layers": 3, "more": FULL}),
+    (2, 1, 1, {"zero": 3, "layers": 3, "overlap": False, "micro_batches": 2}),
+    (4, 2, 1, {"zero": 3, "layers": 1, "tied": True, "micro_batches": 2}),
+    (4, 2, 1, {"zero": 3, "tied": True, "ahead": False, "micro_batches": 2}),
+    (4, 2, 1, {"zero": 3, "sequence_parallel": False, "micro_batches": 2}),
+    (4, 2, 1, {"zero": 3, "tied": True, "layers": 3, "more": FULL}),
+    (4, 1, 2, {"zero": 3, "schedule": "zb-v", "tied": True}),
+    (4, 1, 2, {"zero": 3, "schedule": "zb-h1", "ahead": False, "overlap": False}),
+    (4, 1, 2, {"zero": 3, "schedule": "interleaved", "layers": 5, "more": FULL}),
+    (4, 1, 2, {"zero": 3, "schedule": "1f1b", "more": ("--bf16",)}),
+    (4, 1, 2, {"zero": 2, "schedule": "v-half"}),
+    (8, 2, 2, {"zero": 3, "schedule": "interleaved", "tied": True}),
+    (8, 2, 2, {"zero": 1, "schedule": "gpipe", "tied": True, "more": ("--bf16",)}),
+    (8, 1, 2, {"zero": 3, "schedule": "1f1b", "more": TWO}),
+]
+
+
+def run(comm, tp, pp, rest):
+    """Explain a step on a rank of the world; every rank must count what the document says."""
+    rest = dict(rest)
+    instances = 2 if TWO[0] in rest.get("more", ()) else 1
+    config = tiny(tp, comm.size // tp // pp, pp, schedule=rest.pop("schedule", "1f1b"), **rest)
+    found = explain(config, comm.grid(tp, pp=pp, instances=instances))
+    assert found.counted == found.stated and found.equal and found.counted
+    return found.counted, found.text
+
+
+def check(world, ranks, tp, pp, rest):
+    for _, text in world(ranks).run(run, tp, pp, rest):
+        assert text.endswith("All equal.") and "DIFFERS" not in text
+        assert max(map(len, text.splitlines())) <= 150
+
+
+@pytest.mark.parametrize("ranks, tp, pp, rest", CASES, ids=str)
+def test_the_document_counts_what_is_sent(world, ranks, tp, pp, rest):
+    check(world, ranks, tp, pp, rest)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("ranks, tp, pp, rest", MORE, ids=str)
+def test_the_document_counts_what_is_sent_in_more_layouts(world, ranks, tp, pp, rest):
+    check(world, ranks, tp, pp, rest)
+
+
+def told(world, zero, **rest):
+    """Return rank 0's story: of each collective its line, and what is said of it."""
+    text = world(2).run(run, 1, 1, {"zero": zero, **rest})[0][1]
+    parts = re.split(r"\n(?= ..  \w| {5}update )", text)
+    return text, [" ".join(part.partition("\n\n")[0].split()) for part in parts[1:]]
+
+
+def test_a_reader_sees_what_each_sum_leaves_before(world):
+    text, events = told(world, 2)
+    sums = [event for event in events if "reduce_scatter" in event]
+    assert len(sums) == 5 and "bucket 0: head; 32,768 numbers, rank 0 of 2 owns [0, 16,384)" in text
+    head = line_of("mpu/layers/linear.py", "ctx.queue.put(wgrad)")
+    assert (
+        f"leaves as a gradient of head ({head}) is done, before any gradient of bucket 1" in sums[0]
+    )
+    for i, event in enumerate(sums[:-1]):
+        assert (
+            f"grad sum bucket {i} " in event and f"before any gradient of bucket {i + 1}" in event
+        )
+        assert "hidden under" in event and "nothing ran" not in event
+    assert "before" not in sums[-1]
+
+
+def test_a_reader_sees_new_weights_wait_for_their_use(world):
+    text, events = told(world, 1)
+    gathers = [event for event in events if event.startswith("update")]
+    begin, first = text.index("on their way since the update"), text.index("BW chunk 0")
+    assert begin < text.index("  update ") < first, "they come before the first micro-batch"
+    assert [re.search(r"bucket (\d)", event)[1] for event in gathers] == list("43210")
+    assert "waited for at embedding (mpu/layers/embedding.py:" in gathers[0]
+    assert "waited for at head (mpu/layers/linear.py:" in gathers[-1]
+    assert "matmul of layers.0.attention.qkv to matmul of layers.1.mlp.down" in gathers[-1]
+    after = [event for event in events if re.match(r"\d+ update", event)]
+    assert len(after) == 5 and all("still on its way at the end" in event for event in after)
+
+
+def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
+    text, events = told(world, 3, layers=3)
+    gathers = [event for event in events if "gather bucket" in event]
+    order = [re.search(r"bucket (\d)", event)[1] for event in gathers]
+    assert order == list("4321023"), "to the head and back; bucket 1 stays whole at the turn"
+    assert "the 6 weights of layers.1, asked for by layers.0.attention_norm" in gathers[2]
+    assert "whole beside it: bucket 3 waited for at layers.1.attention_norm" in gathers[2]
+    assert gathers[2].endswith("matmul of layers.0.attention.qkv to matmul of layers.0.mlp.down")
+    assert "asked for by layers.1.mlp.down" in gathers[-1]
+    assert all(event.count("whole beside it") == 1 for event in gathers)
+    assert "bucket 1: the 6 weights of layers.2; 45,056 numbers, rank 0 of 2 owns" in text
+    _, events = told(world, 3, layers=3, ahead=False)
+    gathers = [event for event in events if "gather bucket" in event]
+    assert len(gathers) == 2 * 3 + 2 and all("nothing ran meanwhile" in event for event in gathers)
+    assert all("whole beside it: nothing" in event for event in gathers)
+
+
+def test_the_formulas_count_what_the_order_of_uses_gathers():
+    """The document's arithmetic against the walk through a step in training/buffers.py."""
+    rows = [row for row in read_formulas() if "Z > 2" in row.condition and "x > 0" not in row.what]
+    rows = [row for row in rows if row.what.startswith("weights")]
+    assert len(rows) == 4
+    groups = [(), *((*GROUPS[:-1], str(n)) for n in (1, 2, 3))]
+    count = 0
+    for tp, layers, m, tied, ahead, more in product(
+        (1, 2), (1, 2, 3, 5), (1, 3), (False, True), (False, True), groups
+    ):
+        if more and int(more[-1]) > layers:
+            continue
+        config = tiny(
+            tp, 2, layers=layers, micro_batches=m, tied=tied, zero=3, ahead=ahead, more=more
+        )
+        walked = buffers.gathers(config, estimate.flats(config), m)
+        applied = apply(config, rows)
+        assert sum(row.count for row in applied) == len(walked), (tp, layers, m, tied, ahead, more)
+        sent = sum(walked) // 2 * config.run.dtype.itemsize
+        assert sum(row.sent for row in applied) == sent, (tp, layers, m, tied, ahead, more)
+        count += 1
+    assert count > 150
+
+
+def test_the_command(capsys):
+    assert main(["--dp", "2", "--layers", "1", "--zero", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO level 3. It is the second step" in out and out.endswith("All equal.\n")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Know the buckets of the step that tools/explain.py tells: what each holds and who owns it, which
+gradients are done, which weights are whole.
+"""
+
+from collections import Counter
+from textwrap import wrap
+from typing import Any
+
+from torch import nn
+
+from mpu.zero.layout import block_of
+from pretrain_llama import Run
+
+WIDTH = 150
+ZERO_SIZES = [
+    "  Z ZeRO level {Z}, S ranks that share a bucket {S}, O weights gathered ahead {O}, J numbers "
+    "in a layer's bucket {J:,}; of buckets that are",
+    "  summed over another axis too x buckets {x}, K numbers in them {K:,}",
+]
+
+
+class Buckets:
+    """The buckets of a run, and the gradients of a step that are done. Hears of each from `begin`
+    on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.sink, done = run.sink, run.sink.done
+        self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
+        named = run.model.named_parameters(remove_duplicate=False)
+        self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
+        self._given: Counter[int] = Counter()  # gradients of a micro-batch that are done
+        self._micro_batches = 1
+
+        def noted(param: nn.Parameter) -> None:
+            self._given[id(param)] += 1
+            done(param)
+
+        run.sink.done = noted  # type: ignore[method-assign]
+
+    def begin(self, micro_batches: int) -> None:
+        """Begin a step: no gradient is done."""
+        self._given.clear()
+        self._micro_batches = micro_batches
+
+    def number(self, block: Any) -> int | None:
+        """Return which bucket this is; None if it is none."""
+        return self.place.get(id(block))
+
+    def whole(self) -> list[int]:
+        """List the buckets whose weights were gathered for use and not freed yet."""
+        return [self.place[id(block)] for block in self.sink.gatherer.whole]
+
+    def after(self, leaving: int) -> str:
+        """Say which gradients the bucket behind the leaving one still waits for; "" if none."""
+        buckets = self.sink.buckets
+        if leaving + 1 == len(buckets) or buckets[leaving].reduce_axes:
+            return ""
+        then, rounds = buckets[leaving + 1], self._micro_batches
+        if self.sink.each and not then.reduce_axes:
+            rounds += 1 - then.rounds
+        names = [
+            name.removesuffix(".weight")
+            for name, param, _ in then.params
+            if self._given[id(param)] < self._uses[id(param)] * rounds
+        ]
+        if len(names) == len(then.params):
+            return f"any gradient of bucket {leaving + 1} ({self.contents(leaving + 1)})"
+        return f"those of {some(names)} (bucket {leaving + 1})" if names else ""
+
+    def contents(self, number: int) -> str:
+        """Name what a bucket holds: "layers.1" for that of a block, else the weights."""
+        names = [name.removesuffix(".weight") for name, _, _ in self.sink.buckets[number].params]
+        blocks = {block_of(name) for name in names}
+        if self.sink.buckets[number].sharded and len(blocks) == 1 and blocks != {""}:
+            return f"the {len(names)} weights of {blocks.pop()}"
+        return some(names)
+
+    def held(self) -> list[str]:
+        """Say of each bucket that is ever sent what it holds, and, where it is shared, who owns
+        what.
+        """
+        lines, shard = [], self.sink.shard
+        for i, bucket in enumerate(self.sink.buckets):
+            if self.sink.grid.data.size == 1 and not bucket.reduce_axes:
+                continue
+            text = f"  bucket {i} holds the gradients of {self.contents(i)}"
+            if self.sink.level:
+                text = f"  bucket {i}: {self.contents(i)}; {bucket.length:,} numbers, rank "
+                text += f"{shard.rank} of {shard.size} owns [{bucket.low:,}, {bucket.high:,})"
+            if self.sink.level == 3:
+                text += "; weights "
+                text += "gathered for use" if bucket.sharded else "whole, gathered after updates"
+            lines += wrap(text, WIDTH, subsequent_indent="    ")
+        return lines
+
+
+def some(names: list[str]) -> str:
+    """List names; of many the first and the last ones."""
+    return ", ".join(names if len(names) <= 5 else [*names[:2], "...", *names[-2:]])
