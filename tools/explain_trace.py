@@ -213,7 +213,6 @@ class Explainer:
                 here = frame.f_locals
                 site = site or ("" if path.startswith("mpu/comm/") else f"{path}:{frame.f_lineno}")
                 node, seen = here.get("f"), here.get("event")
-                shelf = here.get("shelf", here.get("bucket"))
                 if isinstance(node, FunctionCtx):
                     # where a Function's backward does not know its layer, its forward left word
                     if name == "backward" and hasattr(node, "explained"):
@@ -224,7 +223,7 @@ class Explainer:
                 event = event or (seen if isinstance(seen, Seen) else None)
                 phase = phase or _phase(path, name)
                 if bucket is None and not layer and self.buckets is not None:
-                    bucket = self.buckets.number(shelf)
+                    bucket = self.buckets.number(here.get("block", here.get("bucket")))
                     layer = "" if bucket is None else f"bucket {bucket}"
                 for key in ("layer", "self"):
                     known = self.layers.get(id(here.get(key)), "")
