@@ -69,6 +69,11 @@ def fault(point: str, rank: int, how: str) -> dict[str, Any]:
     return {"point": point, "rank": rank, "call": CALLS[point], "how": how}
 
 
+def fault_during(doing: str, point: str, rank: int, how: str, call: int = 1) -> dict[str, Any]:
+    """Describe a fault at a call of `point` while the rank says that it is doing this."""
+    return {"point": point, "rank": rank, "call": call, "how": how, "during": doing}
+
+
 def check_blame(result: Result, victim: int, why: str) -> None:
     """Hold the survivors to the promise: they stop, soon, and all name the same first cause."""
     for rank, code in enumerate(result.codes):

@@ -10,7 +10,9 @@ With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher star
 
 A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
 each rank) gets the signals of `how`, over a second apart, raises an error, or stalls: alive, its
-other threads at work, but never to go on.
+other threads at work, but never to go on. At "backward" it may also write nan or inf into the
+gradient that is done. With "during", only calls count while the rank says that it is doing this,
+and it strikes half a second later, so that the others have heard what it was doing.
 """
 
 import json
@@ -28,6 +30,7 @@ import pretrain_llama  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from mpu.layers import linear  # noqa: E402
 from mpu.pipeline import engine  # noqa: E402
+from mpu.zero import adam, optimizer, weights  # noqa: E402
 from training.data.loader import Loader  # noqa: E402
 
 saving = sys.modules["training.checkpoint.save"]
@@ -43,6 +46,13 @@ POINTS = {
     "backward": (pretrain_llama.GradientBuckets, "done"),
     "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
     "update": (pretrain_llama.Optimizer, "step"),
+    "action": (engine._Run, "do"),
+    "use of a weight": (pretrain_llama.GradientBuckets, "materialize"),
+    "gather of a block": (weights.Gatherer, "_gather"),
+    "bucket leaves": (pretrain_llama.GradientBuckets, "_launch"),
+    "bucket goes on": (pretrain_llama.GradientBuckets, "_advance"),
+    "gather of the optimizer": (optimizer, "all_gather"),
+    "AdamW": (adam._Torch, "step"),
     "evaluation": (pretrain_llama, "forward_only"),
     "saving": (saving, "write_safetensors"),
     "committing": (saving, "_commit"),
@@ -55,6 +65,7 @@ SIGNALS = {
     "int twice": [signal.SIGINT, signal.SIGINT],
 }
 LIMIT = 120.0  # seconds
+PAUSE = 0.5
 
 
 def plant(fault: dict[str, Any]) -> None:
@@ -62,11 +73,21 @@ def plant(fault: dict[str, Any]) -> None:
     if fault["rank"] not in (-1, int(os.environ["RANK"])):
         return
     owner, name = POINTS[fault["point"]]
-    inner, left = getattr(owner, name), [fault["call"]]
+    inner, left, doing = getattr(owner, name), [fault["call"]], fault.get("during")
+    watches, enter = [], pretrain_llama.Watch.__enter__
+
+    def entered(watch: Any) -> Any:
+        watches.append(watch)
+        return enter(watch)
 
     def struck(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
+        left[0] -= doing in (None, watches and watches[0].action)
         if left[0] == 0:
+            left[0] -= 1
+            time.sleep(PAUSE if doing and fault["how"] in SIGNALS else 0)
+            if fault["how"] in ("nan", "inf"):
+                args[0].main_grad(args[1]).view(-1)[0] = float(fault["how"])
+                return inner(*args, **kwargs)
             if fault["how"] == "raise":
                 raise RuntimeError("broken on purpose")
             while fault["how"] == "stall":
@@ -77,6 +98,7 @@ def plant(fault: dict[str, Any]) -> None:
         return inner(*args, **kwargs)
 
     setattr(owner, name, struck)
+    pretrain_llama.Watch.__enter__ = entered
 
 
 def shorten(seconds: float) -> None:

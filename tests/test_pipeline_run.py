@@ -13,14 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from mpu.grid import Grid
 from tests.launcher import Launcher, Result
+from tests.saved import check_equal, tensors
 from tools import convert, generate
-from training.checkpoint import find_latest
-from training.checkpoint.huggingface import BY_NAME
-from training.checkpoint.pieces import whole
 from training.data.indexed import IndexedWriter
 
 LATER = pytest.mark.prove
@@ -96,28 +92,11 @@ def runs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(launcher, prefix)
 
 
-def tensors(saved: Path, step: int) -> dict[str, torch.Tensor]:
-    """Read all of a checkpoint: weights and the optimizer's state, each tensor whole."""
-    found = find_latest(saved, Grid(), step=step)
-    assert found is not None
-    pieces = [
-        whole(name, torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]]))
-        for name, entry in found.index.items()
-    ]
-    found.read(pieces)
-    return {piece.name: piece.tensor for piece in pieces}
-
-
 def check_same(one: Result, other: Result) -> None:
     """Hold two runs to the same bits in log and checkpoints."""
     assert one.losses() == other.losses()
     for step in (3, STEPS):
         check_equal(tensors(one.folder / "saved", step), tensors(other.folder / "saved", step))
-
-
-def check_equal(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
-    assert here.keys() == there.keys()
-    assert [name for name in here if not torch.equal(here[name], there[name])] == []
 
 
 @pytest.mark.parametrize(
