@@ -29,14 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from model.llama import (
-    Llama,
-    LlamaConfig,
-    flops_per_token,
-    hf_config,
-    hf_names,
-    parameter_group,
-)
+from model.llama import Llama, LlamaConfig, flops_per_token, hf_config, hf_names, parameter_group
 from mpu import native
 from mpu.comm.collectives import CommunicationError, sum_in_order
 from mpu.comm.watch import Watch
@@ -49,7 +42,7 @@ from mpu.zero import adam
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
-from training import pipeline
+from training import memory_report, pipeline
 from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
@@ -218,7 +211,7 @@ def train(
 ) -> None:
     """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
-    settings = config.run
+    settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
     stop_signal.begin(speak=run.grid.rank == 0)
     if settings.manual_gc:
         gc.disable()
@@ -249,6 +242,9 @@ def train(
                 data_wait_seconds=waited,
                 **values,
             )
+            if run.iteration == settled:
+                for line in memory_report.of(config, run.optimizer):
+                    log.note(line)
             if skipped and settings.on_nan == "stop":
                 raise FloatingPointError(
                     f"the gradient norm was not finite at iteration {run.iteration - 1}: that "
