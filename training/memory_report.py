@@ -47,7 +47,10 @@ def lines(
         out.append(_line(kind, found, kept[kind], why))
     for kind, found in peaks.items():
         if found or transient[kind]:
-            why = "the formula is of the second step on, with the most micro-batches, of that model"
+            why = (
+                "the formula is of the second step on, with the most micro-batches, of that model; "
+                "a block that mpu.param.use has touched is whole until its backward"
+            )
             out.append(_line(f"{kind}, at most", found, transient[kind], why))
     return out
 
