@@ -194,6 +194,10 @@ class GradientSink:
         """Return the whole local weight; a sharding sink gathers it here (ZeRO level 3)."""
         return param
 
+    def is_sharded(self, param: nn.Parameter) -> bool:
+        """Say whether the weight is whole only between `materialize` and `release`."""
+        return False
+
     def release(self, param: nn.Parameter) -> None:
         """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
 
@@ -253,11 +257,14 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(f: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         f.param, f.sink = param, sink
-        return sink.materialize(param).view_as(param)
+        whole = sink.materialize(param)
+        # autograd may keep what it is given: a weight that comes and goes is copied
+        given = whole.clone() if sink.is_sharded(param) else whole.view_as(param)
+        sink.release(param)
+        return given
 
     @staticmethod
     def backward(f: Any, grad: Tensor) -> tuple[None, None]:
-        f.sink.release(f.param)
         f.sink.add(f.param, grad)
         f.sink.done(f.param)
         return None, None
@@ -265,13 +272,9 @@ class _Use(torch.autograd.Function):
 
 def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
     """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a
-    fork. Autograd may keep the weight, so it stays whole until its backward.
+    fork. At ZeRO level 3 what it returns is a copy.
     """
-    if torch.is_grad_enabled():
-        return _Use.apply(param, sink)
-    whole = sink.materialize(param).detach()
-    sink.release(param)
-    return whole
+    return _Use.apply(param, sink)
 
 
 class WeightGradientQueue:

@@ -119,7 +119,7 @@ def test_sums_of_each_micro_batch_and_by_instances_follow_the_twin(world):
 
 def test_narrow_gradients_follow_the_twin(world):
     """bf16 on the wire, and bf16 sums over micro-batches: near the twin, and not fp32's bits."""
-    plain = dict(zero=1, dtype="bfloat16", m=1)
+    plain = dict(zero=1, dtype="bfloat16", m=3)
     ways = [plain, plain | dict(wire=True), plain | dict(main="bf16")]
     ways += [way | dict(zero=zero) for way in ways[1:] for zero in (2, 3)]
     ways.append(plain | dict(zero=0, wire=True))

@@ -65,8 +65,8 @@ class GradientBuckets(GradientSink):
         sharing: Sharing | None = None,
     ) -> None:
         super().__init__(dtype)
-        self.grid, self.sharing = grid, sharing or Sharing()
-        sharing = self.sharing
+        self.grid = grid
+        self.sharing = sharing = sharing or Sharing()
         self.shard, self.replica = grid.shard, grid.replica
         self.level = sharing.level if self.shard.size > 1 else 0
         self.each = sharing.each_micro_batch and self.level >= 2
@@ -156,6 +156,10 @@ class GradientBuckets(GradientSink):
         bucket.gathering.wait()
         return param
 
+    def is_sharded(self, param: nn.Parameter) -> bool:
+        """Say whether the weight is whole only between `materialize` and `release`."""
+        return self._bucket_of[param].sharded
+
     def release(self, param: nn.Parameter) -> None:
         """Say that the weight is not needed for now; it goes when another bucket is used."""
         bucket = self._bucket_of[param]
@@ -199,8 +203,7 @@ class GradientBuckets(GradientSink):
 
     def _close(self, bucket: Bucket) -> Tensor:
         """Let no more gradients into the bucket's buffer; return it."""
-        grad = bucket.grad
-        assert grad is not None
+        assert (grad := bucket.grad) is not None
         if self.level >= 2:
             bucket.grad = None
             for _, param, _ in bucket.params:
@@ -238,10 +241,7 @@ class GradientBuckets(GradientSink):
                 self._next = 0  # the next micro-batch
 
     def _complete(self, bucket: Bucket) -> None:
-        """Bring in what was kept elsewhere: look-ups summed apart, plain autograd's `.grad`.
-
-        A parameter that no one used gets zero.
-        """
+        """Bring in look-ups summed apart and plain autograd's `.grad`; zero where no one wrote."""
         for name, param, _ in bucket.params:
             if param in self._apart:
                 self.add(param, self._apart.pop(param))

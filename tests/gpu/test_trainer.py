@@ -57,12 +57,15 @@ def test_one_rank_follows_the_cpu(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("layout", ["tp", "sp", "dp", "pp"])
+@pytest.mark.parametrize("layout", ["tp", "sp", "dp", "pp", "zero 1", "zero 3"])
 def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout):
     want, want_validation = train(tmp_path, "cuda", dtype, 1)
     more = {"tp": ["--tensor-model-parallel-size", "2"], "dp": []}
     more["pp"] = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v"]
     more["sp"] = [*more["tp"], "--sequence-parallel"]
+    for level in "13":
+        overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
+        more[f"zero {level}"] = ["--zero-stage", level, *overlap]
     gloo = ["--distributed-backend", "gloo"]
     losses, validation = train(tmp_path, "cuda", dtype, 2, *more[layout], *gloo)
     assert losses == pytest.approx(want, rel=TOLERANCE[dtype])
