@@ -19,7 +19,6 @@ import native
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("--stage", type=int, required=True, choices=[1, 2, 3])
-    p.add_argument("--no-overlap", action="store_true", help="overlap_comm: false")
     mine, rest = p.parse_known_args()
     sys.argv[1:] = rest
     a = native.get_args()
@@ -33,7 +32,7 @@ def main():
     config = {
         "train_micro_batch_size_per_gpu": per, "gradient_accumulation_steps": 1, "gradient_clipping": a.clip,
         "bf16": {"enabled": a.dtype == "bf16"},
-        "zero_optimization": {"stage": mine.stage, "overlap_comm": not mine.no_overlap, "contiguous_gradients": True},
+        "zero_optimization": {"stage": mine.stage, "overlap_comm": True, "contiguous_gradients": True},
         "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
