@@ -33,6 +33,7 @@ from mpu.pipeline import engine  # noqa: E402
 from mpu.zero import adam, optimizer, weights  # noqa: E402
 from training.data.loader import Loader  # noqa: E402
 
+train = pretrain_llama.train
 saving = sys.modules["training.checkpoint.save"]
 POINTS = {
     "connect": (Grid, "connect"),
@@ -116,6 +117,12 @@ def load_and_save(run: Any, loaders: Any, saver: Any, *rest: Any) -> None:
     saver.save(run.iteration, run.consumed, must=True)
 
 
+def save_first(run: Any, loaders: Any, saver: Any, *rest: Any) -> None:
+    """Take the place of `train`: save again what was loaded, then train."""
+    load_and_save(run, loaders, saver)
+    train(run, loaders, saver, *rest)
+
+
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Become one rank of a job; does not return."""
     folder = Path(job["dir"])
@@ -136,6 +143,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         shorten(job["timeout"])
     if job.get("no_step"):
         pretrain_llama.train = load_and_save
+    if job.get("save_first"):
+        pretrain_llama.train = save_first
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is while the program imports torch
     pretrain_llama.as_process(lambda: pretrain_llama.main(argv), None)
