@@ -112,10 +112,10 @@ class Agreement:
         self._asked = _Flags(flags, self.world, self._stream)
         return last.read() if last else (False, False)
 
-    def close(self) -> None:
-        """Wait for what is in flight: a process group must not be destroyed under it."""
-        if self._asked:
-            self._asked.read()
+    def close(self) -> tuple[bool, bool]:
+        """Return the last step's flags. Waits for them: a process group must not be destroyed under
+        what is in flight."""
+        return self._asked.read() if self._asked else (False, False)
 
 
 class _Flags:

@@ -9,7 +9,13 @@ from mpu.grid import Axis
 from training import control
 from training.control import Agreement, _Flags
 
-STEPS = [(False, 0.0), (True, 0.0), (False, 1.0), (False, 0.0)]  # of rank 1: told to stop, skipped
+STEPS = [
+    (False, 0.0),
+    (True, 0.0),
+    (False, 1.0),
+    (False, 0.0),
+    (True, 1.0),
+]  # of rank 1: told to stop, skipped
 
 
 def answers(comm):
@@ -17,12 +23,12 @@ def answers(comm):
     for stop, found_inf in STEPS:
         mine = stop and comm.rank == 1
         found.append(agreement.ask(mine, torch.tensor(found_inf)))
-    agreement.close()
-    return found
+    return [*found, agreement.close()]
 
 
 def test_every_rank_hears_one_step_later_what_one_rank_said(world):
-    heard = [(False, False), (False, False), (True, False), (False, True)]
+    heard = [(False, False), (False, False), (True, False), (False, True), (False, False)]
+    heard.append((True, True))  # of the last step, at the end
     assert world(2).run(answers) == [heard, heard]
     assert Agreement(Axis("world")).ask(True, torch.tensor(0.0)) == (False, False)
 
