@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import pretrain_llama
+from mpu.comm.collectives import all_gather
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
-from mpu.param import unique_parameters
 from mpu.pipeline.engine import Engine
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
@@ -41,14 +41,14 @@ def write_fork(folder: Path) -> Path:
             "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
             "        self.ctx = ctx\n"
             "        place = Placement((h,), axis=ctx.tp, reduce_axes=ctx.replicated_over)\n"
-            "        self.gain = parameter(place, ctx.dtype, ctx.device)\n"
+            "        self.gain = parameter(place, ctx.dtype, ctx.device, ctx.sink)\n"
         ),
         "        return self.proj(y)\n\n    def decode": (
             "        return self.proj(y) * use(self.gain, self.ctx.sink)\n\n    def decode"
         ),
         "            self.norm = RMSNorm(": (
             "            place = Placement((1,), axis=ctx.tp, reduce_axes=(ctx.tp,))\n"
-            "            self.temperature = parameter(place, ctx.dtype, ctx.device)\n"
+            "            self.temperature = parameter(place, ctx.dtype, ctx.device, ctx.sink)\n"
             "            self.norm = RMSNorm("
         ),
         "        loss = vocab_parallel": (
@@ -71,13 +71,13 @@ def write_fork(folder: Path) -> Path:
     return path
 
 
-def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
+def train_two_steps(comm, path: str, tp: int, pp: int, zero: int) -> dict:
     spec = importlib.util.spec_from_file_location("alpaca", path)
     alpaca = importlib.util.module_from_spec(spec)
     sys.modules["alpaca"] = alpaca
     spec.loader.exec_module(alpaca)
     grid = comm.grid(tp, pp=pp)
-    sink = GradientBuckets(grid, torch.float64, Sharing(bucket_size=1000))
+    sink = GradientBuckets(grid, torch.float64, Sharing(zero, 1000, gather_ahead=True))
     ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
     config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
     schedule = "zb-h1" if pp > 1 else None  # weight gradients that wait
@@ -86,8 +86,10 @@ def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
     )
     settings = Config(ModelConfig(2, 16, 4, 8, vocab_size=50), parallel, BatchConfig(2, 4))
     stages = rank_stages(settings, grid.pp.rank)
-    model = alpaca.Alpaca(config, ctx, stages=stages).initialize(3)
+    model = alpaca.Alpaca(config, ctx, stages=stages)
     sink.attach(model, model.chunk_of)
+    for names in sink.fill():
+        model.initialize(3, names)
     optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
     device, watch = torch.device("cpu"), Watch()
     engine = Engine(grid, ctx.queue, watch, ctx.dtype, device)
@@ -100,26 +102,27 @@ def train_two_steps(comm, path: str, tp: int, pp: int) -> dict:
         for part in rows.chunk(pp)
     ]
     losses = [pretrain_llama.train_step(run, batches, 1e-2)[0].item() for _ in range(2)]
-    grads = {
-        name: sink.main[param].tolist()
-        for name, param in unique_parameters(model)
-        if "gain" in name or "temperature" in name
-    }
+    grads = {}
+    for bucket in sink.buckets:
+        flat = all_gather(bucket.own_grad, grid.shard)[0] if sink.level else bucket.own_grad
+        for name, param, start in bucket.params:
+            if "gain" in name or "temperature" in name:
+                grads[name] = flat[start : start + param.numel()].tolist()
     return {"losses": losses, "grads": grads}
 
 
 def test_a_fork_trains_on_two_ranks(world, tmp_path):
     path = str(write_fork(tmp_path))
-    (one,) = world(1).run(train_two_steps, path, 1, 1)
+    (one,) = world(1).run(train_two_steps, path, 1, 1, 0)
     assert one["losses"][1] < one["losses"][0]
-    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+    for tp, pp, zero in ((1, 1, 0), (1, 1, 3), (2, 1, 0), (1, 2, 0)):
         seen = set()
-        for result in world(2).run(train_two_steps, path, tp, pp):
+        for result in world(2).run(train_two_steps, path, tp, pp, zero):
             assert torch.allclose(
                 torch.tensor(result["losses"]), torch.tensor(one["losses"]), rtol=1e-10, atol=0
             )
             for name, grad in result["grads"].items():
                 got, want = torch.tensor(grad), torch.tensor(one["grads"][name])
-                assert (got - want).norm() <= 1e-12 * want.norm(), (tp, pp, name)
+                assert (got - want).norm() <= 1e-12 * want.norm(), (tp, pp, zero, name)
                 seen.add(name)
         assert seen == one["grads"].keys()
