@@ -141,7 +141,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.watch)
         explainer.know(run)
         batches = micro_batches(config, grid.dp.rank)
-        if config.parallel.zero:
+        if run.sink.level:
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))

@@ -161,7 +161,8 @@ class Explainer:
         """Forget what was, but for what is still on its way: the step that is told begins."""
         assert self.buckets is not None, "know() comes first"
         self.buckets.begin(micro_batches)
-        self.before = [event for event in self.events if event.is_async and not event.waited_at]
+        on_their_way = [event for event in self.events if event.is_async and not event.waited_at]
+        self.before = [event for event in on_their_way if event.parcel is None]  # the rest is sent
         for event in self.before:
             event.first = 0
         for kept in (self.events, self.actions, self.done, self.maker):

@@ -72,6 +72,10 @@ def check(world, ranks, tp, pp, rest):
     for _, text in world(ranks).run(run, tp, pp, rest):
         assert text.endswith("All equal.") and "DIFFERS" not in text
         assert max(map(len, text.splitlines())) <= 150
+        for before in re.findall(r"on their way since .*?\n---", text, re.DOTALL):
+            assert " update  " in before and "send" not in before.partition("\n")[2].replace(
+                "sends", ""
+            )
 
 
 @pytest.mark.parametrize("ranks, tp, pp, rest", CASES, ids=str)
