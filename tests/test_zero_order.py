@@ -16,6 +16,7 @@ import pretrain_llama
 from tests.twin import config_of, micro_batches
 from tools.explain_trace import Actions
 
+IN_USE = ("use", "release")
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=False, m=1, rows=12, lr=1e-3, gather=True)
 
 
@@ -220,6 +221,10 @@ def test_in_a_pipeline_buckets_leave_with_their_last_gradient(world, zero, sched
             for i in gathers:
                 first, last = at(events, "use", i)[0], at(events, "done", i)[-1]
                 assert all(i in e.whole for e in events[first : last + 1])
+                (launch,) = at(events, "sum", i)
+                held = [sum(place < launch for place in at(events, w, i)) for w in IN_USE]
+                later = [e for e in events[launch + 1 :] if e.what in ("done", "finish")]
+                assert held[0] > held[1] or not any(i in e.whole for e in later), "it stays whole"
 
 
 def turns(events: list[Event]) -> list[tuple[int, int, int]]:
