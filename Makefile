@@ -25,7 +25,7 @@ test: setup lint ## lint, and every test that needs neither a GPU nor patience
 prove: setup ## every proof in its long form
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -m "not gpu"
 
-explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
+explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)

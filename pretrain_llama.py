@@ -245,11 +245,7 @@ def train(
             if run.iteration == settled:
                 for line in memory_report.of(config, run.optimizer):
                     log.note(line)
-            if skipped and settings.on_nan == "stop":
-                raise FloatingPointError(
-                    f"the gradient norm was not finite at iteration {run.iteration - 1}: that "
-                    "update was skipped on every rank"
-                )
+            stop_at_nan(settings.on_nan, skipped, run.iteration - 1)
             profile.step()
             if settings.manual_gc and settings.manual_gc_interval:
                 if run.iteration % settings.manual_gc_interval == 0:
@@ -263,10 +259,19 @@ def train(
                 run.watch.action = f"saving iteration {run.iteration}"
                 saver.save(run.iteration, run.consumed, must=ended)
             if ended:
-                agreement.close()
+                stop_at_nan(settings.on_nan, agreement.close()[1], run.iteration)
                 if run.iteration < total:
                     log.note(f"stopped after iteration {run.iteration} of {total}")
                 return
+
+
+def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
+    """End the run where every rank skipped an update, unless --on-nan says to go on."""
+    if skipped and on_nan == "stop":
+        raise FloatingPointError(
+            f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
+            "on every rank"
+        )
 
 
 def main(argv: list[str] | None = None, parent: int | None = None) -> int:
@@ -365,8 +370,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    dtype = str(config.run.dtype).removeprefix("torch.")
-    hf = hf_config(run.model.config, dtype)
+    hf = hf_config(run.model.config, str(config.run.dtype).removeprefix("torch."))
     names = hf_names(run.model)
     saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, digests, note)
     if config.checkpoint.load:

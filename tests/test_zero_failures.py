@@ -200,9 +200,11 @@ def test_a_step_with_a_nan_in_one_rank_is_as_if_it_had_never_been(
             assert told == [([0.0, 0.0, 1.0, 0.0], True, 3, True)] * len(places), case
 
 
-def run_spoilt(ranks: Ranks, level: int, on_nan: str, how: str, count: int) -> Result:
+def run_spoilt(
+    ranks: Ranks, level: int, on_nan: str, how: str, count: int, more: str = ""
+) -> Result:
     fault = fault_during(BACKWARD, "backward", count - 1, how)
-    flags = f"{FLAGS} --bf16 --zero-stage {level} --on-nan {on_nan}"
+    flags = f"{FLAGS} --bf16 --zero-stage {level} --on-nan {on_nan}{more}"
     return ranks.run(count, 1, fault, flags=flags)
 
 
@@ -222,7 +224,16 @@ def test_a_nan_stops_the_run_one_step_later(ranks: Ranks, level: int, count: int
     assert steps == [1, 2, 3, 4] and result.saved() == ["step_00000003"]
 
 
-@pytest.mark.parametrize("count, levels", [(2, [0, 3]), pytest.param(4, range(4), marks=LATER)])
+def test_a_nan_in_the_last_step_is_told_and_what_was_there_is_saved(ranks: Ranks) -> None:
+    result = run_spoilt(ranks, 3, "stop", "nan", 2, " --exit-interval 3")
+    assert result.codes == [1, 1]
+    for rank in range(2):
+        assert "not finite at iteration 3" in result.said(rank)
+    assert result.saved() == ["step_00000003"]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("count, levels", [(2, [0, 3]), (4, range(4))])
 def test_a_run_that_skips_a_nan_is_the_same_at_every_level(
     ranks: Ranks, count: int, levels: Any
 ) -> None:

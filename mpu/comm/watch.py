@@ -129,15 +129,15 @@ class Watch:
 
     def _print(self) -> None:
         """Say the first cause once, unless this rank says so itself."""
-        with self._lock:
+        with self._lock:  # held while writing: who comes second may end the process at once
             cause, silent = self.first, self._said
             self._said = True
-        if cause is None or silent or cause.why == self._own:
-            return
-        doing = f" {at(self.action)}" if cause.rank != self.rank else ""
-        text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
-        sys.stderr.write(text)  # one write: ranks that share a terminal must not mix their lines
-        sys.stderr.flush()
+            if cause is None or silent or cause.why == self._own:
+                return
+            doing = f" {at(self.action)}" if cause.rank != self.rank else ""
+            text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
+            sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
+            sys.stderr.flush()
 
     def _leave(self) -> None:
         os._exit(1)

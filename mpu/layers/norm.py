@@ -71,9 +71,10 @@ class _RMSNorm(torch.autograd.Function):
         weight = weight.to(kind)
         rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
         p = grads * rows
-        ctx.sink.add(layer.weight, torch.mv(p.t(), r[:, 0]))
-        ctx.sink.done(layer.weight)
+        dw = torch.mv(p.t(), r[:, 0])
         pull = torch.mv(p, weight)[:, None].mul_(r.pow(3)).div_(h)
         dx = torch.mul(grads, weight, out=p).mul_(r).addcmul_(rows, pull, value=-1.0)
         ctx.sink.release(layer.weight)
+        ctx.sink.add(layer.weight, dw)
+        ctx.sink.done(layer.weight)
         return dx.view(x.shape).to(x.dtype), None, None

@@ -51,10 +51,12 @@ class Batch:
     token_count: int
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the same batch with its tensors on a device."""
+        """Return the same batch with its tensors on a device; a copy to CUDA is not waited for."""
         names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
-        held = {name: getattr(self, name) for name in names}
-        return replace(self, **{k: v if v is None else v.to(device) for k, v in held.items()})
+        held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if torch.device(device).type == "cuda":
+            held = {k: v if v.is_cuda else v.pin_memory() for k, v in held.items()}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in held.items()})
 
 
 def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
