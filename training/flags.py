@@ -63,7 +63,7 @@ LIVE = """
 --num-distributed-optimizer-instances | int>=1 | groups of data-parallel ranks; off: 1 | shard inside a group of ranks, replicate over the groups
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
 --overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated ones under the next forward; at level 3 a block ahead
---ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 1e6 to 40e6 | gradients reduced in one collective; at level 3 a block is a bucket
+--ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at level 3 a block is a bucket
 --grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | keep local gradients in this until they are sent; sums stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep masters and moments in host memory

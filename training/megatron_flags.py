@@ -740,7 +740,7 @@ DIFFERENCES = (
     (
         "--ddp-bucket-size",
         "max(40e6, 1e6 x data-parallel size) where left out",
-        "an eighth of the gradients, 1e6 to 40e6; at --zero-stage 3 a block",
+        "an eighth of the gradients, 2e6 to 40e6; at --zero-stage 3 a block",
     ),
     (
         "--recompute-granularity",

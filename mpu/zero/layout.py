@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 1024  # elements; also the unit of the global norm
-SMALLEST, LARGEST = 1 << 20, 40_000_000  # elements of an automatic bucket
+SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def test_the_fullest_pipeline_rank_sets_the_automatic_size():
         f" --decoder-last-pipeline-num-layers 1 {UNTIED}"
     )
     config = read(line, 2)
-    (small,) = estimate.flats(config, 1)  # by itself it would be cut in buckets of 2^20
+    (small,) = estimate.flats(config, 1)  # by itself it would be cut in buckets of 2^21
     assert small.length > 8 * 2**20
     assert len(estimate.flats(config, 0)) == 8
 

@@ -67,7 +67,7 @@ def told(comm, case: dict) -> list[str]:
     "case, buckets, peaks",
     [
         (dict(zero=0), "has its weights in 13 buckets of about 500 elements (--ddp-", 0),
-        (dict(zero=1, bucket=None), "its weights in 1 bucket of about 1,048,576", 0),
+        (dict(zero=1, bucket=None), "its weights in 1 bucket of about 2,097,152", 0),
         (dict(zero=2, bucket=3000), "buckets of about 3,000 elements", 1),
         (dict(zero=3, gather=True), "its weights in 5 buckets, a transformer block", 2),
     ],
