@@ -13,10 +13,12 @@ Two data-parallel ranks of one thread, in two network namespaces joined by a lin
     alone           the same step by two runs of one rank each, at once: no communication
     communication   the same buckets' collectives back to back, while nothing else runs
 
-Seconds, medians over the timed steps of alternating launches. At level 0 `overlapped` and `alone`
-differ by the gradients' communication and nothing else. At levels 1 and up communication is that
-of gradients and of updated weights (gathered with --overlap-param-gather), and `alone` updates
-all weights where a rank of two updates half.
+Seconds, medians over the timed steps of alternating launches, and in brackets the least; the share
+that is hidden is given by both, as a noisy machine adds more to the longer sides. At level 0
+`overlapped` and `alone` differ by the gradients' communication, and by the wait of the faster rank
+for the slower one in each step, which here counts as not hidden. At levels 1 and up communication
+is that of gradients and of updated weights (gathered with --overlap-param-gather), and `alone`
+updates all weights where a rank of two updates half.
 """
 
 import argparse
@@ -75,9 +77,11 @@ def main() -> None:
                     for side in SIDES:
                         found[side] += run(link, side, level, bucket, args)
                 medians = [statistics.median(found[side]) for side in SIDES]
-                row = [f"{level}, {bucket * 4 / 1e6:.0f} MB", *[f"{x:.3f}" for x in medians]]
-                print("|", *[f" {cell} |" for cell in row], f" **{hidden(*medians):.0%}** |",
-                      sep="", flush=True)  # fmt: skip
+                least = [min(found[side]) for side in SIDES]
+                both = [f"{x:.3f} ({y:.3f})" for x, y in zip(medians, least, strict=True)]
+                row = [f"{level}, {bucket * 4 / 1e6:.0f} MB", *both]
+                share = f" **{hidden(*medians):.0%}** ({hidden(*least):.0%}) |"
+                print("|", *[f" {cell} |" for cell in row], share, sep="", flush=True)
 
 
 def hidden(overlapped: float, at_the_end: float, alone: float, communication: float) -> float:
