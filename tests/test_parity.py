@@ -60,7 +60,8 @@ def test_twenty_steps_follow_the_twin(world, size, tp):
         assert result["norms"] == pytest.approx(norms, rel=1e-10)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.prove)])
+@pytest.mark.prove  # in short in tests/test_zero_parity.py
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_buckets_and_overlap_change_no_bit(world, dtype):
     """Other buckets, reduced under backward or after: the same bits, clipping active."""
     base = dict(tp=2, dp=2, sp=True, recompute=None, tied=True, m=3, lr=1e-2, clip=0.1, dtype=dtype)

@@ -104,7 +104,7 @@ def check_same(one: Result, other: Result) -> None:
     [
         ("one rank", "interleaved", ""),
         ("one rank", "zb-v", UNTIED),
-        ("one rank", "zb-h1", ""),
+        pytest.param("one rank", "zb-h1", "", marks=LATER),
         pytest.param("one rank", "1f1b", UNTIED, marks=LATER),
         pytest.param("one rank", "gpipe", "", marks=LATER),
         pytest.param("one rank", "interleaved", UNTIED, marks=LATER),
