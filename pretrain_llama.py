@@ -51,6 +51,7 @@ from training.control import Agreement, StopSignal, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
+from training.estimate import accumulate_dtype
 from training.failure import as_process, compare, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
@@ -159,11 +160,6 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
     instances = p.num_distributed_optimizer_instances
     return Grid(launch.world, tp, cp, pp, launch, backend, instances)
-
-
-def accumulate_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of gradients, masters and moments."""
-    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
 
 
 def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:

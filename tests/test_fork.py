@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import pretrain_llama
-from mpu.comm.collectives import all_gather
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.pipeline.engine import Engine
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
+from tests.twin import gathered
 from training.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from training.data.batch import Batch
 from training.pipeline import rank_stages
@@ -102,12 +102,11 @@ def train_two_steps(comm, path: str, tp: int, pp: int, zero: int) -> dict:
         for part in rows.chunk(pp)
     ]
     losses = [pretrain_llama.train_step(run, batches, 1e-2)[0].item() for _ in range(2)]
-    grads = {}
-    for bucket in sink.buckets:
-        flat = all_gather(bucket.own_grad, grid.shard)[0] if sink.level else bucket.own_grad
-        for name, param, start in bucket.params:
-            if "gain" in name or "temperature" in name:
-                grads[name] = flat[start : start + param.numel()].tolist()
+    grads = {
+        name: grad.tolist()
+        for name, grad in gathered(sink, "own_grad").items()
+        if "gain" in name or "temperature" in name
+    }
     return {"losses": losses, "grads": grads}
 
 

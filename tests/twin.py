@@ -18,6 +18,7 @@ from mpu.comm.collectives import all_gather
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.param import placement_of, unique_parameters
+from mpu.zero.buckets import GradientBuckets
 from training.config import (
     BatchConfig,
     Config,
@@ -118,15 +119,9 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         losses.append(loss.item())
         norms.append(norm.item())
     run.sink.wait_for_weights()
-    whole, sums = {}, {}
-    for bucket in run.sink.buckets:  # the owners' parts; at level 0 each is the whole
-        flat, grad = bucket.own, bucket.own_grad
-        if run.sink.level:
-            flat, grad = all_gather(flat, grid.shard)[0], all_gather(grad, grid.shard)[0]
-        for name, param, start in bucket.params:
-            here = slice(start, start + param.numel())
-            whole[name] = flat[here].view(param.shape)
-            sums[name] = grad[here].view(param.shape)
+    whole, sums = gathered(run.sink, "own"), gathered(run.sink, "own_grad")
+    for bucket in run.sink.buckets:
+        for name, param, _ in bucket.params:
             if bucket.weights is not None:
                 assert torch.equal(param, whole[name]), "the weights were not gathered"
     grads, names = [], hf_names(run.model)
@@ -137,6 +132,18 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
     weights = {n: w.float().numpy() for n, w in whole.items()}
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+
+
+def gathered(sink: GradientBuckets, kind: str) -> dict[str, torch.Tensor]:
+    """Gather the owners' parts of the weights ("own") or sums ("own_grad") of every parameter."""
+    found = {}
+    for bucket in sink.buckets:
+        flat = getattr(bucket, kind)
+        if sink.level:  # at level 0 each is the whole
+            flat = all_gather(flat, sink.shard)[0]
+        for name, param, start in bucket.params:
+            found[name] = flat[start : start + param.numel()].view(param.shape)
+    return found
 
 
 def run_cases(comm, some: list[dict]) -> list[dict]:

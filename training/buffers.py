@@ -84,7 +84,7 @@ def uses(config: Config, flats: list[Flat]) -> list[int]:
     """
     p, shared = config.parallel, [flat for flat in flats if not flat.axes]
     at = {name: i for i, flat in enumerate(shared) for name, _, _ in flat.params}
-    forward = list(dict.fromkeys(range(len(shared) - 1, -1, -1)))
+    forward = list(range(len(shared) - 1, -1, -1))
     if both_ends(flats):
         forward.append(at[EMBEDDING])
     layers = {i for name, i in at.items() if name.startswith("layers.")}

@@ -73,9 +73,14 @@ def total_parameters(config: Config) -> int:
     return count(shapes(config, tp=1)) - matrices * padding * m.hidden_size
 
 
+def accumulate_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, masters and moments: fp32, or fp64 under --fp64."""
+    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
+
+
 def accumulate_bytes(config: Config) -> int:
-    """Return the bytes of a gradient, master or moment: fp32, or fp64 under --fp64."""
-    return 8 if config.run.dtype == torch.float64 else 4
+    """Return the bytes of a gradient, master or moment."""
+    return accumulate_dtype(config).itemsize
 
 
 def gradient_bytes(config: Config) -> int:

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from mpu.comm.collectives import all_gather
 from mpu.grid import Axis, Grid
 from mpu.param import Placement, use
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import BLOCK, Sharing
 from mpu.zero.optimizer import Optimizer
+from tests.twin import gathered
 
 
 class Toy(nn.Module):
@@ -113,11 +113,7 @@ def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
         for _ in range(2):
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
         sink.finish()
-    found = {}
-    for bucket in sink.buckets:
-        flat = all_gather(bucket.own_grad, grid.shard)[0] if level else bucket.own_grad
-        for name, param, start in bucket.params:
-            found[name] = flat[start : start + param.numel()].tolist()
+    found = {name: grad.tolist() for name, grad in gathered(sink, "own_grad").items()}
     assert sink.live == 0 and not sink.gatherer.whole, "a buffer outlives the step"
     assert level < 2 or sink.peak > 0
     assert level < 3 or (sink.gatherer.peak > 0 and toy.w1.isnan().all())
