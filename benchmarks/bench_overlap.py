@@ -7,18 +7,17 @@
 Two data-parallel ranks of one thread, in two network namespaces joined by a link of that rate
 (Linux, root, iproute2); fp32, --micro-batch sequences a rank in one micro-batch.
 
-    hidden = 1 - (overlapped - alone) / communication
+    hidden = 1 - (overlapped - perfect) / communication
     overlapped      a step with --overlap-grad-reduce
     at the end      a step without it
-    alone           the same step by two runs of one rank each, at once: no communication
+    perfect         the overlapped step, with the buckets' collectives replaced by local copies
     communication   the same buckets' collectives back to back, while nothing else runs
 
 Seconds, medians over the timed steps of alternating launches, and in brackets the least; the share
-that is hidden is given by both, as a noisy machine adds more to the longer sides. At level 0
-`overlapped` and `alone` differ by the gradients' communication, and by the wait of the faster rank
-for the slower one in each step, which here counts as not hidden. At levels 1 and up communication
-is that of gradients and of updated weights (gathered with --overlap-param-gather), and `alone`
-updates all weights where a rank of two updates half.
+that is hidden is given by both, as a noisy machine adds more to the longer sides. In `perfect` the
+ranks still agree on the loss and the norm, so that the faster one waits there too for the slower
+one. At levels 1 and up communication is that of gradients and of updated weights (gathered with
+--overlap-param-gather).
 """
 
 import argparse
@@ -29,15 +28,18 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import pretrain_llama  # noqa: E402
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
-from mpu.comm.collectives import barrier  # noqa: E402
+from mpu.comm import collectives  # noqa: E402
 from mpu.comm.watch import Watch  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
@@ -46,7 +48,8 @@ from training.failure import meet  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
 WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
-SIDES = ("overlapped", "at the end", "alone", "communication")
+MESSAGE = 1 << 16  # elements: what is smaller is no bucket
+SIDES = ("overlapped", "at the end", "perfect", "communication")
 
 
 def main() -> None:
@@ -59,9 +62,12 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3, help="of each, taken in turn")
     parser.add_argument("--steps", type=int, default=0, help="timed (0: 10 tiny, 2 small)")
     parser.add_argument("--communicate", type=Path, help=argparse.SUPPRESS)  # a rank of that side
+    parser.add_argument("--perfect", action="store_true", help=argparse.SUPPRESS)  # likewise
     args, rest = parser.parse_known_args()
     if args.communicate:
         return communicate(args.communicate, args.steps, rest)
+    if args.perfect:
+        return perfect(rest)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
     args.steps = args.steps or (10 if args.size == "tiny" else 2)
@@ -84,34 +90,50 @@ def main() -> None:
                 print("|", *[f" {cell} |" for cell in row], share, sep="", flush=True)
 
 
-def hidden(overlapped: float, at_the_end: float, alone: float, communication: float) -> float:
+def hidden(overlapped: float, at_the_end: float, perfect: float, communication: float) -> float:
     """Return the share of the communication that the step does not wait for."""
-    return 1 - (overlapped - alone) / communication
+    return 1 - (overlapped - perfect) / communication
 
 
 def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace) -> list[float]:
-    """Run one side on both ends of the link; return the timed steps' seconds (of both runs, where
-    they are two).
-    """
-    warm, ranks = WARM[args.size], 1 if side == "alone" else 2
+    """Run one side on both ends of the link; return the timed steps' seconds."""
+    warm = WARM[args.size]
     flags = [*model_flags(args.size), "--micro-batch-size", str(args.micro_batch)]
-    flags += ["--global-batch-size", str(args.micro_batch * ranks), "--zero-stage", str(level)]
+    flags += ["--global-batch-size", str(args.micro_batch * 2), "--zero-stage", str(level)]
     flags += ["--train-iters", str(warm + args.steps), "--ddp-bucket-size", str(bucket)]
     if side != "at the end":
         flags += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * (level > 0)
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seconds.json"
         if side == "communication":
-            file = Path(folder) / "seconds.json"
             words = [__file__, "--communicate", str(file), "--steps", str(args.steps)]
             link.run([sys.executable, *words, *flags])
             return json.loads(file.read_text())
-        flags += ["--log-json", f"{folder}/log{{end}}.json"]
-        link.run([sys.executable, str(TRAINER), *flags], apart=side == "alone")
-        seconds = []
-        for log in sorted(Path(folder).glob("log*.json")):
-            rows = [json.loads(line) for line in log.read_text().splitlines()]
-            seconds += [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
-        return seconds
+        flags += ["--log-json", str(file)]
+        words = [__file__, "--perfect"] if side == "perfect" else [str(TRAINER)]
+        link.run([sys.executable, *words, *flags])
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
+
+
+def perfect(flags: list[str]) -> None:
+    """Be one rank of a run whose gradients and weights arrive at once: as copies of its own."""
+    gather, exchange = collectives._all_gather, dist.all_to_all_single
+
+    def gathered(out: Tensor, x: Tensor, **how: Any) -> Any:
+        if x.numel() < MESSAGE:
+            return gather(out, x, **how)
+        for part in out.view(-1, x.numel()):
+            if part.data_ptr() != x.data_ptr():
+                part.copy_(x.view(-1))
+
+    def exchanged(out: Tensor, x: Tensor, **how: Any) -> Any:
+        if x.numel() < MESSAGE:
+            return exchange(out, x, **how)
+        out.copy_(x)
+
+    collectives._all_gather, dist.all_to_all_single = gathered, exchanged
+    sys.exit(pretrain_llama.main(flags))
 
 
 def communicate(file: Path, steps: int, flags: list[str]) -> None:
@@ -125,10 +147,10 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     trained = build(config, grid, device, Watch())
     seconds = []
     for _ in range(1 + steps):  # the first one connects the ranks and touches the memory
-        barrier(grid.world)
+        collectives.barrier(grid.world)
         begin = time.perf_counter()
         collectives_of_a_step(trained)
-        barrier(grid.world)
+        collectives.barrier(grid.world)
         seconds.append(time.perf_counter() - begin)
     if grid.rank == 0:
         file.write_text(json.dumps(seconds[1:]))
