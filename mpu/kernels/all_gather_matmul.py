@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply all ranks' rows by this rank's weight while the rows arrive: y = gather(x) w^T.
+
+One launch. The first programs push this rank's rows into its peers' memory, chunk by chunk, and
+raise a flag for each; the others multiply, the own rows first, which are there:
+
+    rank 1 of 3, chunks a b       time ->
+    pushers    1a>0  1b>0  1a>2  1b>2             the rank before needs them first
+    from 2           2a    2b                     flags (2 -> 1), chunks a and b
+    from 0                       0a    0b
+    programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
+
+A tile waits for the chunks its rows lie in (tiles.py) and no others; a tile of the own rows never.
+Pushers are the programs of lowest number, so they run first wherever programs run in turn, and no
+order among streams matters. With no pushers the rows come otherwise: peers' memory read in place,
+copies of a copy engine, or the push of an earlier launch of the same epoch (a second weight).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels import tiles
+from mpu.kernels.product import (
+    Blocks,
+    choose_blocks,
+    constants,
+    open_rows,
+    open_weight,
+    tile_product,
+)
+from mpu.kernels.signals import (
+    Exchange,
+    check_device,
+    compiled,
+    raise_flag,
+    signed,
+    tile_done,
+    wait_flag,
+    wait_tile,
+)
+
+PUSHERS = 16  # programs that push, on a GPU
+PUSH_ROWS = 16  # rows that a pusher copies before it counts them: fine, so that chunks go in order
+PUSH_COLUMNS = 512
+tile_at = compiled(tiles.tile_at)
+tile_count = compiled(tiles.tile_count)
+
+
+@triton.jit
+def push_rows(
+    x, outbox, raises, counters, x_scales, scale_outbox, m, k, scale_stride, chunk_rows,
+    flag_stride, chunks, rank, epoch, program, programs, WORLD: tl.constexpr, SCALED: tl.constexpr,
+    PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's rows x [m, k] to every peer, the rank before first, and raise the flags."""
+    for index in range(program, tile_count(WORLD - 1, m, 1, PUSH_M, 1), programs):
+        peer, tile, _ = tile_at(index, rank, WORLD - 1, WORLD - 1, WORLD, m, 1, PUSH_M, 1, 1)
+        there = tl.load(outbox + peer).to(x.dtype)
+        rows = (tile * PUSH_M + tl.arange(0, PUSH_M)).to(tl.int64)
+        for at in range(0, k, PUSH_K):
+            columns = at + tl.arange(0, PUSH_K)
+            place = rows[:, None] * k + columns[None, :]
+            mask = (rows < m)[:, None] & (columns < k)[None, :]
+            tl.store(tl.multiple_of(there, 16) + place, tl.load(x + place, mask), mask)
+        if SCALED:
+            scales = tl.load(scale_outbox + peer).to(tl.pointer_type(tl.float32))
+            place = rows * scale_stride
+            tl.store(scales + place, tl.load(x_scales + place, rows < m), rows < m)
+        tile_done(
+            raises, counters, peer, tile, m, 1, PUSH_M, chunk_rows, flag_stride, chunks, epoch,
+            RAISE,
+        )  # fmt: skip
+
+
+@triton.jit
+def multiply_rows(
+    x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, error, m, n, k, stride_n, stride_k,
+    x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch, patience, program,
+    programs, WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Compute the tiles of y, the own rows first, each when the chunks it needs have come."""
+    error = error.to(tl.pointer_type(tl.int32))
+    weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
+    for index in range(program, tile_count(WORLD, m, n, BLOCK_M, BLOCK_N), programs):
+        owner, i, j = tile_at(index, rank, 0, 1, WORLD, m, n, BLOCK_M, BLOCK_N, GROUP)
+        came = True
+        theirs = x
+        scales = x_scales
+        if owner != rank:
+            came = wait_tile(
+                arrived, owner, i, m, BLOCK_M, chunk_rows, flag_stride, epoch, patience, error,
+                WAIT, TMA,
+            )  # fmt: skip
+            theirs = tl.load(inbox + owner).to(x.dtype)
+            scales = tl.load(scale_inbox + owner).to(x_scales.dtype)
+        shard = open_rows(theirs, m, k, BLOCK_M, BLOCK_K, TMA)
+        product = tile_product(
+            shard, weight, i * BLOCK_M, m, j * BLOCK_N, n, k, stride_n, stride_k, BLOCK_M, BLOCK_N,
+            BLOCK_K, ROWS, TMA, DOT_F32, PRECISION,
+        )  # fmt: skip
+        rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        if SCALED:
+            left = tl.load(scales + rows * x_scale_stride, rows < m, 0.0)
+            right = tl.load(w_scales + columns * w_scale_stride, columns < n, 0.0)
+            product = product * left[:, None] * right[None, :]
+        product = tl.where(came, product, float("nan"))
+        place = (owner.to(tl.int64) * m + rows)[:, None] * n + columns[None, :]
+        mask = (rows < m)[:, None] & (columns < n)[None, :]
+        tl.store(y + place, product.to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["rank", "epoch", "patience"])
+def all_gather_matmul_kernel(
+    x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, scale_inbox,
+    scale_outbox, error, m, n, k, stride_n, stride_k, x_scale_stride, w_scale_stride, chunk_rows,
+    flag_stride, chunks, rank, epoch, patience, PUSHERS: tl.constexpr, PUSH_M: tl.constexpr,
+    PUSH_K: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+    RAISE: tl.constexpr,
+):  # fmt: skip
+    """x [m, k] own rows, w [n, k] (strides), y [WORLD m, n]; the tables are those of Exchange.
+
+    SCALED: multiply by the scales of x's rows, which travel behind them, and of w's rows; a stride
+    of 0 makes one scale serve a rank's whole x, or w.
+    """
+    program = tl.program_id(0)
+    if program < PUSHERS:
+        push_rows(
+            x, outbox, raises, counters, x_scales, scale_outbox, m, k, x_scale_stride, chunk_rows,
+            flag_stride, chunks, rank, epoch, program, PUSHERS, WORLD, SCALED, PUSH_M, PUSH_K,
+            RAISE,
+        )  # fmt: skip
+    else:
+        multiply_rows(
+            x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, error, m, n, k, stride_n,
+            stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch,
+            patience, program - PUSHERS, tl.num_programs(0) - PUSHERS, WORLD, SCALED, BLOCK_M,
+            BLOCK_N, BLOCK_K, GROUP, ROWS, TMA, DOT_F32, PRECISION, WAIT,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scales:
+    """fp32 scales of float8 rows: [m] for x and [n] for w, or one element for the whole of it.
+
+    inbox, outbox: tables like those of Exchange, for the scales of x.
+    """
+
+    x: Tensor
+    w: Tensor
+    inbox: Tensor
+    outbox: Tensor
+
+
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    exchange: Exchange,
+    *,
+    push: bool = True,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Return gather(x) w^T, [world m, n], of own rows x [m, k] and weight w [n, k].
+
+    w: any strides of which one is 1 (`weight.t()` of a [k, n] weight will do). push: send x to the
+    peers first; else somebody else has to, or did so for another weight. dtype: of the result,
+    that of x unless given. Raises ValueError on a device or dtype that the kernels do not take.
+    """
+    check_device(x)
+    (m, k), n = x.shape, w.shape[0]
+    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
+    y = x.new_empty((exchange.world * m, n), dtype=dtype or x.dtype)
+    blocks = blocks or choose_blocks(x, w, m)
+    pushers = min(PUSHERS, blocks.programs // 2 + 1) if push else 0
+    given = scales or Scales(x, w, exchange.inbox, exchange.outbox)
+    all_gather_matmul_kernel[(pushers + max(1, blocks.programs - pushers),)](
+        x, w, y, given.x, given.w, exchange.inbox, exchange.arrived, exchange.outbox,
+        exchange.raises, exchange.counters, given.inbox, given.outbox, exchange.error.data_ptr(),
+        m, n, k, w.stride(0), w.stride(1), int(given.x.numel() > 1), int(given.w.numel() > 1),
+        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
+        signed(exchange.epoch), exchange.patience, PUSHERS=pushers, PUSH_M=PUSH_ROWS,
+        PUSH_K=PUSH_COLUMNS, WORLD=exchange.world, SCALED=scales is not None,
+        WAIT=wait_flag, RAISE=raise_flag, **constants(blocks, w),
+    )  # fmt: skip
+    return y

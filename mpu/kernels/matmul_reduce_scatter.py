@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply, and let every rank add up its own rows: out = sum over ranks of (x w^T)[its rows].
+
+Two launches. The first multiplies, the rows of remote owners first, stores each tile where its
+owner reads it, and raises a flag for each chunk of rows; it waits for nobody. The second adds:
+
+    rank 1 of 3, chunks a b       time ->
+    programs   2a 2b | 0a 0b | 1a 1b              row tiles; the last tile of a chunk
+    flags         2a 2b   0a 0b                   raises its flag at the owner
+    add                            1a: 0 + 1 + 2  waits for 1a of ranks 0 and 2
+                                   1b: 0 + 1 + 2
+
+What a rank sends has the dtype of the result (or `wire`); its own part too passes through memory in
+that dtype, so all contributions are alike. They are added in rank order, in fp32, and rounded once:
+the same bits whoever was late.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels import tiles
+from mpu.kernels.product import (
+    TYPES,
+    Blocks,
+    choose_blocks,
+    constants,
+    open_rows,
+    open_weight,
+    tile_product,
+)
+from mpu.kernels.signals import (
+    Exchange,
+    check_device,
+    compiled,
+    raise_flag,
+    signed,
+    tile_done,
+    wait_flag,
+    wait_tile,
+)
+
+REDUCE_ROWS, REDUCE_COLUMNS = 16, 256
+tile_at = compiled(tiles.tile_at)
+tile_count = compiled(tiles.tile_count)
+
+
+@triton.jit(do_not_specialize=["rank", "epoch"])
+def matmul_scatter_kernel(
+    x, w, x_scales, w_scales, outbox, raises, counters, m, n, k, stride_n, stride_k,
+    x_scale_stride, w_scale_stride, chunk_rows, flag_stride, chunks, rank, epoch,
+    WORLD: tl.constexpr, WIRE: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, RAISE: tl.constexpr,
+):  # fmt: skip
+    """x [WORLD m, k], w [n, k] (strides); tile of owner d goes to outbox[d], a [m, n] in WIRE."""
+    xs = open_rows(x, WORLD * m, k, BLOCK_M, BLOCK_K, TMA)
+    weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
+    total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        owner, i, j = tile_at(index, rank, 1, 1, WORLD, m, n, BLOCK_M, BLOCK_N, GROUP)
+        first = owner * m
+        product = tile_product(
+            xs, weight, first + i * BLOCK_M, first + m, j * BLOCK_N, n, k, stride_n, stride_k,
+            BLOCK_M, BLOCK_N, BLOCK_K, ROWS, TMA, DOT_F32, PRECISION,
+        )  # fmt: skip
+        rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        if SCALED:
+            left = tl.load(x_scales + (first + rows) * x_scale_stride, rows < m, 0.0)
+            right = tl.load(w_scales + columns * w_scale_stride, columns < n, 0.0)
+            product = product * left[:, None] * right[None, :]
+        part = tl.multiple_of(tl.load(outbox + owner).to(tl.pointer_type(WIRE)), 16)
+        place = part + rows[:, None] * n + columns[None, :]
+        tl.store(place, product.to(WIRE), (rows < m)[:, None] & (columns < n)[None, :])
+        if owner != rank:
+            tile_done(
+                raises, counters, owner, i, m, tl.cdiv(n, BLOCK_N), BLOCK_M, chunk_rows,
+                flag_stride, chunks, epoch, RAISE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "epoch", "patience"])
+def reduce_kernel(
+    inbox, arrived, out, error, m, n, chunk_rows, flag_stride, rank, epoch, patience,
+    WORLD: tl.constexpr, WIRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """out [m, n] = sum over r, in order, of inbox[r] [m, n] in WIRE."""
+    error = error.to(tl.pointer_type(tl.int32))
+    for index in range(tl.program_id(0), tile_count(1, m, n, BLOCK_M, BLOCK_N), tl.num_programs(0)):
+        _, i, j = tile_at(index, 0, 0, 1, 1, m, n, BLOCK_M, BLOCK_N, 1)
+        rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = rows[:, None] * n + columns[None, :]
+        mask = (rows < m)[:, None] & (columns < n)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for source in range(WORLD):
+            if source != rank:
+                came = wait_tile(
+                    arrived, source, i, m, BLOCK_M, chunk_rows, flag_stride, epoch, patience,
+                    error, WAIT, False,
+                )  # fmt: skip
+                total = tl.where(came, total, float("nan"))
+            part = tl.multiple_of(tl.load(inbox + source).to(tl.pointer_type(WIRE)), 16)
+            total += tl.load(part + place, mask, 0.0).to(tl.float32)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask)
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    exchange: Exchange,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Return this rank's rows, [m, n], of the sum over ranks of x w^T; x [world m, k], w [n, k].
+
+    w: any strides of which one is 1. scales: fp32, of float8 rows of x and w, or one element each.
+    dtype: of the result, that of x unless given; wire: of what ranks send, that of the result
+    unless given. Raises ValueError on a device or dtype that the kernels do not take.
+    """
+    check_device(x)
+    (rows, k), n, world = x.shape, w.shape[0], exchange.world
+    m = rows // world
+    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and rows == world * m
+    out = x.new_empty((m, n), dtype=dtype or x.dtype)
+    kind = TYPES[wire or out.dtype]
+    blocks = blocks or choose_blocks(x, w, m)
+    left, right = scales or (x, w)
+    matmul_scatter_kernel[(blocks.programs,)](
+        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, m, n, k,
+        w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
+        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
+        signed(exchange.epoch), WORLD=world, WIRE=kind, SCALED=scales is not None,
+        RAISE=raise_flag, **constants(blocks, w),
+    )  # fmt: skip
+    reduce_kernel[(blocks.programs,)](
+        exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
+        exchange.chunk_rows, exchange.flag_stride, exchange.rank, signed(exchange.epoch),
+        exchange.patience, WORLD=world, WIRE=kind, BLOCK_M=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS,
+        WAIT=wait_flag,
+    )  # fmt: skip
+    return out

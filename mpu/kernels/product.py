@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply one tile: block_m rows of x [m, k] with block_n rows of w [n, k], summed in fp32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels.signals import INTERPRETED
+
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes and how a tile is computed."""
+
+    m: int
+    n: int
+    k: int
+    group: int = 8  # row tiles that pass through the columns together
+    warps: int = 4
+    stages: int = 3
+    programs: int = 3
+    tma: bool = False
+
+
+def choose_blocks(x: Tensor, w: Tensor, m: int) -> Blocks:
+    """Choose by dtype, rows of a rank and device; TMA wants a Hopper and rows of 16 bytes."""
+    if INTERPRETED:
+        return Blocks(16, 16, 16, group=2)
+    device = torch.cuda.get_device_properties(w.device)
+    programs, rows = device.multi_processor_count, 64 if m <= 64 else 128
+    strides = (x.stride(0), max(w.stride()))
+    aligned = all(stride * x.itemsize % 16 == 0 for stride in strides) and w.data_ptr() % 16 == 0
+    tma = device.major >= 9 and aligned
+    if x.dtype == torch.float32:
+        return Blocks(64, 64, 32, programs=programs, tma=tma)
+    if device.major < 9:
+        return Blocks(rows, 128, 32, warps=4, stages=4, programs=programs)
+    depth = 128 // x.itemsize
+    return Blocks(rows, 256, depth, warps=8, stages=3, programs=programs, tma=tma)
+
+
+def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:
+    """Return the keyword arguments that both matmul kernels share."""
+    if blocks.tma and not INTERPRETED:
+        # descriptors are written by the kernel, into memory that Triton asks us for
+        triton.set_allocator(
+            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=w.device)
+        )
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return dict(
+        BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, GROUP=blocks.group, TMA=blocks.tma,
+        ROWS=w.stride(1) == 1, DOT_F32=INTERPRETED, PRECISION="ieee" if exact else "tf32",
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def open_rows(x, rows, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+    """Return what tile_product reads x [rows, k] through: a descriptor, or the pointer itself."""
+    x = tl.multiple_of(x, 16)
+    if TMA:
+        return tl.make_tensor_descriptor(x, [rows, k], [k, 1], [BLOCK_M, BLOCK_K])
+    else:
+        return x
+
+
+@triton.jit
+def open_weight(
+    w, n, k, stride_n, stride_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Return what tile_product reads w [n, k] through. ROWS: k is the dimension of stride 1."""
+    if TMA:
+        if ROWS:
+            return tl.make_tensor_descriptor(w, [n, k], [stride_n, 1], [BLOCK_N, BLOCK_K])
+        else:
+            return tl.make_tensor_descriptor(w, [k, n], [stride_k, 1], [BLOCK_K, BLOCK_N])
+    else:
+        return w
+
+
+@triton.jit
+def tile_product(
+    x, w, row, end, column, n, k, stride_n, stride_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, DOT_F32: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return sum over k of x[row + a, k] w[column + b, k], [BLOCK_M, BLOCK_N] in fp32.
+
+    x, w: of open_rows and open_weight. Rows from `end` on are padding (whatever they hold goes
+    nowhere), columns from n on too. DOT_F32: the interpreter multiplies bf16 wrongly.
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    columns = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    for at in range(0, k, BLOCK_K):
+        if TMA:
+            a = x.load([row, at])
+            b = w.load([column, at]).T if ROWS else w.load([at, column])
+        else:
+            inner = at + tl.arange(0, BLOCK_K)
+            inside = inner < k
+            a = tl.load(x + rows * k + inner[None, :], (rows < end) & inside[None, :], 0.0)
+            inner = inner.to(tl.int64)[:, None]
+            b = tl.load(
+                w + columns * stride_n + inner * stride_k, (columns < n) & inside[:, None], 0.0
+            )
+        if DOT_F32:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total

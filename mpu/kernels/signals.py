@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raise and await the flags by which ranks tell one another that a chunk of rows is written.
+
+    writer                                          reader
+    many programs: store their tiles                one program, before it reads a tile:
+    each: count, acquire and release on this GPU    poll the flag, acquire, whole system
+    the last: raise the flag, release, whole system
+
+A flag is an int32 that holds the epoch of what was written last. It only grows (round 2**32) and is
+never reset, so a wait is for `flag - epoch >= 0`. No wait is endless: after `patience` polls (about
+a microsecond each on a GPU) the reader writes 1 + the rank that did not come into the error word,
+goes on, and fills with NaN what it could not compute. The error word lies in memory of the host,
+which looks at it without a synchronisation (`Exchange.check`); no trap, so the process can still
+say who was late.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels import tiles
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET was set at import
+COMPILED = tl.constexpr(not INTERPRETED)
+
+
+def compiled(formula: Callable[..., Any]) -> Any:
+    """Return a function of tiles.py as kernels call it; the interpreter calls it as it is."""
+    return formula if INTERPRETED else triton.jit(formula)
+
+
+chunks_of_tile = compiled(tiles.chunks_of_tile)
+tiles_of_chunk = compiled(tiles.tiles_of_chunk)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One epoch of a symmetric buffer, as the kernels see it: addresses and numbers.
+
+    Tables are int64 tensors of `world` addresses, on the device of the kernels. Addresses of data
+    are multiples of 16. Flags are int32; those of further chunks follow flag_stride bytes apart.
+    """
+
+    rank: int
+    world: int
+    epoch: int  # what a flag must have reached
+    chunk_rows: int  # rows of a rank that one flag speaks of
+    inbox: Tensor  # where this rank reads what rank r gave it
+    arrived: Tensor  # flag that rank r raises for its chunk 0
+    outbox: Tensor  # where this rank writes what is for rank r
+    raises: Tensor  # flag to raise for rank r with chunk 0
+    flag_stride: int
+    counters: Tensor  # int32, zero, world x chunks at least: of this rank's programs alone
+    error: Tensor  # int32, one, on the host
+    patience: int = 60_000_000
+
+    def check(self) -> None:
+        """Raise TimeoutError if a wait has run out."""
+        if late := int(self.error[0]):
+            raise TimeoutError(
+                f"rank {late - 1} of the {self.world} did not raise its flag in time"
+            )
+
+    def chunks(self, m: int) -> int:
+        """Return how many chunks m rows make, having checked that there are counters for them."""
+        count = -(-m // self.chunk_rows)
+        assert self.counters.numel() >= self.world * count, "too few counters"
+        return count
+
+
+@triton.jit
+def wait_flag(flag, epoch, patience, error, source):
+    """Poll a flag until it has reached the epoch; return whether it has within `patience` polls.
+
+    An atomic that adds nothing is how Triton says "load with acquire"; it compiles to that.
+    """
+    reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch
+    if reached < 0:
+        polls = 0
+        if tl.load(error) == 0:  # once somebody gave up nobody needs to be patient
+            while (reached < 0) & (polls < patience):
+                reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch
+                polls += 1
+        if reached < 0:
+            tl.store(error, source + 1)
+    return reached >= 0
+
+
+@triton.jit
+def wait_tile(
+    arrived, source, tile, m, block_m, chunk_rows, flag_stride, epoch, patience, error,
+    WAIT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Wait for every chunk that a row tile of rank `source` touches; return whether all came.
+
+    TMA: the rows are read by the asynchronous copy engine, for which acquire alone does not count.
+    """
+    first, end = chunks_of_tile(tile, m, block_m, chunk_rows)
+    flags = tl.load(arrived + source)
+    came = True
+    for chunk in range(first, end):
+        flag = (flags + chunk * flag_stride).to(tl.pointer_type(tl.int32))
+        came &= WAIT(flag, epoch, patience, error, source)
+    if TMA and COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, False, 1
+        )
+    return came
+
+
+@triton.jit
+def raise_flag(flag, epoch):
+    """Set a flag with release: who acquires it sees what was written, by this program or by those
+    it has heard from, before."""
+    tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def tile_done(
+    raises, counters, owner, tile, m, columns, block_m, chunk_rows, flag_stride, chunks, epoch,
+    RAISE: tl.constexpr,
+):  # fmt: skip
+    """Count a stored tile in each chunk it touches; whoever is the last of a chunk raises its flag.
+
+    A chunk is complete after tiles_of_chunk x `columns` tiles. The count is of this GPU; release
+    is cumulative, so the last one's, to the system, covers the stores of all it has counted. It
+    leaves the counter zero for the next launch.
+    """
+    tl.debug_barrier()  # the stores of all threads come before the one thread's count
+    first, end = chunks_of_tile(tile, m, block_m, chunk_rows)
+    for chunk in range(first, end):
+        counter = counters + owner * chunks + chunk
+        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if before == tiles_of_chunk(chunk, m, block_m, chunk_rows) * columns - 1:
+            tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+            flag = tl.load(raises + owner) + chunk * flag_stride
+            RAISE(flag.to(tl.pointer_type(tl.int32)), epoch)
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
+    """Raise one flag a program: what was written earlier on the stream is ready."""
+    flag = tl.load(raises + tl.program_id(0))
+    RAISE(flag.to(tl.pointer_type(tl.int32)), epoch)
+
+
+@triton.jit(do_not_specialize=["epoch", "patience"])
+def wait_flags_kernel(arrived, epoch, patience, error, WAIT: tl.constexpr):
+    """Await one flag a program: what comes later on the stream may read."""
+    source = tl.program_id(0)
+    flag = tl.load(arrived + source).to(tl.pointer_type(tl.int32))
+    WAIT(flag, epoch, patience, error.to(tl.pointer_type(tl.int32)), source)
+
+
+def signed(epoch: int) -> int:
+    """Return the int32 with the same low 32 bits."""
+    return (epoch + 2**31) % 2**32 - 2**31
+
+
+def raise_flags(raises: Tensor, epoch: int) -> None:
+    """Raise the flags at the addresses in a table, in the order of the current stream."""
+    raise_flags_kernel[(raises.numel(),)](raises, signed(epoch), raise_flag)
+
+
+def wait_flags(arrived: Tensor, epoch: int, patience: int, error: Tensor) -> None:
+    """Let the current stream wait for the flags at the addresses in a table."""
+    wait_flags_kernel[(arrived.numel(),)](
+        arrived, signed(epoch), patience, error.data_ptr(), wait_flag
+    )
+
+
+def check_device(x: Tensor) -> None:
+    """Refuse a tensor that the kernels cannot run on."""
+    if x.is_cuda == INTERPRETED:
+        raise ValueError(
+            f"the overlap kernels got a tensor on {x.device}: they run on CUDA, or on the CPU "
+            "where TRITON_INTERPRET=1 was set before triton was imported"
+        )
+    if x.dtype == torch.float64:
+        raise ValueError("the overlap kernels sum in fp32 and do not take float64")
