@@ -31,7 +31,8 @@ from torch import Tensor
 import mpu
 from model.llama import Llama, LlamaConfig, flops_per_token, hf_config, hf_names, parameter_group
 from mpu import native
-from mpu.comm.collectives import CommunicationError, sum_in_order
+from mpu.comm.collectives import sum_in_order
+from mpu.comm.handle import CommunicationError
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -52,7 +53,7 @@ from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
 from training.estimate import accumulate_dtype
-from training.failure import as_process, compare, meet, refuse, tell_launcher
+from training.failure import as_process, compare, connect, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
@@ -296,10 +297,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 watch = Watch(launch.rank, launch.world, store, os.environ["MASTER_ADDR"])
                 store = dist.PrefixStore("weft", store)
             with watch:
-                try:
-                    grid.connect(device, store, timeout)
-                except RuntimeError as error:
-                    raise CommunicationError(f"the ranks did not connect: {error}") from error
+                connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, watch), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
@@ -330,9 +328,8 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
             f"WORLD_SIZE is {grid.world_size} but {missing[0]} is not set: start with torchrun"
         )
     device, data = choose_device(config, grid.launch), config.data
-    if why := adam.missing(
-        config.parallel.optimizer_backend, device.type, accumulate_dtype(config)
-    ):
+    backend = config.parallel.optimizer_backend
+    if why := adam.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
@@ -345,7 +342,6 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
 
 
 def note_of(grid: Grid) -> Callable[[str], None]:
-    """Return what prints on rank 0 alone."""
     return print if grid.rank == 0 else lambda text: None
 
 

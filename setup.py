@@ -27,6 +27,7 @@ PACKAGES = [
     "model",
     "mpu",
     "mpu.comm",
+    "mpu.kernels",
     "mpu.layers",
     "mpu.pipeline",
     "mpu.zero",

@@ -44,7 +44,7 @@ from mpu.comm.watch import Watch  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
 from training.arguments import parse  # noqa: E402
-from training.failure import meet  # noqa: E402
+from training.failure import connect, meet  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
 WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
@@ -101,6 +101,7 @@ def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace
     flags = [*model_flags(args.size), "--micro-batch-size", str(args.micro_batch)]
     flags += ["--global-batch-size", str(args.micro_batch * 2), "--zero-stage", str(level)]
     flags += ["--train-iters", str(warm + args.steps), "--ddp-bucket-size", str(bucket)]
+    flags += ["--no-shared-memory"]  # the two namespaces are on one host
     if side != "at the end":
         flags += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * (level > 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +144,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     grid = make_grid(config, launch)
     config, device, _, _ = prepare(config, grid)
     wait = timedelta(minutes=5)
-    grid.connect(device, dist.PrefixStore("weft", meet(wait)), wait)
+    connect(config, grid, device, dist.PrefixStore("weft", meet(wait)), wait, print)
     trained = build(config, grid, device, Watch())
     seconds = []
     for _ in range(1 + steps):  # the first one connects the ranks and touches the memory

@@ -31,7 +31,8 @@ class Axis:
     `ranks` are global ranks in axis order; `rank` is this rank's place among them. `group` is None
     at size 1 and in a dry run. `trace`, when set, is told of every collective (see
     tools/explain.py). `staged` makes collectives pass through host memory (gloo groups that carry
-    CUDA tensors).
+    CUDA tensors). `memory` is what its collectives pass through where its ranks share memory
+    (mpu/comm/symmetric.py).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Axis:
     group: Any = None
     trace: Any = None
     staged: bool = False
+    memory: Any = None
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,26 @@ class Comm:
     size: int
     store: Any
 
-    def grid(self, tp: int = 1, cp: int = 1, pp: int = 1, instances: int = 1) -> Any:
-        """Return a connected Grid of this world (groups are made once a layout)."""
+    def grid(
+        self, tp: int = 1, cp: int = 1, pp: int = 1, instances: int = 1, memory: bool = False
+    ) -> Any:
+        """Return a connected Grid of this world (groups are made once a layout).
+
+        memory: its ranks share memory, as those of a run on one host do.
+        """
+        from mpu.comm.workspace import share
         from mpu.grid import Grid, Launch
 
-        key = (tp, cp, pp, instances)
+        key = (tp, cp, pp, instances, memory)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
-            grids[key] = Grid(self.size, tp, cp, pp, launch, "gloo", instances).add_groups(
-                torch.device("cpu"), timedelta(seconds=TIMEOUT)
-            )
+            wait = timedelta(seconds=TIMEOUT)
+            grid = Grid(self.size, tp, cp, pp, launch, "gloo", instances)
+            grid.add_groups(torch.device("cpu"), wait)
+            if memory:
+                share(grid, wait)
+            grids[key] = grid
         return grids[key]
 
 

@@ -103,7 +103,8 @@ def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
 def run_layout(comm, case: dict, steps: int = 1) -> dict:
     """Run on one rank: losses, norms, and this rank's rectangles of the last gradient."""
     config = config_of(case)
-    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
+    instances, memory = case.get("instances", 1), case.get("memory", True)
+    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
     if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
         o = config.optimizer

@@ -85,6 +85,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
     distributed_timeout_minutes: int = 10
+    no_shared_memory: bool = False
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None

@@ -13,10 +13,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from mpu.grid import Launch
+from mpu.comm.handle import CommunicationError
+from mpu.comm.workspace import share
+from mpu.grid import Grid, Launch
 from training.config import Config, UsageError, differing_keys
 from training.flags import table
 
@@ -91,6 +95,24 @@ def meet(timeout: timedelta) -> dist.Store:
         raise MeetingError(
             f"the ranks did not all meet at MASTER_ADDR:MASTER_PORT: {text}"
         ) from None
+
+
+def connect(
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    store: Any,
+    timeout: timedelta,
+    note: Callable[[str], None],
+) -> None:
+    """Join the process groups and, on a CPU, the memory that the ranks of one host share."""
+    try:
+        grid.connect(device, store, timeout)
+    except RuntimeError as error:
+        raise CommunicationError(f"the ranks did not connect: {error}") from error
+    if device.type == "cpu" and not config.parallel.no_shared_memory:
+        for line in share(grid, timeout):
+            note(line)
 
 
 def refuse(

@@ -54,6 +54,7 @@ LIVE = """
 --sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
 --distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | library that moves the bytes
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
+--no-shared-memory | switch | off: left out | send what ranks of one host sum and gather on CPU through gloo too, as between hosts (ours, not Megatron's)
 --recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
 --recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)

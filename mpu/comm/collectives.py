@@ -5,7 +5,8 @@ Every verb is the identity at axis size 1, with no process group at all. Gathers
 dim 0, so a shard is contiguous. Every reduction is a SUM; `reduce_scatter` and
 `all_reduce_in_order` add the ranks' contributions in rank order on CPU. gloo's own reduce-scatter
 does not, puts twice the bytes on the wire, and is slower than the all-to-all used here
-(docs/numerics.md).
+(docs/numerics.md). Where the ranks of an axis share memory, its gathers and sums go through that
+(mpu/comm/symmetric.py): written once, read in place, the same order of addition.
 """
 
 from collections.abc import Callable
@@ -15,90 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpu.comm import in_memory
+from mpu.comm.handle import DONE, Handle, start
 from mpu.grid import Axis
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed; the cause is usually a peer (mpu/comm/watch.py finds the first one)."""
-
-
-class Handle:
-    """A collective in flight, with its tensors. `wait()` orders the current stream after it."""
-
-    def __init__(
-        self,
-        work: Any = None,
-        keep: tuple[Tensor, ...] = (),
-        finish: Callable[[], None] | None = None,
-        what: str = "",
-        event: Any = None,
-    ) -> None:
-        self._work, self._keep, self._finish = work, keep, finish
-        self._what, self._event = what, event
-
-    def wait(self) -> None:
-        """Wait once; a second call does nothing."""
-        work, finish, event = self._work, self._finish, self._event
-        self._work = self._finish = self._event = None
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise CommunicationError(f"{self._what}: {error}") from error
-        if finish is not None:
-            finish()
-        if event is not None:
-            event.waited()
-        self._keep = ()
-
-    def is_completed(self) -> bool:
-        """True when the transfer is over, as far as the backend tells without waiting."""
-        return self._work is None or bool(self._work.is_completed())
-
-
-DONE = Handle()
 
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _wire_bytes(verb: str, tensor: Tensor, size: int) -> int:
-    """Count the bytes one rank sends for a verb on its input `tensor`, by the ideal algorithm."""
-    n = tensor.numel() * tensor.element_size()
-    if verb == "receive":
-        return 0
-    if verb == "all_gather":
-        return n * (size - 1)
-    if verb == "all_reduce":
-        return 2 * n * (size - 1) // size
-    return n * (size - 1) // size if verb == "reduce_scatter" else n
-
-
-def start(
-    verb: str,
-    axis: Axis,
-    tensor: Tensor,
-    call: Callable[[], Any],
-    keep: tuple[Tensor, ...],
-    finish: Callable[[], None] | None = None,
-    async_op: bool = False,
-) -> Handle:
-    """Issue one collective or message, record it, and wait for it unless `async_op`."""
-    event = None
-    if axis.trace is not None:
-        event = axis.trace.issued(
-            verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op
-        )
-    what = f"{verb} over {axis.name} (ranks {list(axis.ranks)})"
-    try:
-        work = call()
-    except RuntimeError as error:
-        raise CommunicationError(f"{what}: {error}") from error
-    handle = Handle(work, keep, finish, what, event)
-    if not async_op:
-        handle.wait()
-    return handle
 
 
 def to_wire(x: Tensor, axis: Axis) -> Tensor:
@@ -122,6 +46,8 @@ def all_reduce(
     """Sum x over the axis, in place. The order of the sum is the backend's own."""
     if axis.size == 1:
         return x, DONE
+    if op == dist.ReduceOp.SUM and x.is_contiguous() and in_memory.shares(axis, x):
+        return in_memory.all_reduce(x, axis, async_op)
     wire = to_wire(x, axis)
 
     def call() -> Any:
@@ -139,6 +65,8 @@ def all_gather(
     """
     if axis.size == 1:
         return x, DONE
+    if in_memory.shares(axis, x):
+        return in_memory.all_gather(x, axis, async_op, into)
     wire = to_wire(x, axis)
     result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     out = torch.empty_like(result, device=wire.device) if axis.staged else result
@@ -175,31 +103,17 @@ def reduce_scatter(
 
         return out, start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
 
+    if in_memory.shares(axis, x):
+        return in_memory.reduce_scatter(x, axis, async_op, out)
     parts = torch.empty_like(wire)
 
     def exchange() -> Any:
         return dist.all_to_all_single(parts, wire, group=axis.group, async_op=True)
 
     def finish() -> None:
-        _sum_in_order(parts.view(axis.size, *shape), out)
+        in_memory.sum_of_parts(parts.view(axis.size, *shape), out)
 
     return out, start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op)
-
-
-def _sum_in_order(parts: Tensor, out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
-    if parts.element_size() >= 4 or (len(parts) == 2 and out.dtype == parts.dtype):
-        if out.device == parts.device:
-            torch.add(parts[0], parts[1], out=out)
-        else:
-            out.copy_(parts[0] + parts[1])
-        for part in parts[2:]:
-            out.add_(part.to(out.device))
-        return
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part
-    out.copy_(total)
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:

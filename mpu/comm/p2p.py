@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.collectives import Handle, start, to_wire
+from mpu.comm.collectives import to_wire
+from mpu.comm.handle import Handle, start
 from mpu.grid import Axis
 
 
@@ -44,6 +45,39 @@ def receive(
             out.copy_(wire)
 
     return out, start("receive", axis, out, call, (wire,), finish, True)
+
+
+class _Both:
+    """Two messages as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def exchange(x: Tensor, axis: Axis, to: int, source: int, into: Tensor) -> Handle:
+    """Start sending x to the axis' rank `to` and receiving `into` (contiguous) from `source`, as
+    one step that every rank of the axis makes.
+    """
+    wire = to_wire(x, axis)
+    out = torch.empty_like(into, device=wire.device) if axis.staged else into
+
+    def call() -> Any:
+        send = dist.P2POp(dist.isend, wire, axis.ranks[to], axis.group)
+        receive = dist.P2POp(dist.irecv, out, axis.ranks[source], axis.group)
+        return _Both(dist.batch_isend_irecv([send, receive]))
+
+    def finish() -> None:
+        if out is not into:
+            into.copy_(out)
+
+    return start("send", axis, x, call, (wire, out), finish, True)
 
 
 class Outbox:

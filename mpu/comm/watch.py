@@ -26,7 +26,7 @@ import time
 import weakref
 from typing import Any
 
-from mpu.comm.collectives import CommunicationError
+from mpu.comm.handle import CommunicationError
 from mpu.comm.hub import DIED, Cause, Hub, Line, at
 
 # what gloo says of its sources, and by way of advice

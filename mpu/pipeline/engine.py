@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpu.comm.collectives import Handle
+from mpu.comm.handle import Handle
 from mpu.comm.p2p import Outbox, receive, send
 from mpu.comm.watch import Watch
 from mpu.grid import Grid

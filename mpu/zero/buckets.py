@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import (
-    Handle,
     all_gather,
     all_reduce,
     all_reduce_in_order,
     gather_bytes,
     reduce_scatter,
 )
+from mpu.comm.handle import Handle
 from mpu.grid import Axis, Grid
 from mpu.param import GradientSink, placement_of
 from mpu.zero.layout import Entry, Flat, Sharing, automatic_size, cut, gaps

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import DONE, Handle, all_gather
+from mpu.comm.collectives import all_gather
+from mpu.comm.handle import DONE, Handle
 from mpu.grid import Axis
 
 

@@ -27,7 +27,8 @@ LIVE = """
 --lr-wsd-decay-iters --lr-wsd-decay-samples --lr-wsd-decay-style --main-grads-dtype
 --make-vocab-size-divisible-by --manual-gc --manual-gc-interval --max-position-embeddings
 --micro-batch-size --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
---no-check-for-nan-in-loss-and-grad --no-load-optim --norm-epsilon --num-attention-heads
+--no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--num-attention-heads
 --num-distributed-optimizer-instances --num-layers --num-layers-per-virtual-pipeline-stage
 --num-query-groups --num-virtual-stages-per-pipeline-rank --num-workers --on-nan --optimizer-backend
 --optimizer-cpu-offload --overlap-grad-reduce --overlap-param-gather
@@ -42,8 +43,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--device --dry-run --fp64 --log-json --on-nan --optimizer-backend --pipeline-schedule "
-    "--zero-reduce-each-microbatch --zero-stage".split()
+    "--device --dry-run --fp64 --log-json --no-shared-memory --on-nan --optimizer-backend "
+    "--pipeline-schedule --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm.collectives import CommunicationError
+from mpu.comm.handle import CommunicationError
 from mpu.comm.hub import Cause
 from mpu.comm.watch import Watch
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather and sum through memory that the ranks of an axis share (mpu/comm/symmetric.py).
+
+Every rank writes its tensor once and reads the others' in place. Sums are in rank order, the same
+bits as through the process group. mpu/comm/collectives.py calls these where `shares` says so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.comm.handle import Handle, start
+from mpu.grid import Axis
+
+
+def shares(axis: Axis, x: Tensor) -> bool:
+    """Say whether the axis' ranks see one another's x."""
+    return axis.memory is not None and x.device.type == "cpu"
+
+
+def _begin(
+    verb: str, axis: Axis, x: Tensor, finish: Callable[[Any], None], async_op: bool
+) -> Handle:
+    """Write x where the other ranks see it; once all have done so, `finish(turn)` reads theirs."""
+    turns: list[Any] = []
+
+    def call() -> Any:
+        turns.append(axis.memory.begin(x.nbytes))
+        turns[0].put(x.detach())
+        return turns[0]
+
+    def read() -> None:
+        finish(turns[0])
+        turns[0].close()
+
+    handle = start(verb, axis, x, call, (x,), read, True)
+    turns[0].complete = handle.wait
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def all_gather(x: Tensor, axis: Axis, async_op: bool, into: Tensor | None) -> tuple[Tensor, Handle]:
+    """Copy every rank's part out."""
+    shape = (axis.size * x.shape[0], *x.shape[1:])
+    out = into if into is not None else x.new_empty(shape)
+
+    def finish(turn: Any) -> None:
+        out.copy_(turn.whole(shape, x.dtype))
+
+    return out, _begin("all_gather", axis, x, finish, async_op)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[Tensor, Handle]:
+    """Add, in rank order, this rank's slice of what each rank wrote."""
+
+    def finish(turn: Any) -> None:
+        parts = turn.whole((axis.size, axis.size, *out.shape), x.dtype)
+        sum_of_parts(parts[:, axis.rank], out)
+
+    return out, _begin("reduce_scatter", axis, x, finish, async_op)
+
+
+def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
+    """Sum x (contiguous) in place: two ranks add all of it, more of them a piece each."""
+
+    def finish(turn: Any) -> None:
+        parts, n = turn.whole((axis.size, x.numel()), x.dtype), x.numel()
+        if axis.size == 2:
+            sum_of_parts(parts.view(2, *x.shape), x)
+            return
+        flat = x.view(-1)
+        bounds = [n * r // axis.size for r in range(axis.size + 1)]
+        low, high = bounds[axis.rank], bounds[axis.rank + 1]
+        sum_of_parts(parts[:, low:high], flat[low:high])
+        parts[axis.rank, low:high] = flat[low:high]  # in the place of what only this rank has read
+        turn.phase = 1
+        turn.signal_all()
+        turn.wait()
+        for r, row in enumerate(parts):
+            flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
+
+    return x, _begin("all_reduce", axis, x, finish, async_op)
+
+
+def sum_of_parts(parts: Tensor, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
+    if parts.element_size() >= 4 or (len(parts) == 2 and out.dtype == parts.dtype):
+        if out.device == parts.device:
+            torch.add(parts[0], parts[1], out=out)
+        else:
+            out.copy_(parts[0] + parts[1])
+        for part in parts[2:]:
+            out.add_(part.to(out.device))
+        return
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)

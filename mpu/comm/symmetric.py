@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let the ranks of one host read and write the same memory, and raise flags for one another.
+
+    rank 0                              rank 1
+    write data                          wait(0, epoch)
+    signal(1, epoch)        ->          read the data in place
+
+Flags count epochs and are never reset (csrc/shared_memory.h). The memory has no name: rank 0 makes
+it (memfd_create), the others open it through /proc/<pid>/fd, so that no kind of death leaves
+anything behind, and a small /dev/shm does not matter. Linux only; elsewhere, across hosts and
+without the native library `Unavailable` says why. mpu/comm/workspace.py is what collectives use.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import select
+import time
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+
+from mpu import native
+from mpu.comm.collectives import gather_bytes
+from mpu.comm.handle import CommunicationError
+from mpu.grid import Axis
+
+LINE = 64  # bytes of a flag
+SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
+SLICE = 20_000_000  # nanoseconds of one sleep, after which the peers' lives are looked at
+GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
+
+
+class Unavailable(RuntimeError):
+    """The ranks of an axis cannot share memory; the text says why."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = native.load()
+    assert library is not None
+    i64, u32 = ctypes.c_int64, ctypes.c_uint32
+    library.weft_signal.argtypes = [i64, i64, i64, u32]
+    library.weft_signal.restype = None
+    library.weft_wait.argtypes = [i64, i64, i64, u32, i64, i64]
+    library.weft_wait.restype = i64
+    library.weft_arrive.argtypes = [i64, u32]
+    library.weft_arrive.restype = u32
+    return library
+
+
+class SymmetricBuffer:
+    """`nbytes` of memory (data, uint8) that all ranks of an axis on one host map.
+
+    Made by all ranks at once, over the axis' process group. flag(src, dst) counts what src has
+    ready for dst. Every wait looks at whether the others live and ends after `timeout`. Raises
+    Unavailable, on all ranks alike, where the memory cannot be had or shared.
+    """
+
+    def __init__(self, axis: Axis, nbytes: int, timeout: timedelta) -> None:
+        self.axis, self.rank, self.size = axis, axis.rank, axis.size
+        self.timeout = timeout.total_seconds()
+        self._pid = os.getpid()
+        lines = 4 + self.size + self.size * self.size
+        control = -(-lines * LINE // 4096) * 4096  # token | barrier | closed | flags
+        memory, pids = self._map(control + nbytes)
+        self._peers = [_Life(pid) for pid in pids]
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.data = whole[control:]
+        self._barrier = whole.data_ptr() + 2 * LINE
+        self._closed = self._barrier + 2 * LINE
+        self.flags = self._closed + self.size * LINE  # address of flag(0, 0)
+
+    def _map(self, nbytes: int) -> tuple[mmap.mmap, list[int]]:
+        """Make the memory on rank 0, open it on the others; return it and the ranks' processes."""
+        fd, why, memory, token = -1, self._reason(), None, secrets.token_bytes(16)
+        if self.rank == 0 and not why:
+            try:
+                fd = os.memfd_create("weft")
+                os.posix_fallocate(fd, 0, nbytes)  # now, not by a SIGBUS at the first touch
+                memory = mmap.mmap(fd, nbytes)
+                memory[: len(token)] = token
+            except OSError as error:
+                why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be had: {error}"
+        here = dict(host=_host(), pid=self._pid, fd=fd, token=token.hex(), why=why)
+        every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), self.axis)]
+        why = next((told["why"] for told in every if told["why"]), "")
+        if not why and any(told["host"] != here["host"] for told in every):
+            why = "its ranks are not on one host (or in one container)"
+        if self.rank and not why:
+            try:
+                fd = os.open(f"/proc/{every[0]['pid']}/fd/{every[0]['fd']}", os.O_RDWR)
+                memory = mmap.mmap(fd, nbytes)
+                if memory[: len(token)].hex() != every[0]["token"]:
+                    why = "rank 0's memory is not what it said"
+            except (OSError, ValueError) as error:
+                why = f"rank 0's memory does not open: {error}"
+        every_why = gather_bytes(why.encode(), self.axis)
+        if fd >= 0:
+            os.close(fd)
+        if why := next((text.decode() for text in every_why if text), ""):
+            raise Unavailable(why)
+        assert memory is not None
+        return memory, [told["pid"] for told in every]
+
+    def _reason(self) -> str:
+        if not hasattr(os, "memfd_create"):
+            return "shared memory needs Linux"
+        return native.reason() if native.load() is None else ""
+
+    def signal(self, dst: int, epoch: int) -> None:
+        """Say that what was written for rank dst is ready."""
+        self._here()
+        _library().weft_signal(self.flags + LINE * (self.rank * self.size + dst), 0, 1, epoch)
+
+    def signal_all(self, epoch: int) -> None:
+        """Say that what was written is ready for everyone."""
+        self._here()
+        first = self.flags + LINE * self.rank * self.size
+        _library().weft_signal(first, LINE, self.size, epoch)
+
+    def wait(self, src: int, epoch: int, what: str) -> None:
+        """Wait until rank src's flag for this rank has reached the epoch."""
+        first = self.flags + LINE * (src * self.size + self.rank)
+        self._wait(first, 0, [src], epoch, what)
+
+    def wait_all(self, epoch: int, what: str) -> None:
+        """Wait until every rank's flag for this rank has reached the epoch."""
+        first = self.flags + LINE * self.rank
+        self._wait(first, LINE * self.size, range(self.size), epoch, what)
+
+    def ready(self, epoch: int) -> bool:
+        """Say whether every rank's flag for this rank has reached the epoch, without waiting."""
+        args = (self.flags + LINE * self.rank, LINE * self.size, self.size, epoch & 0xFFFFFFFF)
+        return bool(_library().weft_wait(*args, 0, 0) == self.size)
+
+    def close(self, epoch: int) -> None:
+        """Say that this rank reads nothing any more of that epoch and of those before."""
+        self._here()
+        _library().weft_signal(self._closed + LINE * self.rank, 0, 1, epoch)
+
+    def wait_closed(self, epoch: int, what: str) -> None:
+        """Wait until every rank has closed the epoch."""
+        self._wait(self._closed, LINE, range(self.size), epoch, what)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._here()
+        generation = _library().weft_arrive(self._barrier, self.size)
+        self._wait(self._barrier + LINE, 0, [-1], generation, "a barrier")
+
+    def _wait(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
+        self._here()
+        call = _library().weft_wait
+        args, count = (first, stride, len(ranks), epoch & 0xFFFFFFFF), len(ranks)
+        if (there := call(*args, SPINS, SLICE)) == count:
+            return
+        begin, alone = time.monotonic(), 0.0
+        while there < count:
+            gone = [r for r, life in enumerate(self._peers) if life.over()]
+            now, late = time.monotonic(), ranks[there]
+            if gone and (there := call(*args, 0, 0)) < count:  # it may have signalled and left
+                alone = alone or now
+                late = ranks[there]
+                if late in gone or now - alone > GRACE:
+                    who = late if late in gone else gone[0]
+                    raise CommunicationError(f"rank {self.axis.ranks[who]} is gone, in {what}")
+            if now - begin > self.timeout:
+                name = f"rank {self.axis.ranks[late]}" if late >= 0 else "every rank"
+                raise CommunicationError(f"no sign of {name} for {self.timeout:.0f} s, in {what}")
+            there = call(*args, 0, SLICE)
+
+    def _here(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this process was forked from one that shares memory with other ranks; it may not "
+                "use that memory: start it by spawn"
+            )
+
+
+class _Life:
+    """Tell whether a process is over, even where nobody has waited for it yet (a zombie)."""
+
+    def __init__(self, pid: int) -> None:
+        self._poll = None
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError:  # over, or a kernel before 5.3: then only the deadline tells
+            return
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def over(self) -> bool:
+        return self._poll is not None and bool(self._poll.poll(0))
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _host() -> str:
+    """Return what is the same for all processes that can open one another's files in /proc."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
