@@ -11,11 +11,22 @@ from mpu.grid import Axis, Grid
 from mpu.param import GradientSink, WeightGradientQueue
 
 
+@dataclass
+class OverlapPlan:
+    """Which path of mpu/comm/overlap.py a matmul takes: one for all, or, where mode is `auto`, the
+    one chosen for its shape.
+    """
+
+    mode: str = "none"
+    choices: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer may know of the world: axes, sequence parallelism, dtype, device, and where
     gradients go.
 
+    overlap: how the linear layers' parts travel under sequence parallelism.
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel cuts activations between the tensor-parallel
     regions along s.
@@ -28,6 +39,7 @@ class LayerContext:
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    overlap: OverlapPlan = field(default_factory=OverlapPlan)
 
     @property
     def tp(self) -> Axis:

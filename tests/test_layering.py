@@ -12,7 +12,7 @@ OURS = ("mpu", "model", "training", "tools", "pretrain_llama", "tests", "benchma
 
 # the first prefix that fits a file says what it may import of ours
 MAY = {
-    "mpu/kernels": (),
+    "mpu/kernels": ("mpu.kernels",),
     "mpu/grid.py": (),
     "mpu/native.py": (),
     "mpu/param.py": ("mpu.grid",),

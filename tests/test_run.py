@@ -49,7 +49,7 @@ def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):
     (trace,) = (tmp_path / "tb").glob("rank0*.json")
     events = json.loads(trace.read_text())["traceEvents"]
     steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
-    assert len(steps) == 2 and any(e.get("name") == "_ColumnLinear" for e in events)
+    assert len(steps) == 2 and any(e.get("name") == "AllGatherMatmul" for e in events)
     assert list((tmp_path / "tb").glob("events.out.tfevents.*")), "no TensorBoard events"
 
 

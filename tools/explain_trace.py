@@ -26,8 +26,7 @@ from tools.explain_zero import Buckets
 ROOT = Path(__file__).resolve().parent.parent
 # functions that do one kind of matmul, by file and name
 MATMULS = {
-    ("mpu/layers/linear.py", "_product"): "matmul",
-    ("mpu/layers/linear.py", "_dgrad"): "dgrad matmul",
+    ("mpu/comm/paths.py", "product"): "matmul",
     ("mpu/param.py", "accumulate"): "wgrad matmul",
 }
 # what the step itself asks for, by file: phase, and the name that stands for a layer
@@ -212,7 +211,8 @@ class Explainer:
                 break
             if path:
                 here = frame.f_locals
-                site = site or ("" if path.startswith("mpu/comm/") else f"{path}:{frame.f_lineno}")
+                if not path.startswith("mpu/comm/") or path == "mpu/comm/overlap.py":
+                    site = site or f"{path}:{frame.f_lineno}"
                 node, seen = here.get("f"), here.get("event")
                 if isinstance(node, FunctionCtx):
                     # where a Function's backward does not know its layer, its forward left word
@@ -235,6 +235,7 @@ class Explainer:
         file = site.partition(":")[0]
         aside_phase, aside = ASIDE.get(file, ("forward", Path(file).stem))
         phase, layer = phase or aside_phase, layer or weighed or aside
+        task = f"dgrad {task}" if (task, phase) == ("matmul", "backward") else task
         for node in nodes:
             if not hasattr(node, "explained"):
                 node.explained = (layer, site) if bucket is None else during

@@ -9,7 +9,7 @@
     (Shoeybi et al. 2019, the f and g operators; Korthikanti et al. 2022, the g and g-bar
     operators.)
 
-The linear layers fuse these with their matmuls (mpu/layers/linear.py); everything else calls them
+The linear layers fuse these with their matmuls (mpu/comm/overlap.py); everything else calls them
 here.
 """
 

@@ -22,19 +22,55 @@ dgrad (dx = dy A) and wgrad (dA = dy^T x) are two pieces: wgrad goes through the
 a pipeline may run it later; it then kept only shards and gathers them again.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpu.comm.collectives import DONE, all_gather, all_reduce, reduce_scatter
+from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter
+from mpu.comm.paths import Path, path_of
 from mpu.context import LayerContext
 from mpu.param import Placement, cut, parameter
 
 
-class ColumnParallelLinear(nn.Module):
+class _Linear(nn.Module):
+    """A weight of the sink's, for the matmuls of mpu/comm/overlap.py."""
+
+    ctx: LayerContext
+
+    @property
+    def path(self) -> Path:
+        """How the parts of x, or of y, travel."""
+        return path_of(self.ctx.overlap.mode, self.ctx.overlap.choices, self.ctx.tp, self.ctx.sp)
+
+    @property
+    def deferring(self) -> bool:
+        """True where a pipeline runs weight gradients later."""
+        return self.ctx.queue.deferring
+
+    def take(self, weight: nn.Parameter) -> Tensor:
+        """Return the weight, whole."""
+        return self.ctx.sink.materialize(weight)
+
+    def give_back(self, weight: nn.Parameter) -> None:
+        """Say that it is not needed for now."""
+        self.ctx.sink.release(weight)
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Run a weight gradient, now or later."""
+        self.ctx.queue.put(work)
+
+    def add(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+        """Give the sink dy^T x; the weight gets no other gradient from this use."""
+        self.ctx.sink.accumulate(weight, x, dy)
+        self.ctx.sink.done(weight)
+
+    def extra_repr(self) -> str:
+        """Say the sizes and the rank."""
+        tp = self.ctx.tp
+        return f"{self.in_features} -> {self.out_features}, rank {tp.rank} of {tp.size}"
+
+
+class ColumnParallelLinear(_Linear):
     """y = x A^T with A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t]. No
     bias.
 
@@ -64,14 +100,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
-        return _ColumnLinear.apply(x, self.weight, self)
-
-    def extra_repr(self) -> str:
-        tp = self.ctx.tp
-        return f"{self.in_features} -> {self.out_features}, rank {tp.rank} of {tp.size}"
+        return all_gather_matmul(x, [self.weight], self.path, self)[0]
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Linear):
     """y = sum_i x_i A_i^T with A [o, i] cut by columns: x [s, b, i/t] -> y [s/t, b, o] (SP) or [s,
     b, o].
 
@@ -90,9 +122,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then sum over the ranks, each keeping its part of s under SP."""
-        return _RowLinear.apply(x, self.weight, self)
-
-    extra_repr = ColumnParallelLinear.extra_repr
+        return matmul_reduce_scatter(x, self.weight, self.path, self)
 
 
 def column_placement(
@@ -111,90 +141,3 @@ def column_placement(
             for n in sections
         )
     return Placement((sum(sections), width), 0, tp, sections, local)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [s, b, i] times weight^T, weight [o, i] -> [s, b, o].
-
-    In fp32 on a CPU by oneDNN's linear, the operator that torch's own compiler emits there: MKL's
-    sgemm, which F.linear calls, is slower by a tenth to a third on these shapes. Everything else is
-    F.linear.
-    """
-    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.linear(x, weight)
-    return onednn(x, weight, None, "none", [], "")
-
-
-def _dgrad(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy [s, b, o] times weight [o, i] -> [s, b, i]."""
-    return _product(dy, weight.t())
-
-
-class _ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear) -> Tensor:
-        ctx = layer.ctx
-        f.layer = layer
-        f.save_for_backward(x)  # under SP only the shard is kept
-        full = all_gather(x, ctx.tp)[0] if ctx.sp else x
-        y = _product(full, ctx.sink.materialize(weight))
-        ctx.sink.release(weight)
-        return y
-
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        #   Before:  gather x -> dgrad -> wait -> reduce dx -> wait -> wgrad
-        #   Now:     [gather x | dgrad] -> [reduce dx | wgrad]
-        layer: ColumnParallelLinear = f.layer
-        ctx, weight = layer.ctx, layer.weight
-        (x,) = f.saved_tensors
-        again = ctx.sp and not ctx.queue.deferring
-        full, gathering = all_gather(x, ctx.tp, async_op=True) if again else (x, DONE)
-        dx = _dgrad(dy, ctx.sink.materialize(weight))
-        ctx.sink.release(weight)
-        reduce: Any = reduce_scatter if ctx.sp else all_reduce
-        dx, reducing = reduce(dx, ctx.tp, async_op=True)
-
-        def wgrad() -> None:
-            gathering.wait()
-            whole = all_gather(x, ctx.tp)[0] if ctx.sp and not again else full
-            ctx.sink.accumulate(weight, _flat(whole), _flat(dy))
-            ctx.sink.done(weight)
-
-        ctx.queue.put(wgrad)
-        reducing.wait()
-        return dx, None, None
-
-
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear) -> Tensor:
-        ctx = layer.ctx
-        f.layer = layer
-        f.save_for_backward(x)
-        partial = _product(x, ctx.sink.materialize(weight))
-        ctx.sink.release(weight)
-        return (reduce_scatter if ctx.sp else all_reduce)(partial, ctx.tp)[0]
-
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        layer: RowParallelLinear = f.layer
-        ctx, weight = layer.ctx, layer.weight
-        (x,) = f.saved_tensors
-        full = all_gather(dy, ctx.tp)[0] if ctx.sp else dy
-        dx = _dgrad(full, ctx.sink.materialize(weight))
-        ctx.sink.release(weight)
-        kept = dy if ctx.queue.deferring else full  # a deferred wgrad keeps the shard
-
-        def wgrad() -> None:
-            whole = all_gather(dy, ctx.tp)[0] if ctx.sp and kept is dy else kept
-            ctx.sink.accumulate(weight, _flat(x), _flat(whole))
-            ctx.sink.done(weight)
-
-        ctx.queue.put(wgrad)
-        return dx, None, None

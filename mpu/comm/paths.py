@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let the parts of a matmul's input, or of its output, travel while it runs.
+
+    replicated   no part travels, x is whole on every rank (no sequence parallelism); sums are
+                 all-reduced
+    none         the collective, then the matmul: the reference
+    ring         a part a rank by messages: the next one arrives while this one multiplies
+    symmetric    parts lie in memory that all ranks see (mpu/comm/workspace.py): each is multiplied
+                 where it lies; what is scattered is written there, others' parts first, own last
+    auto         for each shape the one that was chosen
+
+ring and symmetric multiply one part at a time, in the order that `order` says. A sum adds the
+ranks' parts in rank order, 16-bit ones in fp32. mpu/comm/overlap.py puts gather and scatter
+together with their gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
+from mpu.comm.handle import DONE, Handle, start
+from mpu.comm.in_memory import sum_of_parts
+from mpu.comm.p2p import exchange
+from mpu.grid import Axis
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., i] times weight^T, weight [o, i] -> [..., o].
+
+    In fp32 on a CPU by oneDNN's linear, the operator that torch's own compiler emits there: MKL's
+    sgemm, which F.linear calls, is slower by a tenth to a third on these shapes. Everything else is
+    F.linear.
+    """
+    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.linear(x, weight)
+    return onednn(x, weight, None, "none", [], "")
+
+
+def order(rank: int, size: int, own_first: bool) -> list[int]:
+    """Say in which order a rank multiplies the parts: its own first where parts arrive, its own
+    last where they leave; in between, the next rank's, and so on round.
+    """
+    others = [(rank + i) % size for i in range(1, size)]
+    return [rank, *others] if own_first else [*others, rank]
+
+
+class Gathering:
+    """x of all ranks, on its way to this one. `close` when nothing of it is read any more."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.x, self.axis = x, axis
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its x), as they are here, own first."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """Wait for all of it: [t n, ...]."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the memory that it arrived in."""
+
+    def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return gather(x) w^T for each w, a part at a time."""
+        n, size = self.x.shape[0], self.axis.size
+        out = [self.x.new_empty((size * n, *self.x.shape[1:-1], w.shape[0])) for w in weights]
+        for rank, part in self.parts():
+            for y, w in zip(out, weights, strict=True):
+                y[rank * n : (rank + 1) * n] = product(part, w)
+        return out
+
+
+class Path:
+    """How parts travel over an axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def of(self, op: str, x: Tensor, width: int) -> "Path":
+        """Return the path that this operation on x takes (see `key`)."""
+        return self
+
+    def gather(self, x: Tensor) -> Gathering:
+        """Start x on its way to every rank."""
+        raise NotImplementedError
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:
+        """Start the sum over ranks of sum_i x_i w_i^T on its way to the owners of its rows."""
+        raise NotImplementedError
+
+
+def _sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    total = product(xs[0], weights[0])
+    for x, w in zip(xs[1:], weights[1:], strict=True):
+        total += product(x, w)
+    return total
+
+
+class _Whole(Gathering):
+    """All of it at once: by one collective, or there already."""
+
+    def __init__(self, x: Tensor, axis: Axis, full: Tensor, handle: Handle) -> None:
+        super().__init__(x, axis)
+        self._full, self._handle = full, handle
+
+    def whole(self) -> Tensor:
+        self._handle.wait()
+        return self._full
+
+    def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [product(self.whole(), w) for w in weights]
+
+
+class Replicated(Path):
+    """x is whole on every rank; partial products are all-reduced."""
+
+    def gather(self, x: Tensor) -> Gathering:
+        return _Whole(x, self.axis, x, DONE)
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:
+        return all_reduce(_sum_of_products(xs, weights), self.axis, async_op=True)
+
+
+class Separate(Path):
+    """The collective, then the matmul; the matmul, then the collective."""
+
+    def gather(self, x: Tensor) -> Gathering:
+        return _Whole(x, self.axis, *all_gather(x, self.axis, async_op=True))
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:
+        return reduce_scatter(_sum_of_products(xs, weights), self.axis, async_op=True)
+
+
+class _RingGathering(Gathering):
+    """Each rank passes on to the left what came from the right."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        super().__init__(x, axis)
+        self._full = x.new_empty((axis.size, *x.shape))
+        self._full[axis.rank] = x
+        self._turns = order(axis.rank, axis.size, own_first=True)
+        self._here = 1
+        self._coming = self._pass_on(0)
+
+    def _pass_on(self, i: int) -> Handle:
+        if i + 1 == self.axis.size:
+            return DONE
+        left, right = (self.axis.rank - 1) % self.axis.size, (self.axis.rank + 1) % self.axis.size
+        into = self._full[self._turns[i + 1]]
+        return exchange(self._full[self._turns[i]], self.axis, left, right, into)
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        for i, rank in enumerate(self._turns):
+            if i == self._here:
+                self._coming.wait()
+                self._here += 1
+                self._coming = self._pass_on(i)
+            yield rank, self._full[rank]
+
+    def whole(self) -> Tensor:
+        for _ in self.parts():
+            pass
+        return self._full.flatten(0, 1)
+
+
+class Ring(Path):
+    """Parts as messages: gathered round the ring, scattered straight to their owners."""
+
+    def gather(self, x: Tensor) -> Gathering:
+        return _RingGathering(x, self.axis)
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:
+        rank, size = self.axis.rank, self.axis.size
+        n = xs[0].shape[0] // size
+        parts, flying = None, []
+        for i, owner in enumerate(order(rank, size, own_first=False), 1):
+            mine = _sum_of_products([x[owner * n : (owner + 1) * n] for x in xs], weights)
+            if parts is None:
+                parts = mine.new_empty((size, *mine.shape))
+            if owner == rank:
+                parts[rank] = mine
+            else:
+                source = (rank - i) % size
+                flying.append(exchange(mine, self.axis, owner, source, parts[source]))
+        assert parts is not None
+        out = torch.empty_like(parts[0])
+
+        def finish() -> None:
+            for handle in flying:
+                handle.wait()
+            sum_of_parts(parts, out)
+
+        return out, Handle(finish=finish)
+
+
+class _SharedGathering(Gathering):
+    """Each rank writes its part where all see it."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        super().__init__(x, axis)
+        self._turn: Any = None
+        self._copy: Tensor | None = None
+
+        def call() -> Any:
+            self._turn = axis.memory.begin(x.nbytes)
+            self._turn.complete = self._save
+            self._turn.put(x)
+            return self._turn
+
+        self._handle = start("all_gather", axis, x, call, (x,), None, True)
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        for rank in order(self.axis.rank, self.axis.size, own_first=True):
+            if rank != self.axis.rank and self._copy is None:
+                self._turn.wait_for(rank)
+            n = self.x.shape[0]
+            if self._copy is not None:
+                yield rank, self._copy[rank * n : (rank + 1) * n]
+            else:
+                yield rank, self._turn.part(rank, tuple(self.x.shape), self.x.dtype)
+        self._handle.wait()
+
+    def whole(self) -> Tensor:
+        self._handle.wait()
+        if self._copy is not None:
+            return self._copy
+        shape = (self.axis.size * self.x.shape[0], *self.x.shape[1:])
+        return self._turn.whole(shape, self.x.dtype)
+
+    def close(self) -> None:
+        self._turn.close()
+
+    def _save(self) -> None:
+        """Copy what a later turn is about to overwrite."""
+        self._copy = self.whole().clone()
+        self._turn.close()
+
+
+class Symmetric(Path):
+    """Parts in memory that all ranks see; others' parts are written first, each with its signal."""
+
+    def gather(self, x: Tensor) -> Gathering:
+        return _SharedGathering(x, self.axis)
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:
+        rank, size = self.axis.rank, self.axis.size
+        n, dtype = xs[0].shape[0] // size, xs[0].dtype
+        shape = (n, *xs[0].shape[1:-1], weights[0].shape[0])
+        out = xs[0].new_empty(shape)
+        turns: list[Any] = []
+
+        def call() -> Any:
+            turn = self.axis.memory.begin(size * out.nbytes)
+            turns.append(turn)
+            written = turn.part(rank, (size, *shape), dtype)
+            for owner in order(rank, size, own_first=False):
+                rows = slice(owner * n, (owner + 1) * n)
+                written[owner] = _sum_of_products([x[rows] for x in xs], weights)
+                turn.signal(owner)
+            return turn
+
+        def finish() -> None:
+            (turn,) = turns
+            sum_of_parts(turn.whole((size, size, *shape), dtype)[:, rank], out)
+            turn.close()
+
+        kept = (*xs, *weights)
+        handle = start("reduce_scatter", self.axis, xs[0], call, kept, finish, True)
+        turns[0].complete = handle.wait
+        return out, handle
+
+
+PATHS: dict[str, type[Path]] = {"none": Separate, "ring": Ring, "symmetric": Symmetric}
+
+
+class Auto(Path):
+    """The path that was chosen for an operation and its shape; `none` where nothing was."""
+
+    def __init__(self, axis: Axis, choices: dict[str, str]) -> None:
+        super().__init__(axis)
+        self.choices = choices
+
+    def of(self, op: str, x: Tensor, width: int) -> Path:
+        rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
+        name = self.choices.get(key(op, rows, x.shape[-1], width, x.dtype), "none")
+        return PATHS[name](self.axis)
+
+
+def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
+    """Name a matmul with its collective: op `gather` or `scatter`, rows of one part, x [rows, k]
+    and weights [width, k] of one rank.
+    """
+    return f"{op} {rows}x{k} -> {width} {str(dtype).removeprefix('torch.')}"
+
+
+def path_of(mode: str, choices: dict[str, str], axis: Axis, cut: bool) -> Path:
+    """Return the path of a linear layer. cut: x is cut along its rows (sequence parallelism).
+
+    Where the ranks share no memory, symmetric is ring.
+    """
+    if not cut:
+        return Replicated(axis)
+    if mode == "auto":
+        return Auto(axis, choices)
+    return PATHS["ring" if mode == "symmetric" and axis.memory is None else mode](axis)
