@@ -35,10 +35,8 @@ def _begin(
         finish(turns[0])
         turns[0].close()
 
-    handle = start(verb, axis, x, call, (x,), read, True)
+    handle = start(verb, axis, x, call, (x,), read, async_op)
     turns[0].complete = handle.wait
-    if not async_op:
-        handle.wait()
     return handle
 
 
@@ -64,7 +62,11 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[
 
 
 def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
-    """Sum x (contiguous) in place: two ranks add all of it, more of them a piece each."""
+    """Sum x (contiguous) in place: two ranks add all of it, more of them a piece each.
+
+    The pieces are exchanged at once, async_op or not: flags only go up, so the second phase must be
+    signalled before a later turn begins.
+    """
 
     def finish(turn: Any) -> None:
         parts, n = turn.whole((axis.size, x.numel()), x.dtype), x.numel()
@@ -82,7 +84,7 @@ def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
         for r, row in enumerate(parts):
             flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
-    return x, _begin("all_reduce", axis, x, finish, async_op)
+    return x, _begin("all_reduce", axis, x, finish, async_op and axis.size == 2)
 
 
 def sum_of_parts(parts: Tensor, out: Tensor) -> None:

@@ -114,12 +114,12 @@ class SymmetricBuffer:
 
     def signal(self, dst: int, epoch: int) -> None:
         """Say that what was written for rank dst is ready."""
-        self._here()
+        self.refuse_fork()
         _library().weft_signal(self.flags + LINE * (self.rank * self.size + dst), 0, 1, epoch)
 
     def signal_all(self, epoch: int) -> None:
         """Say that what was written is ready for everyone."""
-        self._here()
+        self.refuse_fork()
         first = self.flags + LINE * self.rank * self.size
         _library().weft_signal(first, LINE, self.size, epoch)
 
@@ -140,7 +140,7 @@ class SymmetricBuffer:
 
     def close(self, epoch: int) -> None:
         """Say that this rank reads nothing any more of that epoch and of those before."""
-        self._here()
+        self.refuse_fork()
         _library().weft_signal(self._closed + LINE * self.rank, 0, 1, epoch)
 
     def wait_closed(self, epoch: int, what: str) -> None:
@@ -149,12 +149,12 @@ class SymmetricBuffer:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._here()
+        self.refuse_fork()
         generation = _library().weft_arrive(self._barrier, self.size)
         self._wait(self._barrier + LINE, 0, [-1], generation, "a barrier")
 
     def _wait(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
-        self._here()
+        self.refuse_fork()
         call = _library().weft_wait
         args, count = (first, stride, len(ranks), epoch & 0xFFFFFFFF), len(ranks)
         if (there := call(*args, SPINS, SLICE)) == count:
@@ -174,7 +174,8 @@ class SymmetricBuffer:
                 raise CommunicationError(f"no sign of {name} for {self.timeout:.0f} s, in {what}")
             there = call(*args, 0, SLICE)
 
-    def _here(self) -> None:
+    def refuse_fork(self) -> None:
+        """Raise in a child of the process that made the buffer."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this process was forked from one that shares memory with other ranks; it may not "

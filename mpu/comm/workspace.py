@@ -38,11 +38,12 @@ class Workspace:
         self._allocate(1 << 16)
 
     def _allocate(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
         self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout)
+        self.slot_bytes = slot_bytes
 
     def begin(self, part_bytes: int) -> "Turn":
         """Open the next epoch, of one part a rank, when its slot is free."""
+        self.buffer.refuse_fork()  # a forked child must not touch the process group, either
         if part_bytes * self.axis.size > self.slot_bytes:
             self._grow(part_bytes * self.axis.size)
         if late := self._open.get(self.epoch + 1 - SLOTS):
@@ -63,6 +64,7 @@ class Workspace:
         except Unavailable as error:
             raise CommunicationError(f"{error}; --no-shared-memory does without") from error
         self.buffer.close(self.epoch)
+        self.buffer.signal_all(2 * self.epoch + 1)  # numbers are compared by their difference
         self.buffer.barrier()
 
     def close(self, turn: "Turn") -> None:
