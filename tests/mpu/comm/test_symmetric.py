@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a buffer that ranks share does when something goes wrong: a rank that is late or dead, a
+fork, memory that cannot be had, ranks on several hosts, Ctrl-C; and that nothing of it stays
+behind.
+"""
+
+import copy
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpu import native
+from mpu.comm import symmetric
+from mpu.comm.collectives import all_gather, all_reduce, barrier
+from mpu.comm.handle import CommunicationError
+from mpu.comm.symmetric import SymmetricBuffer, Unavailable
+from mpu.comm.workspace import Workspace, share
+from mpu.grid import Axis
+
+WAIT = timedelta(seconds=20)
+
+
+def own(comm: Any, wait: timedelta = WAIT) -> Axis:
+    """Return an axis of all ranks with a workspace of its own."""
+    axis = comm.grid().data
+    return replace(axis, memory=Workspace(axis, wait))
+
+
+def works(axis: Axis, n: int = 5) -> None:
+    """Check a few collectives, more of them than there are slots."""
+    for i in range(4):
+        full, _ = all_gather(torch.full((n,), float(axis.rank + i)), axis)
+        assert full.view(axis.size, n)[:, 0].tolist() == [float(r + i) for r in range(axis.size)]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:weft")
+
+
+# A rank that is late
+
+
+def late(comm) -> None:
+    axis, rank_1 = own(comm, timedelta(seconds=0.3)), comm.rank == 1
+    buffer, begin = axis.memory.buffer, time.monotonic()
+    if not rank_1:
+        with pytest.raises(CommunicationError) as caught:
+            all_gather(torch.ones(3), axis)
+        said = str(caught.value)
+        assert said.startswith("all_gather over data (ranks [0, 1, 2]): "), said
+        assert "no sign of rank 1 for 0 s, in shared memory" in said
+        with pytest.raises(CommunicationError, match="no sign of rank 1 for 0 s, in here"):
+            buffer.wait(1, 2, "here")
+        buffer.close(1)
+        with pytest.raises(CommunicationError, match="no sign of rank 1 .* in the turn before"):
+            buffer.wait_closed(1, "the turn before")
+        with pytest.raises(CommunicationError, match="no sign of every rank .* in a barrier"):
+            buffer.barrier()
+        assert 1.2 <= time.monotonic() - begin < 5
+    barrier(comm.grid().data)  # through gloo: rank 1 lives, and says nothing in memory until then
+    works(own(comm))
+
+
+def test_a_wait_ends_at_its_deadline_and_names_the_late_rank(world):
+    world(3).run(late)
+
+
+# A forked child
+
+
+def forked(comm) -> list[str]:
+    axis, kept, said = own(comm), own(comm), []
+    works(axis)
+    _, handle = all_gather(torch.ones(2), kept, async_op=True)
+    barrier(comm.grid().data)  # through gloo
+    before = axis.memory.buffer.data.clone()
+    buffer = axis.memory.buffer
+    uses: list[Callable[[], Any]] = [
+        lambda: all_gather(torch.ones(3), axis),
+        lambda: all_gather(torch.ones(1 << 20), axis),  # grows
+        lambda: all_reduce(torch.ones(3), axis),
+        handle.wait,
+        lambda: all_gather(torch.ones(1 << 20), kept),
+        lambda: buffer.signal(0, 99),
+        lambda: buffer.signal_all(99),
+        lambda: buffer.close(99),
+        lambda: buffer.wait(0, 0, ""),
+        buffer.barrier,
+    ]
+    if comm.rank == 0:
+        out, into = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for use in uses:
+                try:
+                    use()
+                    os.write(into, b"nothing\n")
+                except BaseException as error:
+                    os.write(into, f"{type(error).__name__} {error}\n".encode())
+            os._exit(0)
+        os.close(into)
+        said = open(out).read().splitlines()
+        os.waitpid(pid, 0)
+        assert len(said) == len(uses)
+    assert torch.equal(buffer.data, before)
+    barrier(comm.grid().data)
+    handle.wait()
+    works(axis)
+    works(kept, 1 << 18)
+    return said
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(world):
+    said, _ = world(2).run(forked)
+    for line in said:
+        assert "Error" in line and "was forked from one that shares memory" in line, said
+    assert sum(line.startswith("RuntimeError ") for line in said) >= 5
+
+
+# Memory that cannot be had, or not be shared
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Let no file of this process grow further: memory without a name is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def too_large(comm) -> list[str]:
+    axis, said = own(comm), []
+    works(axis)
+    with largest_file(1 << 20 if comm.rank == 0 else resource.RLIM_INFINITY):
+        for _ in range(2):
+            with pytest.raises(CommunicationError) as caught:
+                all_gather(torch.ones(1 << 20), axis)
+            said.append(str(caught.value))
+            works(axis)
+        with pytest.raises(Unavailable, match="cannot be had"):
+            SymmetricBuffer(replace(axis, memory=None), 1 << 21, WAIT)
+    works(axis, 1 << 18)
+    return said
+
+
+def test_growth_that_cannot_be_had_is_an_error_on_all_ranks(world):
+    every = world(2).run(too_large)
+    assert every[0] == every[1] and every[0][0] == every[0][1]
+    assert "16 MiB of shared memory cannot be had: [Errno 27] File too large" in every[0][0]
+    assert every[0][0].endswith("--no-shared-memory does without")
+
+
+def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
+    grid = copy.copy(comm.grid())
+    host, load = symmetric._host, native.load
+    symmetric._host = lambda: hosts[comm.rank]
+    if not library and comm.rank == 1:
+        native.load = lambda: None
+        native.reason = lambda: "there is no compiler"
+    try:
+        lines = share(grid, WAIT)
+        try:
+            Workspace(grid.data, WAIT)
+        except Unavailable as error:
+            lines.append(str(error))
+    finally:
+        symmetric._host, native.load = host, load
+    assert (grid.data.memory is None) == (len(lines) == 2)
+    works(grid.data)
+    return lines
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abb", "aba", "abc"])
+def test_ranks_on_several_hosts_stay_on_gloo(world, hosts):
+    why = "its ranks are not on one host (or in one container)"
+    for lines in world(3).run(shared_lines, list(hosts), True):
+        assert lines == [f"collectives of data (3 ranks): gloo; {why}", why]
+
+
+def test_a_rank_without_the_library_keeps_all_on_gloo(world):
+    for lines in world(3).run(shared_lines, list("aaa"), False):
+        said = "collectives of data (3 ranks): gloo; there is no compiler"
+        assert lines == [said, "there is no compiler"]
+    for lines in world(3).run(shared_lines, list("aaa"), True):
+        assert lines == ["collectives of data (3 ranks): shared memory"]
+
+
+# What stays behind
+
+
+def grown(comm, times: int) -> None:
+    axis = own(comm)
+    works(axis)
+    before, maps = descriptors(), mappings()
+    for i in range(times):
+        works(axis, (i % 3 + 1) << 18)
+        if i % 3 == 2:
+            axis = own(comm)
+    works(axis)
+    assert (descriptors(), mappings()) == (before, maps)
+    del axis
+    assert (descriptors(), mappings()) < (before, maps)
+
+
+def test_growth_leaves_no_descriptor_and_no_mapping(world):
+    world(2).run(grown, 12)
+
+
+@pytest.mark.prove
+def test_growth_leaves_nothing_for_long(world):
+    world(4).run(grown, 150)
+
+
+# How long it takes
+
+
+def barriers(comm, times: int) -> float:
+    buffer, seconds = SymmetricBuffer(comm.grid().data, 64, WAIT), []
+    for _ in range(times):
+        begin = time.perf_counter()
+        buffer.barrier()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+@pytest.mark.prove
+def test_a_barrier_of_more_ranks_than_cores_is_short(world):
+    assert max(world(8).run(barriers, 3000)) < 200e-6
