@@ -57,6 +57,7 @@ from training.failure import as_process, compare, connect, meet, refuse, tell_la
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
+from training.overlap import settle, unchosen
 from training.pipeline import rank_stages, schedule_of
 from training.profile import Profile
 from training.resume import Saver
@@ -174,6 +175,7 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     sharing = Sharing(p.zero, size, p.overlap_grad_reduce, ahead, each, wire, main, keep)
     sink = GradientBuckets(grid, accumulate, sharing)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
+    ctx.overlap.mode = p.tp_comm_overlap
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
     sink.attach(model, model.chunk_of)
@@ -251,6 +253,8 @@ def train(
             if loaders.valid and settings.eval_interval:
                 if run.iteration == total or run.iteration % settings.eval_interval == 0:
                     log.validation(run.iteration, evaluate(run, loaders.valid))
+            for line in unchosen(run.model.ctx.overlap):
+                log.note(line)
             save = config.checkpoint
             if save.save and (ended or run.iteration % (save.save_interval or total) == 0):
                 run.watch.action = f"saving iteration {run.iteration}"
@@ -363,12 +367,14 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
     hf = hf_config(run.model.config, str(config.run.dtype).removeprefix("torch."))
-    names = hf_names(run.model)
-    saver = Saver(config, grid, run.device, run.model, run.optimizer, names, hf, digests, note)
+    ctx, names = run.model.ctx, hf_names(run.model)
+    saver = Saver(config, ctx, run.model, run.optimizer, names, hf, digests, note)
     if config.checkpoint.load:
         run.iteration, run.consumed = saver.load()
     if config.checkpoint.save:
         saver.check_writable()
+    run.watch.action = "measuring what overlaps"
+    settle(run.model, ctx, config, note)
     total = total_iterations(config)
     log = Log(
         config.log,

@@ -15,10 +15,15 @@ from mpu.param import GradientSink, WeightGradientQueue
 class OverlapPlan:
     """Which path of mpu/comm/overlap.py a matmul takes: one for all, or, where mode is `auto`, the
     one chosen for its shape.
+
+    seconds: what each path took, where that was measured. told: how many of the choices have been
+    told to the user, in their order.
     """
 
     mode: str = "none"
     choices: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    told: int = 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Axis:
     at size 1 and in a dry run. `trace`, when set, is told of every collective (see
     tools/explain.py). `staged` makes collectives pass through host memory (gloo groups that carry
     CUDA tensors). `memory` is what its collectives pass through where its ranks share memory
-    (mpu/comm/symmetric.py).
+    (mpu/comm/symmetric.py), `no_memory` why they do not.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Axis:
     trace: Any = None
     staged: bool = False
     memory: Any = None
+    no_memory: str = ""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
             options["action"] = "store_true"
         else:
             options |= {"nargs": flag.nargs, "metavar": flag.dest.rsplit("_", 1)[-1].upper()}
+            options |= {"const": flag.bare} if flag.bare else {}
         target.add_argument(flag.name, help=_help(flag), **options)
     if extra is not None:
         extra(parser)
@@ -199,6 +200,12 @@ def _assemble(
         notes.append(
             "--sequence-parallel is off: at --tensor-model-parallel-size 1 there is nothing to cut"
         )
+    if parallel.get("tp_comm_overlap", "none") != "none" and tp == 1:
+        notes.append(
+            f"--tp-comm-overlap {parallel['tp_comm_overlap']} is off: at "
+            "--tensor-model-parallel-size 1 no part travels"
+        )
+        parallel["tp_comm_overlap"] = "none"
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)

@@ -86,6 +86,8 @@ class ParallelConfig:
     distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
     distributed_timeout_minutes: int = 10
     no_shared_memory: bool = False
+    tp_comm_overlap: str = "none"  # "auto", "ring", "symmetric": the path of linear layers' parts
+    tp_comm_overlap_cache: str | None = None  # the file of what auto chose
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
@@ -249,7 +251,10 @@ class RunConfig:
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = ("batch.micro_batch_size", "data.num_workers", "data.data_cache_path")
 # What two ranks of one run may be told differently: places that are local to a node.
-_LOCAL = ("data.data_cache_path", "log.log_json", "log.tensorboard_dir")
+_LOCAL = (
+    *("data.data_cache_path", "log.log_json", "log.tensorboard_dir"),
+    "parallel.tp_comm_overlap_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -308,12 +313,6 @@ class Config:
                 "entries: give at least that many, or leave --vocab-size out"
             )
         return replace(self, model=replace(self.model, vocab_size=stated or tokenizer_vocab))
-
-
-def differing_keys(mine: str, theirs: str) -> dict[str, tuple[Any, Any]]:
-    """Name the settings in which two `canonical_json` texts differ: {name: (mine, theirs)}."""
-    a, b = json.loads(mine), json.loads(theirs)
-    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
 def _plain(value: Any) -> Any:

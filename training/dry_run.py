@@ -76,6 +76,9 @@ def _layout(config: Config) -> list[str]:
         p.pipeline_model_parallel_size,
     )
     sp = "on" if p.sequence_parallel else "off"
+    if p.sequence_parallel:
+        sp += f", overlap {p.tp_comm_overlap}"
+        sp += ", measured at start-up" if p.tp_comm_overlap == "auto" else ""
     lines = [
         f"TP {t} x CP 1 x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
         f"tensor-parallel group of rank 0: {_few(range(t))}",

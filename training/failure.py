@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mpu.comm.handle import CommunicationError
 from mpu.comm.workspace import share
 from mpu.grid import Grid, Launch
-from training.config import Config, UsageError, differing_keys
+from training.config import Config, UsageError
 from training.flags import table
 
 
@@ -74,8 +74,7 @@ def _difference(mine: str, theirs: str, other: int) -> str:
     told = json.loads(theirs)
     if "refused" in told:
         return f"rank {other}: {told['refused']}"
-    ours = json.loads(mine)["settings"]
-    different = differing_keys(json.dumps(ours), json.dumps(told["settings"]))
+    different = differing(json.loads(mine)["settings"], told["settings"])
     if not different:
         return ""
     key, (here, there) = next(iter(different.items()))
@@ -84,6 +83,11 @@ def _difference(mine: str, theirs: str, other: int) -> str:
         f"{flag if flag in table() else key} is {here!r} on rank 0 and {there!r} on rank {other}: "
         "all ranks must be given the same"
     )
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name the settings in which two ranks differ: {name: (in a, in b)}."""
+    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
 def meet(timeout: timedelta) -> dist.Store:

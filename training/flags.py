@@ -8,6 +8,7 @@ argparse from it. Adding a live flag is a decision: a test freezes the list.
 
 A line of the live table is `flag | rule | unit and off-value | what it does`. A rule is `switch`,
 or a type with its bound: `int>=1`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`, `one of a,b`.
+`one of a,b; bare b` may stand without a value, and then means b.
 """
 
 import difflib
@@ -55,6 +56,8 @@ LIVE = """
 --distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | library that moves the bytes
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
 --no-shared-memory | switch | off: left out | send what ranks of one host sum and gather on CPU through gloo too, as between hosts (ours, not Megatron's)
+--tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | let the linear layers' parts travel while they multiply (with --sequence-parallel): messages, memory that all ranks see, or for each matmul what was measured fastest
+--tp-comm-overlap-cache | text | file; off: left out, measure at each start | keep what --tp-comm-overlap auto chose for this machine, and read it instead of measuring (ours, not Megatron's)
 --recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
 --recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
 --recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
@@ -167,8 +170,13 @@ class Flag:
 
     @property
     def nargs(self) -> str | int | None:
-        """Return argparse's count of values: 0 for a switch, None for one."""
-        return {"switch": 0, "texts": "*", "ints": "*"}.get(self.rule)
+        """Return argparse's count of values: 0 for a switch, ? where bare will do, None for one."""
+        return {"switch": 0, "texts": "*", "ints": "*"}.get(self.rule, "?" if self.bare else None)
+
+    @property
+    def bare(self) -> str | None:
+        """Return what the flag means without a value, where it may stand so."""
+        return self.rule.partition("; bare ")[2] or None
 
     def convert(self, values: Any) -> Any:
         """Turn the text given into a value. Raises UsageError naming flag, value and rule."""
@@ -183,7 +191,7 @@ class Flag:
                 raise UsageError(f"{self.name} is empty: leave the flag out instead")
             return values
         if self.rule.startswith("one of "):
-            choices = self.rule.removeprefix("one of ").split(",")
+            choices = self.rule.removeprefix("one of ").partition(";")[0].split(",")
             if values not in choices:
                 raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
             return int(values) if values.isdigit() else values

@@ -38,12 +38,12 @@ CHECKED = """
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
 --no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | pipeline stages never wait for one another to reduce: a bucket leaves when it is complete
---tp-comm-overlap | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
---tp-comm-overlap-cfg --tp-comm-bootstrap-backend | text | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
---no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad | switch | any | tensor-parallel communication is not overlapped in this version
---no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs | switch | any | tensor-parallel communication is not overlapped in this version
---no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs | switch | any | tensor-parallel communication is not overlapped in this version
---tp-comm-overlap-rs-dgrad | switch | any | ! tensor-parallel communication is not overlapped in this version: the same numbers
+--tp-comm-overlap-cfg | text | any | ! no file of methods and chunks is read: --tp-comm-overlap auto measures each projection, and --tp-comm-overlap-cache keeps what it chose
+--tp-comm-bootstrap-backend | text | any | nothing is bootstrapped apart: the ranks meet at the launcher's store and talk over --distributed-backend
+--no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
+--no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
+--no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
+--tp-comm-overlap-rs-dgrad | switch | any | dgrad's reduce-scatter always runs under the weight gradient, whatever --tp-comm-overlap says
 --no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce | switch | any | picks an implementation with the same numbers
 --use-tp-pp-dp-mapping | switch | any | ! ranks always stand in the order tensor, data, pipeline: the same numbers, other neighbours
 --ddp-pad-buckets-for-high-nccl-busbw | switch | any | ! buckets are not padded: the same numbers
@@ -713,10 +713,11 @@ DIFFERENCES = (
     ("--log-interval", "100 steps", "10 steps"),
     ("--distributed-backend", "nccl", "nccl on CUDA, gloo on a CPU"),
     (
-        "--tp-comm-overlap --async-save",
-        "overlap, write in the background",
-        "accepted; not in this version, the numbers are the same",
+        "--tp-comm-overlap",
+        "a switch; Transformer Engine's user buffers, methods from --tp-comm-overlap-cfg",
+        "auto (bare), ring or symmetric; auto takes what is measured fastest for each projection",
     ),
+    ("--async-save", "writes in the background", "accepted; not in this version"),
     (
         "--pipeline-model-parallel-size",
         "cuts evenly: --num-layers must divide over the stages",

@@ -81,18 +81,20 @@ def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
 
 def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
-    log = config.log
+    log, cache = config.log, config.parallel.tp_comm_overlap_cache
     directories = {
         "--save": config.checkpoint.save,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": config.data.data_cache_path,
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
+        "--tp-comm-overlap-cache": cache and os.path.dirname(os.path.abspath(cache)),
     }
     for flag, path in directories.items():
         if path:
             _writable(flag, path)
-    if log.log_json and os.path.isdir(log.log_json):
-        raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
+    for flag, file in (("--log-json", log.log_json), ("--tp-comm-overlap-cache", cache)):
+        if file and os.path.isdir(file):
+            raise UsageError(f"{flag} {file} is a directory: give a file")
 
 
 def _writable(flag: str, path: str) -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from mpu.grid import Grid
+from mpu.context import LayerContext
 from mpu.param import unique_parameters
 from mpu.zero.optimizer import Optimizer
 from training import checkpoint
@@ -28,8 +27,7 @@ class Saver:
     """
 
     config: Config
-    grid: Grid
-    device: torch.device
+    ctx: LayerContext
     model: nn.Module
     optimizer: Optimizer
     names: Mapping[str, Sequence[str]]
@@ -44,16 +42,18 @@ class Saver:
         parameters = list(unique_parameters(self.model))
         parts = list(optimizer.named_weights())
         kept_whole = [p for p in parameters if p[0] in sink.whole_names()]
-        pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.grid)
+        pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
-        holders = self.grid.replica if sink.level else self.grid.data
-        return pieces + checkpoint.state_pieces(parts, parameters, self.names, self.grid, holders)
+        holders = self.ctx.grid.replica if sink.level else self.ctx.grid.data
+        return pieces + checkpoint.state_pieces(
+            parts, parameters, self.names, self.ctx.grid, holders
+        )
 
     def check_writable(self) -> None:
         """Find out before the first step whether --save could be written. Raises SaveError."""
         checkpoint.check_writable(
-            self.config.checkpoint.save, self.grid, self.pieces(), self.device
+            self.config.checkpoint.save, self.ctx.grid, self.pieces(), self.ctx.device
         )
 
     def save(self, iteration: int, consumed: int, must: bool) -> None:
@@ -67,6 +67,7 @@ class Saver:
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
             "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
+            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": self.ctx.overlap.choices},
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": config.data.tokenizer_model,
             **self.digests,
@@ -84,8 +85,8 @@ class Saver:
                 step=iteration,
                 pieces=self.pieces(),
                 state=state,
-                grid=self.grid,
-                device=self.device,
+                grid=self.ctx.grid,
+                device=self.ctx.device,
                 attach=attach,
             )
             self.note(f"saved {path}")
@@ -104,13 +105,13 @@ class Saver:
         pieces = self.pieces(with_state=not weights_only)
         found = checkpoint.find_latest(
             c.load,
-            self.grid,
+            self.ctx.grid,
             pieces=pieces,
             expect=self.hf_config,
             step=c.ckpt_step,
             cast=c.finetune,
             note=self.note,
-            device=self.device,
+            device=self.ctx.device,
         )
         if found is None:
             if c.exit_on_missing_checkpoint:
@@ -119,12 +120,15 @@ class Saver:
                 )
             self.note(f"--load {c.load}: no checkpoint there; starting fresh")
             return 0, 0
-        checkpoint.load(found, pieces, self.grid, self.device)
+        checkpoint.load(found, pieces, self.ctx.grid, self.ctx.device)
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
             self.optimizer.loaded(found.state["optimizer_steps"])
         fresh = c.finetune
+        plan, chosen = self.ctx.overlap, found.state.get("tp_comm_overlap", {})
+        if plan.mode == "auto" and chosen.get("tp") == self.ctx.tp.size and not fresh:
+            plan.choices |= chosen["choices"]
         iteration = 0 if fresh else found.state["iteration"]
         consumed = 0 if fresh else found.state["consumed_samples"]
         self.note(

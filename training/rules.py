@@ -111,6 +111,8 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:
                 yield f"{name} has nothing to act on without --lr-decay-style WSD"
+    if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
+        yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 
 
 def check_world(layout: ParallelConfig) -> None:
@@ -182,6 +184,11 @@ def _layout(config: Config) -> None:
     _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{whole} channels")
     if p.sequence_parallel:
         _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
+    elif p.tp_comm_overlap != "none":
+        raise UsageError(
+            f"--tp-comm-overlap {p.tp_comm_overlap} needs --sequence-parallel: without it every "
+            "rank holds the sequence whole, and no part travels that a matmul could hide"
+        )
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():

@@ -93,8 +93,7 @@ class AllGatherMatmul(torch.autograd.Function):
         layer = layer or _Autograd(weights)
         f.path, f.layer, f.weights = path, layer, weights
         f.save_for_backward(x)  # the shard
-        f.width = sum(len(w) for w in weights)
-        gathering = path.of("gather", x, f.width).gather(x)
+        gathering = path.of("gather", x, sum(len(w) for w in weights)).gather(x)
         out = gathering.multiply([layer.take(w) for w in weights])
         gathering.close()
         for weight in weights:
@@ -107,15 +106,14 @@ class AllGatherMatmul(torch.autograd.Function):
         #   Now:     [gather x | dgrad] -> [scatter dx | wgrad]
         path, layer, weights = f.path, f.layer, f.weights
         (x,) = f.saved_tensors
-        gathers = path.of("gather", x, f.width)
-        again = None if layer.deferring else gathers.gather(x)
-        scatters = path.of("scatter", dys[0], x.shape[-1])
-        dx, scattering = scatters.multiply_scatter(dys, [layer.take(w).t() for w in weights])
+        way = path.of("scatter", dys[0], x.shape[-1])
+        again = None if layer.deferring else way.gather(x)
+        dx, scattering = way.multiply_scatter(dys, [layer.take(w).t() for w in weights])
         for weight in weights:
             layer.give_back(weight)
 
         def wgrad() -> None:
-            gathering = again or gathers.gather(x)
+            gathering = again or way.gather(x)
             whole = gathering.whole()
             for weight, dy in zip(weights, dys, strict=True):
                 layer.add(weight, _flat(whole), _flat(dy))

@@ -5,12 +5,14 @@
                  all-reduced
     none         the collective, then the matmul: the reference
     ring         a part a rank by messages: the next one arrives while this one multiplies
-    symmetric    parts lie in memory that all ranks see (mpu/comm/workspace.py): each is multiplied
-                 where it lies; what is scattered is written there, others' parts first, own last
+    symmetric    parts lie in memory that all ranks see (mpu/comm/workspace.py): one behind the
+                 other, so that they are multiplied together where they lie; what is scattered is
+                 written there once
     auto         for each shape the one that was chosen
 
-ring and symmetric multiply one part at a time, in the order that `order` says. A sum adds the
-ranks' parts in rank order, 16-bit ones in fp32. mpu/comm/overlap.py puts gather and scatter
+ring multiplies one part at a time, in the order that `order` says. Shared memory has nothing to
+hide but a rank that is late, and halves of a matmul cost more than the whole. A sum adds the ranks'
+parts in rank order, 16-bit ones in fp32. mpu/comm/overlap.py puts gather and scatter
 together with their gradients.
 """
 
@@ -55,10 +57,6 @@ class Gathering:
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.axis = x, axis
 
-    def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its x), as they are here, own first."""
-        raise NotImplementedError
-
     def whole(self) -> Tensor:
         """Wait for all of it: [t n, ...]."""
         raise NotImplementedError
@@ -67,13 +65,8 @@ class Gathering:
         """Let go of the memory that it arrived in."""
 
     def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return gather(x) w^T for each w, a part at a time."""
-        n, size = self.x.shape[0], self.axis.size
-        out = [self.x.new_empty((size * n, *self.x.shape[1:-1], w.shape[0])) for w in weights]
-        for rank, part in self.parts():
-            for y, w in zip(out, weights, strict=True):
-                y[rank * n : (rank + 1) * n] = product(part, w)
-        return out
+        """Return gather(x) w^T for each w."""
+        return [product(self.whole(), w) for w in weights]
 
 
 class Path:
@@ -114,9 +107,6 @@ class _Whole(Gathering):
     def whole(self) -> Tensor:
         self._handle.wait()
         return self._full
-
-    def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return [product(self.whole(), w) for w in weights]
 
 
 class Replicated(Path):
@@ -161,7 +151,16 @@ class _RingGathering(Gathering):
         into = self._full[self._turns[i + 1]]
         return exchange(self._full[self._turns[i]], self.axis, left, right, into)
 
-    def parts(self) -> Iterator[tuple[int, Tensor]]:
+    def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        n, size = self.x.shape[0], self.axis.size
+        out = [self.x.new_empty((size * n, *self.x.shape[1:-1], w.shape[0])) for w in weights]
+        for rank, part in self._parts():
+            for y, w in zip(out, weights, strict=True):
+                y[rank * n : (rank + 1) * n] = product(part, w)
+        return out
+
+    def _parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its x), own first, each when it is here and the next one is on its way."""
         for i, rank in enumerate(self._turns):
             if i == self._here:
                 self._coming.wait()
@@ -170,7 +169,7 @@ class _RingGathering(Gathering):
             yield rank, self._full[rank]
 
     def whole(self) -> Tensor:
-        for _ in self.parts():
+        for _ in self._parts():
             pass
         return self._full.flatten(0, 1)
 
@@ -223,17 +222,6 @@ class _SharedGathering(Gathering):
 
         self._handle = start("all_gather", axis, x, call, (x,), None, True)
 
-    def parts(self) -> Iterator[tuple[int, Tensor]]:
-        for rank in order(self.axis.rank, self.axis.size, own_first=True):
-            if rank != self.axis.rank and self._copy is None:
-                self._turn.wait_for(rank)
-            n = self.x.shape[0]
-            if self._copy is not None:
-                yield rank, self._copy[rank * n : (rank + 1) * n]
-            else:
-                yield rank, self._turn.part(rank, tuple(self.x.shape), self.x.dtype)
-        self._handle.wait()
-
     def whole(self) -> Tensor:
         self._handle.wait()
         if self._copy is not None:
@@ -251,7 +239,7 @@ class _SharedGathering(Gathering):
 
 
 class Symmetric(Path):
-    """Parts in memory that all ranks see; others' parts are written first, each with its signal."""
+    """Parts in memory that all ranks see: written once, read where they lie."""
 
     def gather(self, x: Tensor) -> Gathering:
         return _SharedGathering(x, self.axis)
@@ -260,28 +248,29 @@ class Symmetric(Path):
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, Handle]:
         rank, size = self.axis.rank, self.axis.size
-        n, dtype = xs[0].shape[0] // size, xs[0].dtype
-        shape = (n, *xs[0].shape[1:-1], weights[0].shape[0])
-        out = xs[0].new_empty(shape)
+        partial = _sum_of_products(xs, weights)
+        mine = partial.unflatten(0, (size, -1))
+        out = torch.empty_like(mine[rank])
         turns: list[Any] = []
 
         def call() -> Any:
-            turn = self.axis.memory.begin(size * out.nbytes)
+            turn = self.axis.memory.begin(partial.nbytes)
             turns.append(turn)
-            written = turn.part(rank, (size, *shape), dtype)
+            written = turn.part(rank, tuple(mine.shape), mine.dtype)
             for owner in order(rank, size, own_first=False):
-                rows = slice(owner * n, (owner + 1) * n)
-                written[owner] = _sum_of_products([x[rows] for x in xs], weights)
+                if owner != rank:
+                    written[owner] = mine[owner]
                 turn.signal(owner)
             return turn
 
         def finish() -> None:
             (turn,) = turns
-            sum_of_parts(turn.whole((size, size, *shape), dtype)[:, rank], out)
+            parts = list(turn.whole((size, *mine.shape), mine.dtype)[:, rank])
+            parts[rank] = mine[rank]
+            sum_of_parts(parts, out)
             turn.close()
 
-        kept = (*xs, *weights)
-        handle = start("reduce_scatter", self.axis, xs[0], call, kept, finish, True)
+        handle = start("reduce_scatter", self.axis, partial, call, (partial,), finish, True)
         turns[0].complete = handle.wait
         return out, handle
 
@@ -290,7 +279,10 @@ PATHS: dict[str, type[Path]] = {"none": Separate, "ring": Ring, "symmetric": Sym
 
 
 class Auto(Path):
-    """The path that was chosen for an operation and its shape; `none` where nothing was."""
+    """The path that was chosen for an operation and its shape.
+
+    Where nothing was, `none`, and that is added to the choices for the trainer to tell.
+    """
 
     def __init__(self, axis: Axis, choices: dict[str, str]) -> None:
         super().__init__(axis)
@@ -298,7 +290,7 @@ class Auto(Path):
 
     def of(self, op: str, x: Tensor, width: int) -> Path:
         rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
-        name = self.choices.get(key(op, rows, x.shape[-1], width, x.dtype), "none")
+        name = self.choices.setdefault(key(op, rows, x.shape[-1], width, x.dtype), "none")
         return PATHS[name](self.axis)
 
 

@@ -145,4 +145,6 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
             lines.append(f"collectives of {name} ({axis.size} ranks): {said}")
         if isinstance(space := spaces[axis.ranks], Workspace):
             setattr(grid, name, replace(axis, memory=space))
+        else:
+            setattr(grid, name, replace(axis, no_memory=space))
     return lines

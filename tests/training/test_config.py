@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config: derived sizes, and what its digests see and do not see."""
 
+import json
 from dataclasses import fields, replace
 
 import pytest
@@ -15,8 +16,8 @@ from training.config import (
     ParallelConfig,
     RunConfig,
     UsageError,
-    differing_keys,
 )
+from training.failure import differing
 
 MODEL = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=6, seq_length=32)
 CONFIG = Config(MODEL)
@@ -84,7 +85,8 @@ def test_all_ranks_compare_everything_but_local_places():
         optimizer=replace(CONFIG.optimizer, lr=1e-4),
     )
     assert other.digest_all() != CONFIG.digest_all()
-    assert differing_keys(CONFIG.canonical_json(), other.canonical_json()) == {
+    mine, theirs = (json.loads(c.canonical_json()) for c in (CONFIG, other))
+    assert differing(mine, theirs) == {
         "log.log_interval": (10, 1),
         "optimizer.lr": (3e-4, 1e-4),
     }

@@ -64,7 +64,7 @@ def test_the_report_of_a_large_run():
         )
     )
     for line in (
-        "TP 8 x CP 1 x DP 64 x PP 1 = 512 ranks; sequence parallelism on",
+        "= 512 ranks; sequence parallelism on, overlap auto, measured at start-up\n",
         "layers.*.attention.qkv.weight      [1280, 8192]       x 80",
         "70,553,706,496 in all",
         "global batch 1,024 = 1 a micro-batch x 16 micro-batches x 64 data-parallel ranks",
@@ -72,7 +72,6 @@ def test_the_report_of_a_large_run():
         "10 steps, 10,240 samples",
         "does NOT fit a GPU of 80 GB",
         "Korthikanti et al. 2022",
-        "--tp-comm-overlap: tensor-parallel communication is not overlapped",
         "Differs from Megatron-LM",
         "--seed: the initial weights depend on tp and pp; here they do not",
     ):

@@ -37,14 +37,15 @@ LIVE = """
 --recompute-num-layers --reset-attention-mask --reset-position-ids --rope-scaling-factor
 --rotary-base --save --save-interval --seed --seq-length --sequence-parallel --split
 --step-batch-size-schedule --tensor-model-parallel-size --tensorboard-dir --test-data-path
---tokenizer-model --tokenizer-type --train-data-path --train-iters --train-samples
+--tokenizer-model --tokenizer-type --tp-comm-overlap --tp-comm-overlap-cache --train-data-path
+--train-iters --train-samples
 --untie-embeddings-and-output-weights --use-distributed-optimizer --use-rope-scaling
 --valid-data-path --vocab-size --wandb-exp-name --wandb-project --weight-decay
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
     "--device --dry-run --fp64 --log-json --no-shared-memory --on-nan --optimizer-backend "
-    "--pipeline-schedule --zero-reduce-each-microbatch --zero-stage".split()
+    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
@@ -80,6 +81,8 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
         ("--fp16", "refused"),
         ("--trust-remote-code", "refused"),
         ("--lr", "live"),
+        ("--tp-comm-overlap", "live"),
+        ("--tp-comm-overlap-cfg", "checked"),
     ],
 )
 def test_classes(name, kind):
@@ -194,6 +197,7 @@ def test_values(name, text, value):
         ("--lr-decay-style", "wsd", "one of constant, linear, cosine, inverse-square-root, WSD"),
         ("--save", " ", "leave the flag out instead"),
         ("--zero-stage", "4", "one of 0, 1, 2, 3"),
+        ("--tp-comm-overlap", "yes", "one of none, auto, ring, symmetric"),
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),
         ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
         ("--optimizer-backend", "fused", "one of torch, apex, te"),
