@@ -225,7 +225,7 @@ def test_growth_leaves_no_descriptor_and_no_mapping(world):
 
 @pytest.mark.prove
 def test_growth_leaves_nothing_for_long(world):
-    world(4).run(grown, 150)
+    world(4).run(grown, 60)
 
 
 # How long it takes
