@@ -10,7 +10,7 @@ Two data-parallel ranks of one thread, in two network namespaces joined by a lin
     hidden = 1 - (overlapped - perfect) / communication
     overlapped      a step with --overlap-grad-reduce
     at the end      a step without it
-    perfect         the overlapped step, with the buckets' collectives replaced by local copies
+    perfect         the overlapped step, with the collectives replaced by local copies (perfect.py)
     communication   the same buckets' collectives back to back, while nothing else runs
 
 Seconds, medians over the timed steps of alternating launches, and in brackets the least; the share
@@ -28,15 +28,12 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import pretrain_llama  # noqa: E402
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
@@ -47,8 +44,8 @@ from training.arguments import parse  # noqa: E402
 from training.failure import connect, meet  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
+PERFECT = ROOT / "benchmarks" / "perfect.py"
 WARM = {"tiny": 3, "small": 1}  # steps before the timed ones
-MESSAGE = 1 << 16  # elements: what is smaller is no bucket
 SIDES = ("overlapped", "at the end", "perfect", "communication")
 
 
@@ -62,12 +59,9 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3, help="of each, taken in turn")
     parser.add_argument("--steps", type=int, default=0, help="timed (0: 10 tiny, 2 small)")
     parser.add_argument("--communicate", type=Path, help=argparse.SUPPRESS)  # a rank of that side
-    parser.add_argument("--perfect", action="store_true", help=argparse.SUPPRESS)  # likewise
     args, rest = parser.parse_known_args()
     if args.communicate:
         return communicate(args.communicate, args.steps, rest)
-    if args.perfect:
-        return perfect(rest)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
     args.steps = args.steps or (10 if args.size == "tiny" else 2)
@@ -101,7 +95,7 @@ def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace
     flags = [*model_flags(args.size), "--micro-batch-size", str(args.micro_batch)]
     flags += ["--global-batch-size", str(args.micro_batch * 2), "--zero-stage", str(level)]
     flags += ["--train-iters", str(warm + args.steps), "--ddp-bucket-size", str(bucket)]
-    flags += ["--no-shared-memory"]  # the two namespaces are on one host
+    flags += ["--no-shared-memory"]  # both ends of the link are on this host
     if side != "at the end":
         flags += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * (level > 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -111,30 +105,10 @@ def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace
             link.run([sys.executable, *words, *flags])
             return json.loads(file.read_text())
         flags += ["--log-json", str(file)]
-        words = [__file__, "--perfect"] if side == "perfect" else [str(TRAINER)]
-        link.run([sys.executable, *words, *flags])
+        program = PERFECT if side == "perfect" else TRAINER
+        link.run([sys.executable, str(program), *flags])
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         return [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
-
-
-def perfect(flags: list[str]) -> None:
-    """Be one rank of a run whose gradients and weights arrive at once: as copies of its own."""
-    gather, exchange = collectives._all_gather, dist.all_to_all_single
-
-    def gathered(out: Tensor, x: Tensor, **how: Any) -> Any:
-        if x.numel() < MESSAGE:
-            return gather(out, x, **how)
-        for part in out.view(-1, x.numel()):
-            if part.data_ptr() != x.data_ptr():
-                part.copy_(x.view(-1))
-
-    def exchanged(out: Tensor, x: Tensor, **how: Any) -> Any:
-        if x.numel() < MESSAGE:
-            return exchange(out, x, **how)
-        out.copy_(x)
-
-    collectives._all_gather, dist.all_to_all_single = gathered, exchanged
-    sys.exit(pretrain_llama.main(flags))
 
 
 def communicate(file: Path, steps: int, flags: list[str]) -> None:

@@ -5,7 +5,7 @@ Every rank writes its tensor once and reads the others' in place. Sums are in ra
 bits as through the process group. mpu/comm/collectives.py calls these where `shares` says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,17 +87,18 @@ def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
     return x, _begin("all_reduce", axis, x, finish, async_op and axis.size == 2)
 
 
-def sum_of_parts(parts: Tensor, out: Tensor) -> None:
+def sum_of_parts(parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:
     """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
-    if parts.element_size() >= 4 or (len(parts) == 2 and out.dtype == parts.dtype):
-        if out.device == parts.device:
-            torch.add(parts[0], parts[1], out=out)
+    first, second = parts[0], parts[1]
+    if first.element_size() >= 4 or (len(parts) == 2 and out.dtype == first.dtype):
+        if out.device == first.device:
+            torch.add(first, second, out=out)
         else:
-            out.copy_(parts[0] + parts[1])
+            out.copy_(first + second)
         for part in parts[2:]:
             out.add_(part.to(out.device))
         return
-    total = parts[0].float()
+    total = first.float()
     for part in parts[1:]:
         total += part
     out.copy_(total)

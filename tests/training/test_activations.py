@@ -64,7 +64,8 @@ def test_what_waits_for_w_is_what_the_queue_keeps(more):
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
     for work in queue.take():
-        for tensor in (c.cell_contents for c in work.__closure__):
+        cells = [c.cell_contents for c in work.__closure__]
+        for tensor in [t for cell in cells for t in (cell if isinstance(cell, tuple) else [cell])]:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 kept[storage.data_ptr()] = storage.nbytes()
