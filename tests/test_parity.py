@@ -42,6 +42,32 @@ def test_the_whole_matrix(world, twins, size):
     compare(world, twins, size, cases(size))
 
 
+def over_paths(tp: int, dp: int) -> list[dict]:
+    """List cases of every path of the linear layers' parts (--tp-comm-overlap)."""
+    ways = itertools.product(("ring", "symmetric", "auto"), (None, "selective", "full"), (1, 3))
+    base = dict(tp=tp, dp=dp, sp=True, tied=False)
+    return [base | dict(path=path, recompute=r, m=m) for path, r, m in ways]
+
+
+@pytest.mark.parametrize("path", ["ring", "symmetric"])
+def test_paths(world, twins, path):
+    compare(world, twins, 2, [c for c in over_paths(2, 1) if c["path"] == path and c["m"] == 3][:2])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("tp, dp, pp", [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 1, 2)])
+def test_all_paths(world, twins, tp, dp, pp):
+    """Also where shared memory is not to be had, tied, masked, sharded, in a pipeline that defers
+    weight gradients.
+    """
+    some = over_paths(tp, dp)
+    some += [c | dict(zero=3, masks=True) for c in some if dp > 1 and c["recompute"] != "full"]
+    some += [c | dict(tied=True, memory=False) for c in some if c["m"] == 1]
+    if pp > 1:
+        some = [c | dict(pp=pp, schedule="zb-h1", recompute=None) for c in some if c["m"] == 3]
+    compare(world, twins, tp * dp * pp, some)
+
+
 @pytest.mark.parametrize("size, tp", [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_masked_documents(world, twins, size, tp):
     """Document masks, restarted positions and a loss mask that falls unevenly on the ranks."""

@@ -7,6 +7,8 @@ canonical names, and each rectangle is compared with the twin's. Sizes are odd o
 sizes of 3 and 5, a vocabulary of 97 padded to a multiple of 3 t.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 import pretrain_llama
 from model.llama import hf_names, parameter_group
 from mpu.comm.collectives import all_gather
+from mpu.comm.paths import PATHS
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.param import placement_of, unique_parameters
@@ -29,6 +32,7 @@ from training.config import (
     RunConfig,
 )
 from training.data.batch import Batch
+from training.overlap import projections
 
 ROWS, S, V = 6, 12, 97
 SIZES = dict(
@@ -57,6 +61,7 @@ def config_of(case: dict) -> Config:
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
+            tp_comm_overlap=case.get("path", "none"),
             zero_stage=case.get("zero", 0),
             overlap_param_gather=case.get("gather", False),
             zero_reduce_each_microbatch=case.get("each", False),
@@ -106,6 +111,11 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     instances, memory = case.get("instances", 1), case.get("memory", True)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    if case.get("path") == "auto":  # one after the other instead of what is fastest
+        plan, ways = run.model.ctx.overlap, itertools.cycle(PATHS if memory else ("ring", "none"))
+        tokens = config.batch.micro_batch_size * S
+        for p in projections(run.model, tokens).values():
+            plan.choices |= {p.forward: next(ways), p.backward: next(ways)}
     if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
         o = config.optimizer
         run.optimizer = pretrain_llama.Optimizer(
