@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check` runs it.
+
+The processes take turns on the GPU, so this shows that results are right, not how fast they come.
+torch's symmetric memory lets ranks share a device where it is told to; groups are of gloo.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="this platform has no triton")
+
+from tests.conftest import World
+from tests.mpu.kernels.cases import check, run_cases, sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def ranks(request):
+    """A world whose ranks share one GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        world = World(request.param)
+    yield world
+    world.close()
+
+
+class Memory:
+    """mpu/comm/symmetric_cuda.py as the cases use it."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, comm):
+        from mpu.comm.symmetric_cuda import CudaWorkspace
+        from mpu.grid import Grid, Launch
+
+        torch.cuda.set_device(self.device)
+        self.timeout = timedelta(seconds=60)
+        launch = Launch(comm.rank, comm.size, 0, comm.size)
+        grid = Grid(comm.size, comm.size, 1, 1, launch, "gloo")
+        self.axis = grid.add_groups(self.device, self.timeout).tp
+        self.rank, self.size = self.axis.rank, self.axis.size
+        self.workspace = CudaWorkspace(self.axis, self.device, self.timeout)
+
+    def begin(self, piece_bytes):
+        self.turn = self.workspace.begin(piece_bytes)
+
+    def exchange(self, chunk_rows):
+        return self.turn.exchange(chunk_rows)
+
+    def part(self, rank, shape, dtype):
+        return self.turn.part(rank, shape, dtype)
+
+    def end(self):
+        for rank in range(self.size):  # 0xff is NaN in every dtype
+            self.turn.part(rank, (self.turn.piece,), torch.uint8).fill_(255)
+        self.turn.close()
+        torch.cuda.synchronize()
+        self.workspace.check()
+        assert not self.workspace.counters.any()
+
+
+def memory(comm):
+    if not hasattr(comm, "cuda_memory"):
+        comm.cuda_memory = Memory(comm)
+    return comm.cuda_memory
+
+
+def run(comm, cases):
+    return run_cases(memory(comm), cases)
+
+
+@pytest.mark.parametrize("largest", [60, 700])
+def test_ragged_shapes_and_late_ranks(ranks, largest):
+    """Small tiles and few programs, so that tiles, chunks and waits are many."""
+    more = dict(delay=0.005, in_place=False, block=64)
+    cases = sample(104, ranks.size, seed=ranks.size, largest=largest, **more)
+    for start in range(0, len(cases), 26):
+        check(ranks.run(run, cases[start : start + 26]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_blocks_that_training_takes(ranks, dtype):
+    """A projection of a layer, with the tiles, the chunks and the TMA of real use."""
+    cases = sample(8, ranks.size, seed=1, in_place=False)
+    cases = [c | dict(dtype=dtype, shape=(512, 768, 1024), integer=True) for c in cases]
+    check(ranks.run(run, [case | dict(chunk_rows=128, block=None) for case in cases]))
+
+
+def wait_in_vain(comm):
+    """Rank 0 waits for a flag that nobody raises; the process, and its GPU, live on."""
+    from mpu.kernels.signals import wait_flags
+
+    space = memory(comm)
+    if comm.rank == 0:
+        wait_flags(space.workspace.arrived, 1 << 30, 1000, space.workspace.error)
+        torch.cuda.synchronize()
+        with pytest.raises(TimeoutError, match="did not raise its flag"):
+            space.workspace.check()
+        space.workspace.error.zero_()
+    return float(torch.ones(8, device=space.device).sum())
+
+
+def test_a_wait_that_runs_out(ranks):
+    assert ranks.run(wait_in_vain) == [8.0] * ranks.size
