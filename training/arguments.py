@@ -206,6 +206,12 @@ def _assemble(
             "--tensor-model-parallel-size 1 no part travels"
         )
         parallel["tp_comm_overlap"] = "none"
+    measured = parallel.get("tp_comm_overlap") == "auto" and "tp_comm_overlap_cache" not in parallel
+    if measured and "deterministic_mode" in run:
+        notes.append(
+            "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
+            "so give other bits; name a path, or a --tp-comm-overlap-cache"
+        )
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)

@@ -47,6 +47,10 @@ def test_what_the_flag_needs():
     assert any("--tp-comm-overlap auto is off: at --tensor" in note for note in config.notes)
     config = parsed(f"{TP} --sequence-parallel --tp-comm-overlap-cache c.json", 2)
     assert any("--tp-comm-overlap-cache has nothing to act on" in note for note in config.notes)
+    auto = f"{TP} --sequence-parallel --tp-comm-overlap --deterministic-mode"
+    for more, count in (("", 1), (" --tp-comm-overlap-cache c.json", 0)):
+        notes = parsed(auto + more, 2).notes
+        assert sum("auto may choose otherwise in another run" in n for n in notes) == count
 
 
 @pytest.mark.parametrize(
