@@ -55,14 +55,13 @@ class Workspace:
         return turn
 
     def _grow(self, nbytes: int) -> None:
-        """Complete what is open, and let all ranks map larger slots."""
-        for turn in list(self._open.values()):
-            turn.complete()
+        """Let all ranks map larger slots. What is open stays in its own until it is closed."""
         step = 1 << 20 if nbytes < 1 << 24 else 1 << 24
         try:
             self._allocate(-(-nbytes // step) * step)
         except Unavailable as error:
             raise CommunicationError(f"{error}; --no-shared-memory does without") from error
+        self._open.clear()
         self.buffer.close(self.epoch)
         self.buffer.signal_all(2 * self.epoch + 1)  # numbers are compared by their difference
         self.buffer.barrier()
