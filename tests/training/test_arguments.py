@@ -286,11 +286,13 @@ def test_data_files_must_stand(tmp_path):
 
 def test_places_to_write_must_be_writable(tmp_path):
     (tmp_path / "file").touch()
-    for flag in ("--save", "--tensorboard-dir", "--data-cache-path", "--log-json"):
+    files = ("--log-json", "--tp-comm-overlap-cache")
+    for flag in ("--save", "--tensorboard-dir", "--data-cache-path", *files):
         with pytest.raises(UsageError, match=f"{flag} .*file is not a directory"):
             read(f"{flag} {tmp_path}/file/below")
-    with pytest.raises(UsageError, match="--log-json .* is a directory: give a file"):
-        read(f"--log-json {tmp_path}")
+    for flag in files:
+        with pytest.raises(UsageError, match=f"{flag} .* is a directory: give a file"):
+            read(f"{flag} {tmp_path}")
     read(f"--save {tmp_path}/new/below")
     assert os.listdir(tmp_path) == ["file"]
 
