@@ -39,7 +39,7 @@ class CudaWorkspace:
     def __init__(self, axis: Axis, device: torch.device, timeout: timedelta) -> None:
         self.axis, self.device = replace(axis, memory=None), device
         self.patience = min(int(timeout.total_seconds() * POLLS), 2**31 - 1)
-        self.error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.counters = torch.zeros(axis.size * CHUNKS, dtype=torch.int32, device=device)
         self._allocate(1 << 20)
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.conftest import World
-from tests.mpu.kernels.cases import check, run_cases, sample
+from tests.mpu.kernels.cases import Turns, check, run_cases, sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,44 +31,21 @@ def ranks(request):
     world.close()
 
 
-class Memory:
-    """mpu/comm/symmetric_cuda.py as the cases use it."""
+def make(comm):
+    """Return this rank's memory on the GPU."""
+    from mpu.comm.symmetric_cuda import CudaWorkspace
+    from mpu.grid import Grid, Launch
 
-    device = torch.device("cuda", 0)
-
-    def __init__(self, comm):
-        from mpu.comm.symmetric_cuda import CudaWorkspace
-        from mpu.grid import Grid, Launch
-
-        torch.cuda.set_device(self.device)
-        self.timeout = timedelta(seconds=60)
-        launch = Launch(comm.rank, comm.size, 0, comm.size)
-        grid = Grid(comm.size, comm.size, 1, 1, launch, "gloo")
-        self.axis = grid.add_groups(self.device, self.timeout).tp
-        self.rank, self.size = self.axis.rank, self.axis.size
-        self.workspace = CudaWorkspace(self.axis, self.device, self.timeout)
-
-    def begin(self, piece_bytes):
-        self.turn = self.workspace.begin(piece_bytes)
-
-    def exchange(self, chunk_rows):
-        return self.turn.exchange(chunk_rows)
-
-    def part(self, rank, shape, dtype):
-        return self.turn.part(rank, shape, dtype)
-
-    def end(self):
-        for rank in range(self.size):  # 0xff is NaN in every dtype
-            self.turn.part(rank, (self.turn.piece,), torch.uint8).fill_(255)
-        self.turn.close()
-        torch.cuda.synchronize()
-        self.workspace.check()
-        assert not self.workspace.counters.any()
+    device, timeout = torch.device("cuda", 0), timedelta(seconds=60)
+    torch.cuda.set_device(device)
+    launch = Launch(comm.rank, comm.size, 0, comm.size)
+    grid = Grid(comm.size, comm.size, 1, 1, launch, "gloo")
+    return Turns(CudaWorkspace(grid.add_groups(device, timeout).tp, device, timeout))
 
 
 def memory(comm):
     if not hasattr(comm, "cuda_memory"):
-        comm.cuda_memory = Memory(comm)
+        comm.cuda_memory = make(comm)
     return comm.cuda_memory
 
 

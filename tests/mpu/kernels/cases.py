@@ -16,6 +16,30 @@ FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
+class Turns:
+    """mpu/comm/symmetric_cuda.py as a space."""
+
+    def __init__(self, workspace):
+        self.workspace, self.device = workspace, workspace.device
+        self.rank, self.size = workspace.axis.rank, workspace.axis.size
+
+    def begin(self, piece_bytes):
+        self.turn = self.workspace.begin(piece_bytes)
+
+    def exchange(self, chunk_rows):
+        return self.turn.exchange(chunk_rows)
+
+    def part(self, rank, shape, dtype):
+        return self.turn.part(rank, shape, dtype)
+
+    def end(self):
+        for rank in range(self.size):  # 0xff is NaN in every dtype
+            self.part(rank, (self.turn.piece,), torch.uint8).fill_(255)
+        self.turn.close()
+        self.workspace.check()
+        assert not self.workspace.counters.any()
+
+
 def sample(count, size, seed, largest=40, delay=0.0, in_place=True, block=16):
     """Draw cases: ragged shapes, chunks that no tile size divides, every dtype in turn."""
     chance = random.Random(seed)
