@@ -151,7 +151,7 @@ def one_axis(comm, epochs: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_same_bits_as_gloo(world, size):
-    world(size).run(one_axis, 300)
+    world(size).run(one_axis, 200)
 
 
 @pytest.mark.prove

@@ -50,17 +50,17 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_protocol_is_clean(build: Callable[..., Path]) -> None:
     binary = build()
     for ranks in (2, 3, 4):
-        ran = execute(binary, ranks, 2000)
+        ran = execute(binary, ranks, 1000)
         assert ran.returncode == 0, ran.stderr
-        assert ran.stdout == f"{ranks} ranks, 2000 epochs: clean\n"
+        assert ran.stdout == f"{ranks} ranks, 1000 epochs: clean\n"
     for broken in ("skip-closed", "close-all", "one-phase"):
-        ran = execute(binary, 4, 4000, broken)
+        ran = execute(binary, 4, 2000, broken)
         assert ran.returncode in (FOUND, WRONG_DATA), (broken, ran.stdout, ran.stderr)
 
 
 @pytest.mark.parametrize("macro", ["RELAX_SIGNAL", "RELAX_WAIT", "RELAX_BARRIER"])
 def test_weaker_order_is_found(build: Callable[..., Path], macro: str) -> None:
-    ran = execute(build(macro), 4, 4000)
+    ran = execute(build(macro), 4, 2000)
     assert ran.returncode == FOUND, (ran.stdout, ran.stderr)
     assert "WARNING: ThreadSanitizer: data race" in ran.stderr
 
