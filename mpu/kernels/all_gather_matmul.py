@@ -181,7 +181,7 @@ def all_gather_matmul(
     assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
     y = x.new_empty((exchange.world * m, n), dtype=dtype or x.dtype)
     blocks = blocks or choose_blocks(x, w, m)
-    pushers = min(PUSHERS, blocks.programs // 2 + 1) if push else 0
+    pushers = min(PUSHERS, blocks.programs // 2 + 1) if push and exchange.world > 1 else 0
     given = scales or Scales(x, w, exchange.inbox, exchange.outbox)
     all_gather_matmul_kernel[(pushers + max(1, blocks.programs - pushers),)](
         x, w, y, given.x, given.w, exchange.inbox, exchange.arrived, exchange.outbox,

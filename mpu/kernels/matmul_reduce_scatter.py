@@ -127,7 +127,8 @@ def matmul_reduce_scatter(
     check_device(x)
     (rows, k), n, world = x.shape, w.shape[0], exchange.world
     m = rows // world
-    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and rows == world * m
+    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
+    assert rows == world * m
     out = x.new_empty((m, n), dtype=dtype or x.dtype)
     kind = TYPES[wire or out.dtype]
     blocks = blocks or choose_blocks(x, w, m)

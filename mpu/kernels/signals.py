@@ -52,7 +52,7 @@ class Exchange:
     chunk_rows: int  # rows of a rank that one flag speaks of
     inbox: Tensor  # where this rank reads what rank r gave it
     arrived: Tensor  # flag that rank r raises for its chunk 0
-    outbox: Tensor  # where this rank writes what is for rank r
+    outbox: Tensor  # where this rank writes what is for rank r; for itself, its place in inbox
     raises: Tensor  # flag to raise for rank r with chunk 0
     flag_stride: int
     counters: Tensor  # int32, zero, world x chunks at least: of this rank's programs alone
