@@ -119,7 +119,9 @@ def model_flags(size: str) -> list[str]:
     """.split()
 
 
-def run_weft(case: str, steps: int) -> tuple[list[float], float]:
+def run_weft(
+    case: str, steps: int, more: str = "", program: Path = ROOT / "pretrain_llama.py"
+) -> tuple[list[float], float]:
     """Run pretrain_llama.py; return seconds of the timed steps and rank 0's peak megabytes."""
     size, dtype, tp = case.split("-")
     warm = 2
@@ -134,7 +136,7 @@ def run_weft(case: str, steps: int) -> tuple[list[float], float]:
         )
         flags += ["--bf16"] if dtype == "bf16" else []
         flags += ["--sequence-parallel"] if tp != "1" else []
-        output([*command(int(tp)), str(ROOT / "pretrain_llama.py"), *flags], int(tp))
+        output([*command(int(tp)), str(program), *flags, *more.split()], int(tp))
         rows = [json.loads(line) for line in log.read_text().splitlines()]
     rows = [row for row in rows if "step_seconds" in row][warm:]
     return [r["step_seconds"] for r in rows], max(r["peak_memory_bytes"] for r in rows) / 2**20

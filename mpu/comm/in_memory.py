@@ -21,44 +21,69 @@ def shares(axis: Axis, x: Tensor) -> bool:
 
 
 def _begin(
-    verb: str, axis: Axis, x: Tensor, finish: Callable[[Any], None], async_op: bool
+    verb: str,
+    axis: Axis,
+    x: Tensor,
+    write: Callable[[Any], None],
+    read: Callable[[Any], None],
+    async_op: bool,
 ) -> Handle:
-    """Write x where the other ranks see it; once all have done so, `finish(turn)` reads theirs."""
+    """Call write(turn), which signals; once all ranks have, the handle's wait calls read(turn)."""
     turns: list[Any] = []
 
     def call() -> Any:
         turns.append(axis.memory.begin(x.nbytes))
-        turns[0].put(x.detach())
+        write(turns[0])
         return turns[0]
 
-    def read() -> None:
-        finish(turns[0])
+    def finish() -> None:
+        read(turns[0])
         turns[0].close()
 
-    handle = start(verb, axis, x, call, (x,), read, async_op)
+    handle = start(verb, axis, x, call, (x,), finish, async_op)
     turns[0].complete = handle.wait
     return handle
 
 
 def all_gather(x: Tensor, axis: Axis, async_op: bool, into: Tensor | None) -> tuple[Tensor, Handle]:
-    """Copy every rank's part out."""
-    shape = (axis.size * x.shape[0], *x.shape[1:])
+    """Write x; copy the other ranks' parts out."""
+    n, x = x.shape[0], x.detach()
+    shape = (axis.size * n, *x.shape[1:])
     out = into if into is not None else x.new_empty(shape)
+    low, high = axis.rank * n, (axis.rank + 1) * n
 
-    def finish(turn: Any) -> None:
-        out.copy_(turn.whole(shape, x.dtype))
+    def read(turn: Any) -> None:
+        whole = turn.whole(shape, x.dtype)
+        out[:low], out[high:] = whole[:low], whole[high:]
+        if out[low:high].data_ptr() != x.data_ptr():
+            out[low:high] = x
 
-    return out, _begin("all_gather", axis, x, finish, async_op)
+    return out, _begin("all_gather", axis, x, lambda turn: turn.put(x), read, async_op)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[Tensor, Handle]:
-    """Add, in rank order, this rank's slice of what each rank wrote."""
+    """Write each other rank its slice of x, the next rank's first; add, in rank order, what they
+    wrote for this one.
+    """
+    rank, size = axis.rank, axis.size
+    slices = x.detach().unflatten(0, (size, -1))
+    own = slices[rank]
 
-    def finish(turn: Any) -> None:
-        parts = turn.whole((axis.size, axis.size, *out.shape), x.dtype)
-        sum_of_parts(parts[:, axis.rank], out)
+    def write(turn: Any) -> None:
+        written = turn.part(rank, tuple(slices.shape), x.dtype)
+        for owner in [(rank + i) % size for i in range(1, size)]:
+            written[owner] = slices[owner]
+            turn.signal(owner)
+        turn.signal(rank)
 
-    return out, _begin("reduce_scatter", axis, x, finish, async_op)
+    def read(turn: Any) -> None:
+        parts = list(turn.whole((size, *slices.shape), x.dtype)[:, rank])
+        # `out` may be that slice of x, and is overwritten by the first two parts
+        aside = rank > 1 and out.data_ptr() == own.data_ptr()
+        parts[rank] = own.clone() if aside else own
+        sum_of_parts(parts, out)
+
+    return out, _begin("reduce_scatter", axis, x, write, read, async_op)
 
 
 def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
@@ -68,7 +93,7 @@ def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
     signalled before a later turn begins.
     """
 
-    def finish(turn: Any) -> None:
+    def read(turn: Any) -> None:
         parts, n = turn.whole((axis.size, x.numel()), x.dtype), x.numel()
         if axis.size == 2:
             sum_of_parts(parts.view(2, *x.shape), x)
@@ -84,7 +109,8 @@ def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
         for r, row in enumerate(parts):
             flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
-    return x, _begin("all_reduce", axis, x, finish, async_op and axis.size == 2)
+    write, once = (lambda turn: turn.put(x.detach())), axis.size > 2
+    return x, _begin("all_reduce", axis, x, write, read, async_op and not once)
 
 
 def sum_of_parts(parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:

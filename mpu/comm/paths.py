@@ -238,41 +238,13 @@ class _SharedGathering(Gathering):
         self._turn.close()
 
 
-class Symmetric(Path):
-    """Parts in memory that all ranks see: written once, read where they lie."""
+class Symmetric(Separate):
+    """Parts in memory that all ranks see: multiplied where they lie. A sum is that of `none`: what
+    leaves is written there once, and added where it lies.
+    """
 
     def gather(self, x: Tensor) -> Gathering:
         return _SharedGathering(x, self.axis)
-
-    def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> tuple[Tensor, Handle]:
-        rank, size = self.axis.rank, self.axis.size
-        partial = _sum_of_products(xs, weights)
-        mine = partial.unflatten(0, (size, -1))
-        out = torch.empty_like(mine[rank])
-        turns: list[Any] = []
-
-        def call() -> Any:
-            turn = self.axis.memory.begin(partial.nbytes)
-            turns.append(turn)
-            written = turn.part(rank, tuple(mine.shape), mine.dtype)
-            for owner in order(rank, size, own_first=False):
-                if owner != rank:
-                    written[owner] = mine[owner]
-                turn.signal(owner)
-            return turn
-
-        def finish() -> None:
-            (turn,) = turns
-            parts = list(turn.whole((size, *mine.shape), mine.dtype)[:, rank])
-            parts[rank] = mine[rank]
-            sum_of_parts(parts, out)
-            turn.close()
-
-        handle = start("reduce_scatter", self.axis, partial, call, (partial,), finish, True)
-        turns[0].complete = handle.wait
-        return out, handle
 
 
 PATHS: dict[str, type[Path]] = {"none": Separate, "ring": Ring, "symmetric": Symmetric}
