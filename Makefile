@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-pipeline bench-zero gpu-check
+.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero gpu-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,11 @@ lint: setup ## ruff everywhere, mypy strict on mpu/
 
 bench: setup ## measure the claims of the README on this machine, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
 	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)
+
+bench-overlap: setup ## tensor parallel 2: shared memory against gloo, the overlapped matmuls, a whole step against a peer, 30 minutes
+	$(RUN) benchmarks/bench_shared_memory.py
+	$(RUN) benchmarks/bench_matmul.py --dtype fp32 bf16
+	$(RUN) benchmarks/bench_tp.py
 
 bench-pipeline: setup ## the pipeline schedules against torch's own and our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
 	$(RUN) benchmarks/bench_pipeline.py $(call flag,CASES,--cases)

@@ -32,7 +32,8 @@ class Axis:
     at size 1 and in a dry run. `trace`, when set, is told of every collective (see
     tools/explain.py). `staged` makes collectives pass through host memory (gloo groups that carry
     CUDA tensors). `memory` is what its collectives pass through where its ranks share memory
-    (mpu/comm/symmetric.py), `no_memory` why they do not.
+    (mpu/comm/symmetric.py), `kernels` what overlap kernels on GPUs write through
+    (mpu/comm/symmetric_cuda.py), `no_memory` why there is neither.
     """
 
     name: str
@@ -43,7 +44,13 @@ class Axis:
     trace: Any = None
     staged: bool = False
     memory: Any = None
+    kernels: Any = None
     no_memory: str = ""
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether ranks reach one another's memory."""
+        return self.memory is not None or self.kernels is not None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.handle import CommunicationError
-from mpu.comm.workspace import share
+from mpu.comm.workspace import share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags import table
@@ -109,14 +109,20 @@ def connect(
     timeout: timedelta,
     note: Callable[[str], None],
 ) -> None:
-    """Join the process groups and, on a CPU, the memory that the ranks of one host share."""
+    """Join the process groups and the memory that ranks share: on a CPU that of one host, on GPUs
+    what the overlap kernels write through, where they are asked for.
+    """
     try:
         grid.connect(device, store, timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
-    if device.type == "cpu" and not config.parallel.no_shared_memory:
-        for line in share(grid, timeout):
-            note(line)
+    p, lines = config.parallel, []
+    if device.type == "cpu" and not p.no_shared_memory:
+        lines = share(grid, timeout)
+    elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
+        lines = share_gpus(grid, device, timeout)
+    for line in lines:
+        note(line)
 
 
 def refuse(

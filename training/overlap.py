@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,11 +88,11 @@ def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
     """Say why the ranks of tp share no memory; nothing where they do."""
-    if ctx.tp.memory is not None:
+    if ctx.tp.symmetric:
         return ""
     if config.parallel.no_shared_memory:
         return "--no-shared-memory"
-    return ctx.tp.no_memory or f"there is no shared memory on {ctx.device.type} in this version"
+    return ctx.tp.no_memory
 
 
 def _machine(ctx: LayerContext) -> str:
@@ -99,13 +100,13 @@ def _machine(ctx: LayerContext) -> str:
     if ctx.device.type == "cuda":
         name = torch.cuda.get_device_name(ctx.device)
     else:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = re.search(r"model name\s*: (.*)", file.read())
+        told = Path("/proc/cpuinfo")  # of Linux alone
+        model = re.search(r"model name\s*: (.*)", told.read_text() if told.exists() else "")
         name = f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
     parts = [
         *(f"tp {ctx.tp.size}", f"{ctx.grid.launch.local_world} ranks on {name}"),
         *(f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"),
-        f"{ctx.grid.backend} {'and' if ctx.tp.memory is not None else 'without'} shared memory",
+        f"{ctx.grid.backend} {'and' if ctx.tp.symmetric else 'without'} shared memory",
     ]
     return ", ".join(parts)
 

@@ -54,9 +54,10 @@ def all_gather(x: Tensor, axis: Axis, async_op: bool, into: Tensor | None) -> tu
 
     def read(turn: Any) -> None:
         whole = turn.whole(shape, x.dtype)
-        out[:low], out[high:] = whole[:low], whole[high:]
+        turn.copy(out[:low], whole[:low])
+        turn.copy(out[high:], whole[high:])
         if out[low:high].data_ptr() != x.data_ptr():
-            out[low:high] = x
+            turn.copy(out[low:high], x)
 
     return out, _begin("all_gather", axis, x, lambda turn: turn.put(x), read, async_op)
 
@@ -72,7 +73,7 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[
     def write(turn: Any) -> None:
         written = turn.part(rank, tuple(slices.shape), x.dtype)
         for owner in [(rank + i) % size for i in range(1, size)]:
-            written[owner] = slices[owner]
+            turn.copy(written[owner], slices[owner])
             turn.signal(owner)
         turn.signal(rank)
 

@@ -107,13 +107,13 @@ class AllGatherMatmul(torch.autograd.Function):
         path, layer, weights = f.path, f.layer, f.weights
         (x,) = f.saved_tensors
         way = path.of("scatter", dys[0], x.shape[-1])
-        again = None if layer.deferring else way.gather(x)
+        again = None if layer.deferring else way.gather_again(x)
         dx, scattering = way.multiply_scatter(dys, [layer.take(w).t() for w in weights])
         for weight in weights:
             layer.give_back(weight)
 
         def wgrad() -> None:
-            gathering = again or way.gather(x)
+            gathering = again or way.gather_again(x)
             whole = gathering.whole()
             for weight, dy in zip(weights, dys, strict=True):
                 layer.add(weight, _flat(whole), _flat(dy))
@@ -149,7 +149,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             gathering.close()
 
         def wgrad() -> None:
-            arrived = gathering if once else gathers.gather(dy)
+            arrived = gathering if once else gathers.gather_again(dy)
             layer.add(weight, _flat(x), _flat(arrived.whole()))
             arrived.close()
 

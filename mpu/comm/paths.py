@@ -7,7 +7,7 @@
     ring         a part a rank by messages: the next one arrives while this one multiplies
     symmetric    parts lie in memory that all ranks see (mpu/comm/workspace.py): one behind the
                  other, so that they are multiplied together where they lie; what is scattered is
-                 written there once
+                 written there once. On GPUs: mpu/comm/paths_cuda.py
     auto         for each shape the one that was chosen
 
 ring multiplies one part at a time, in the order that `order` says. Shared memory has nothing to
@@ -80,8 +80,12 @@ class Path:
         return self
 
     def gather(self, x: Tensor) -> Gathering:
-        """Start x on its way to every rank."""
+        """Start x on its way to every rank, there to be multiplied."""
         raise NotImplementedError
+
+    def gather_again(self, x: Tensor) -> Gathering:
+        """Start x on its way to every rank, while something else is multiplied."""
+        return self.gather(x)
 
     def multiply_scatter(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
@@ -263,7 +267,7 @@ class Auto(Path):
     def of(self, op: str, x: Tensor, width: int) -> Path:
         rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
         name = self.choices.setdefault(key(op, rows, x.shape[-1], width, x.dtype), "none")
-        return PATHS[name](self.axis)
+        return path_called(name, self.axis).of(op, x, width)
 
 
 def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
@@ -273,13 +277,22 @@ def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
     return f"{op} {rows}x{k} -> {width} {str(dtype).removeprefix('torch.')}"
 
 
+def path_called(name: str, axis: Axis) -> Path:
+    """Return the path of that name; on GPUs symmetric is that of the kernels."""
+    if name == "symmetric" and axis.kernels is not None:
+        from mpu.comm.paths_cuda import Kernels  # which needs triton
+
+        return Kernels(axis)
+    return PATHS[name](axis)
+
+
 def path_of(mode: str, choices: dict[str, str], axis: Axis, cut: bool) -> Path:
     """Return the path of a linear layer. cut: x is cut along its rows (sequence parallelism).
 
-    Where the ranks share no memory, symmetric is ring.
+    Where ranks do not reach one another's memory, symmetric is ring.
     """
     if not cut:
         return Replicated(axis)
     if mode == "auto":
         return Auto(axis, choices)
-    return PATHS["ring" if mode == "symmetric" and axis.memory is None else mode](axis)
+    return path_called("ring" if mode == "symmetric" and not axis.symmetric else mode, axis)

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpu import native
 from mpu.comm.collectives import gather_bytes
@@ -32,6 +33,7 @@ from mpu.grid import Axis
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
 SLICE = 20_000_000  # nanoseconds of one sleep, after which the peers' lives are looked at
+LARGE = 1 << 20  # bytes
 GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
 
 
@@ -48,9 +50,20 @@ def _library() -> ctypes.CDLL:
     library.weft_signal.restype = None
     library.weft_wait.argtypes = [i64, i64, i64, u32, i64, i64]
     library.weft_wait.restype = i64
+    library.weft_copy.argtypes = [i64, i64, i64]
+    library.weft_copy.restype = None
     library.weft_arrive.argtypes = [i64, u32]
     library.weft_arrive.restype = u32
     return library
+
+
+def copy(to: Tensor, x: Tensor) -> None:
+    """Copy x into `to`, of one shape; what is LARGE past the caches, at up to twice the speed."""
+    plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
+    if plain and x.nbytes >= LARGE:
+        _library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
+    else:
+        to.copy_(x)
 
 
 class SymmetricBuffer:

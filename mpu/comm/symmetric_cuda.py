@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from mpu.comm.collectives import gather_bytes
+from mpu.comm.handle import CommunicationError
 from mpu.comm.symmetric import Unavailable
 from mpu.comm.workspace import SLOTS
 from mpu.grid import Axis
@@ -103,15 +104,21 @@ class CudaWorkspace:
             self._tables[slot, piece] = self._table(here), self._table(there)
         return self._tables[slot, piece]
 
+    def slot_of(self, epoch: int) -> Tensor:
+        """Return the bytes of a slot of this rank's memory."""
+        start = self._control + epoch % SLOTS * self.slot_bytes
+        return self._memory[start : start + self.slot_bytes]
+
     def memory_of(self, epoch: int, piece: int, rank: int) -> Tensor:
         """Return the bytes of this rank's memory in which `rank`'s piece arrives."""
-        start = self._control + epoch % SLOTS * self.slot_bytes + rank * piece
-        return self._memory[start : start + piece]
+        return self.slot_of(epoch)[rank * piece : (rank + 1) * piece]
 
     def check(self) -> None:
-        """Raise TimeoutError if a wait on the GPU has run out."""
+        """Raise CommunicationError if a wait on the GPU has run out."""
         if late := int(self.error[0]):
-            raise TimeoutError(f"rank {self.axis.ranks[late - 1]} did not raise its flag in time")
+            raise CommunicationError(
+                f"rank {self.axis.ranks[late - 1]} did not raise its flag in time"
+            )
 
 
 class CudaTurn:
@@ -146,6 +153,15 @@ class CudaTurn:
         n = torch.Size(shape).numel() * dtype.itemsize
         piece = self.workspace.memory_of(self.epoch, self.piece, rank)
         return piece[:n].view(dtype).view(shape)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return what every rank gave this one, one behind the other, and x for this rank's own."""
+        rank, size, shape = self.workspace.axis.rank, self.workspace.axis.size, tuple(x.shape)
+        self.part(rank, shape, x.dtype).copy_(x)
+        if self.piece == x.nbytes:
+            slot = self.workspace.slot_of(self.epoch)[: size * self.piece]
+            return slot.view(x.dtype).view(size * shape[0], *shape[1:])
+        return torch.cat([self.part(r, shape, x.dtype) for r in range(size)])
 
     def close(self) -> None:
         """Read nothing any more."""

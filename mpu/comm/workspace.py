@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.handle import CommunicationError
-from mpu.comm.symmetric import SymmetricBuffer, Unavailable
+from mpu.comm.symmetric import SymmetricBuffer, Unavailable, copy
 from mpu.grid import Axis, Grid
 
 SLOTS = 2  # one is written while the last one is still read
@@ -75,6 +75,8 @@ class Workspace:
 class Turn:
     """One epoch of a workspace: a part for each rank, and its flags, in two phases."""
 
+    copy = staticmethod(copy)
+
     def __init__(self, workspace: Workspace, epoch: int, part_bytes: int) -> None:
         self.workspace, self.buffer = workspace, workspace.buffer
         self.epoch, self.part_bytes, self.phase = epoch, part_bytes, 0
@@ -95,7 +97,7 @@ class Turn:
 
     def put(self, x: Tensor) -> None:
         """Write x as this rank's part, and signal."""
-        self.part(self.buffer.rank, tuple(x.shape), x.dtype).copy_(x)
+        copy(self.part(self.buffer.rank, tuple(x.shape), x.dtype), x)
         self.signal_all()
 
     def signal(self, dst: int) -> None:
@@ -121,6 +123,22 @@ class Turn:
     def close(self) -> None:
         """Read nothing any more."""
         self.workspace.close(self)
+
+
+def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
+    """Give the overlap kernels of the tp axis what they write through; return a line that says so,
+    or why not. Collective over tp.
+    """
+    if grid.tp.size == 1:
+        return []
+    try:
+        from mpu.comm.symmetric_cuda import CudaWorkspace
+
+        grid.tp = replace(grid.tp, kernels=CudaWorkspace(grid.tp, device, timeout))
+    except (ImportError, Unavailable) as error:
+        grid.tp = replace(grid.tp, no_memory=str(error))
+    said = "symmetric memory" if grid.tp.symmetric else f"not to be had; {grid.tp.no_memory}"
+    return [f"overlap kernels of tp ({grid.tp.size} ranks): {said}"]
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:

@@ -108,6 +108,46 @@ def reduce_kernel(
         tl.store(out + place, total.to(out.dtype.element_ty), mask)
 
 
+def matmul_scatter(
+    x: Tensor,
+    w: Tensor,
+    exchange: Exchange,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    wire: torch.dtype | None = None,
+    blocks: Blocks | None = None,
+) -> None:
+    """Send every rank its rows of x w^T, in `wire`: the first launch; x [world m, k], w [n, k]."""
+    check_device(x)
+    (rows, k), n, world = x.shape, w.shape[0], exchange.world
+    m = rows // world
+    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
+    assert rows == world * m
+    blocks = blocks or choose_blocks(x, w, m)
+    left, right = scales or (x, w)
+    matmul_scatter_kernel[(blocks.programs,)](
+        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, m, n, k,
+        w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
+        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
+        signed(exchange.epoch), WORLD=world, WIRE=TYPES[wire or x.dtype], SCALED=scales is not None,
+        RAISE=raise_flag, **constants(blocks, w),
+    )  # fmt: skip
+
+
+def add_parts(
+    out: Tensor, exchange: Exchange, *, wire: torch.dtype | None = None, programs: int = 64
+) -> None:
+    """Fill out [m, n] with the sum of what ranks send in `wire`: the second launch, which waits."""
+    (m, n), kind = out.shape, TYPES[wire or out.dtype]
+    reduce_kernel[(programs,)](
+        exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
+        exchange.chunk_rows, exchange.flag_stride, exchange.rank, signed(exchange.epoch),
+        exchange.patience, WORLD=exchange.world, WIRE=kind, BLOCK_M=REDUCE_ROWS,
+        BLOCK_N=REDUCE_COLUMNS,
+        WAIT=wait_flag,
+    )  # fmt: skip
+
+
 def matmul_reduce_scatter(
     x: Tensor,
     w: Tensor,
@@ -124,26 +164,9 @@ def matmul_reduce_scatter(
     dtype: of the result, that of x unless given; wire: of what ranks send, that of the result
     unless given. Raises ValueError on a device or dtype that the kernels do not take.
     """
-    check_device(x)
-    (rows, k), n, world = x.shape, w.shape[0], exchange.world
-    m = rows // world
-    assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
-    assert rows == world * m
-    out = x.new_empty((m, n), dtype=dtype or x.dtype)
-    kind = TYPES[wire or out.dtype]
-    blocks = blocks or choose_blocks(x, w, m)
-    left, right = scales or (x, w)
-    matmul_scatter_kernel[(blocks.programs,)](
-        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, m, n, k,
-        w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
-        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
-        signed(exchange.epoch), WORLD=world, WIRE=kind, SCALED=scales is not None,
-        RAISE=raise_flag, **constants(blocks, w),
-    )  # fmt: skip
-    reduce_kernel[(blocks.programs,)](
-        exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
-        exchange.chunk_rows, exchange.flag_stride, exchange.rank, signed(exchange.epoch),
-        exchange.patience, WORLD=world, WIRE=kind, BLOCK_M=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS,
-        WAIT=wait_flag,
-    )  # fmt: skip
+    m = x.shape[0] // exchange.world
+    out = x.new_empty((m, w.shape[0]), dtype=dtype or x.dtype)
+    wire, blocks = wire or out.dtype, blocks or choose_blocks(x, w, m)
+    matmul_scatter(x, w, exchange, scales=scales, wire=wire, blocks=blocks)
+    add_parts(out, exchange, wire=wire, programs=blocks.programs)
     return out

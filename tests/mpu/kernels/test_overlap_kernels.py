@@ -169,15 +169,20 @@ class SharedByAll:
         return self
 
 
-def run_turns(comm, cases):
-    """Run cases through mpu/comm/symmetric_cuda.py, but for the GPU."""
+def gpu_workspace(comm, patch):
+    """Make mpu/comm/symmetric_cuda.py's workspace, but for the GPU; return it with its axis."""
     from mpu.comm import symmetric_cuda
 
     axis = comm.grid(tp=comm.size).tp
+    patch.setattr(symmetric_cuda, "symmetric_memory", SharedByAll(axis))
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return symmetric_cuda.CudaWorkspace(axis, torch.device("cpu"), TIMEOUT), axis
+
+
+def run_turns(comm, cases):
+    """Run cases through the turns of GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric_cuda, "symmetric_memory", SharedByAll(axis))
-        patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        space = Turns(symmetric_cuda.CudaWorkspace(axis, torch.device("cpu"), TIMEOUT))
+        space = Turns(gpu_workspace(comm, patch)[0])
         worst = run_cases(space, cases)
         space.begin(3 << 20)  # the slots grow, and epochs begin anew
         space.end()
@@ -189,6 +194,43 @@ def run_turns(comm, cases):
 def test_the_turns_of_gpus(interpreted):
     cases = sample(8, 4, seed=6, largest=20, in_place=False)
     check(interpreted(4).run(run_turns, cases))
+
+
+def run_path(comm, shapes):
+    """Run both operations and their gradients over the kernels and over `none`."""
+    from dataclasses import replace
+
+    from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter
+    from mpu.comm.paths import Separate, path_of
+
+    give_way()
+    same = []
+    with pytest.MonkeyPatch.context() as patch:
+        space, axis = gpu_workspace(comm, patch)
+        kernels = path_of("symmetric", {}, replace(axis, kernels=space), True)
+        assert type(kernels).__name__ == "Kernels"
+        for seed, (n, b, k, o) in enumerate(shapes):
+            found = []
+            for path in (Separate(axis), kernels):
+                random = torch.Generator().manual_seed(100 * seed + comm.rank)
+
+                def draw(*shape, random=random):
+                    return torch.randint(-2, 3, shape, generator=random).float().requires_grad_()
+
+                x, w, v, out = draw(n, b, k), draw(o, k), draw(o + 1, k), draw(3, o)
+                y, z = all_gather_matmul(x, [w, v], path)
+                s = matmul_reduce_scatter(y, out, path)
+                (s.square().sum() + 3 * z.sum()).backward()
+                found.append([y, z, s, x.grad, w.grad, v.grad, out.grad])
+            same += [torch.equal(a, c) for a, c in zip(*found, strict=True)]
+        space.check()
+    return same
+
+
+def test_the_path_over_the_kernels(interpreted):
+    """Integers, so that every bit counts; rows of a size that is no multiple of 16 bytes, too."""
+    for same in interpreted(4).run(run_path, [(3, 2, 8, 4), (5, 1, 7, 3)]):
+        assert all(same) and len(same) == 14
 
 
 def run_out(comm):
