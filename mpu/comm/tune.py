@@ -10,7 +10,6 @@ under the scatter and all waits. Only the numbers in x and w are made up.
 """
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter
 from mpu.comm.paths import Auto, key
 from mpu.grid import Axis
 
-MARGIN = 0.03  # of the time of `none`: less is noise
+MARGIN = 0.01  # of the time of `none`: less is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
 LEAST, MOST = 3, 20  # repetitions
 Times = dict[str, dict[str, float]]  # {matmul: {path: seconds}}
@@ -58,7 +57,7 @@ class Projection:
 def measure(
     projection: Projection, paths: Sequence[str], axis: Axis, device: torch.device, budget: float
 ) -> dict[str, tuple[float, float]]:
-    """Return the median seconds of forward and of backward over each path, on this rank.
+    """Return the least seconds of forward and of backward over each path, on this rank.
 
     The paths take turns, so that whatever else the machine does falls on all of them; all ranks
     begin a run together and do as many. The global random state is left alone.
@@ -99,7 +98,7 @@ def measure(
     count = int(budget / max(json.loads(seconds) for seconds in took))
     rounds += [all_of_them() for _ in range(min(max(count, LEAST), MOST) - 1)]
     return {
-        name: (statistics.median(f for f, _ in runs), statistics.median(b for _, b in runs))
+        name: (min(f for f, _ in runs), min(b for _, b in runs))
         for name, runs in zip(paths, zip(*rounds, strict=True), strict=True)
     }
 
