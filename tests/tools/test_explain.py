@@ -148,7 +148,7 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/norm.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/comm/overlap.py", "if layer.deferring else way.gather(x)")
+    again = line_of("mpu/comm/overlap.py", "if layer.deferring else way.gather_again(x)")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
     waited = line_of("mpu/comm/overlap.py", "whole = gathering.whole()")
