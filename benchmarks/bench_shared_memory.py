@@ -11,6 +11,9 @@ Ranks of one host, one thread each, results written to tensors that are there al
     ordered   ours through gloo: the same gather; sums by an all-to-all and additions in rank order
     memory    ours through shared memory (mpu/comm/in_memory.py): the same bits as `ordered`
 
+`all_gather in place` is what the path `symmetric` does in front of a matmul: nothing is copied out,
+the gathered tensor is read where the ranks wrote it.
+
 The three take turns, call by call, and so do the launches. A call's time is that of its slowest
 rank, from a barrier on; a figure is the median over the calls of all launches, in milliseconds.
 The size is that of the full tensor: gathered, or to be summed. Last comes the barrier itself, of
@@ -37,12 +40,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_step import command, output  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
+from mpu.comm.paths import Symmetric  # noqa: E402
 from mpu.comm.symmetric import SymmetricBuffer  # noqa: E402
 from mpu.comm.workspace import share  # noqa: E402
 from mpu.grid import Axis, Grid, Launch  # noqa: E402
 from training.failure import meet  # noqa: E402
 
-VERBS = ("all_gather", "reduce_scatter", "all_reduce")
+IN_PLACE = "all_gather in place"
+VERBS = (IN_PLACE, "all_gather", "reduce_scatter", "all_reduce")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIDES = ("gloo", "ordered", "memory")
 WAIT = timedelta(minutes=5)
@@ -103,12 +108,23 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
     full = torch.randn(part * axis.size, generator=torch.Generator().manual_seed(axis.rank))
     full = full.to(dtype)
     outside = replace(axis, memory=None)
-    if verb == "all_gather":
+    if verb in ("all_gather", IN_PLACE):
         x, out = full[:part], torch.empty_like(full)
+
+        def in_place() -> Tensor:
+            gathering = Symmetric(axis).gather(x)
+            whole = gathering.whole()
+            gathering.close()  # whoever reads longer closes later
+            return whole
+
         return {
             "gloo": lambda: (collectives._all_gather(out, x, group=axis.group), out)[1],
             "ordered": lambda: collectives.all_gather(x, outside, into=out)[0],
-            "memory": lambda: collectives.all_gather(x, axis, into=out)[0],
+            "memory": (
+                in_place
+                if verb == IN_PLACE
+                else lambda: collectives.all_gather(x, axis, into=out)[0]
+            ),
         }
     if verb == "reduce_scatter":
         out = torch.empty_like(full[:part])

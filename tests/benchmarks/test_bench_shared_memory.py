@@ -38,8 +38,10 @@ def test_table():
     found |= {key.replace("gloo", "ordered"): [0.001, 0.004, 0.009] for key in found}
     found |= {key.replace("gloo", "memory"): [0.002] for key in found if key.endswith("gloo")}
     lines = table(found, [2048])
-    assert len(lines) == 2 + 6
-    assert lines[2] == "| all_gather, fp32 | 2 MiB | 8.000 | 4.000 | 2.000 | **4.0** | 2.0 |"
+    assert len(lines) == 2 + 8
+    assert (
+        lines[2] == "| all_gather in place, fp32 | 2 MiB | 8.000 | 4.000 | 2.000 | **4.0** | 2.0 |"
+    )
 
 
 @pytest.mark.prove
@@ -47,4 +49,4 @@ def test_in_full():
     words = [sys.executable, str(SCRIPT), "--sizes", "64", "--launches", "1", "--calls", "3"]
     done = subprocess.run([*words, "--barrier-ranks", "3"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| 64 KiB |") == 6 and "barrier of 3 ranks, memory: " in done.stdout
+    assert done.stdout.count("| 64 KiB |") == 8 and "barrier of 3 ranks, memory: " in done.stdout
