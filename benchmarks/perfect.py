@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
+from training.failure import as_process  # noqa: E402
 
 MESSAGE = 4096
 
@@ -48,4 +49,4 @@ def main(flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    as_process(lambda: main(sys.argv[1:]), None)
