@@ -48,6 +48,11 @@ class Axis:
     no_memory: str = ""
 
     @property
+    def following(self) -> list[int]:
+        """The other ranks' places: the next one's first, and so on round."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    @property
     def symmetric(self) -> bool:
         """Whether ranks reach one another's memory."""
         return self.memory is not None or self.kernels is not None

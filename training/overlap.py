@@ -19,7 +19,7 @@ from torch import nn
 
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.paths import PATHS
-from mpu.comm.tune import MARGIN, Projection, Times, choose, tune
+from mpu.comm.tune import MARGIN, Projection, choose, tune
 from mpu.context import LayerContext, OverlapPlan
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from training.config import Config, UsageError
@@ -131,7 +131,7 @@ def _auto(
     note: Note,
 ) -> None:
     """Replay the checkpoint's choices, or take the cache's, or measure; say which."""
-    plan, file, times = ctx.overlap, config.parallel.tp_comm_overlap_cache, Times()
+    plan, file = ctx.overlap, config.parallel.tp_comm_overlap_cache
     if plan.choices:
         why = _fits(plan.choices, needed, paths)
         if not why:

@@ -72,7 +72,7 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[
 
     def write(turn: Any) -> None:
         written = turn.part(rank, tuple(slices.shape), x.dtype)
-        for owner in [(rank + i) % size for i in range(1, size)]:
+        for owner in axis.following:
             turn.copy(written[owner], slices[owner])
             turn.signal(owner)
         turn.signal(rank)

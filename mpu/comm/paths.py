@@ -10,12 +10,13 @@
                  written there once. On GPUs: mpu/comm/paths_cuda.py
     auto         for each shape the one that was chosen
 
-ring multiplies one part at a time, in the order that `order` says. Shared memory has nothing to
-hide but a rank that is late, and halves of a matmul cost more than the whole. A sum adds the ranks'
-parts in rank order, 16-bit ones in fp32. mpu/comm/overlap.py puts gather and scatter
-together with their gradients.
+ring multiplies one part at a time: the own one first where parts arrive and last where they leave,
+in between the next rank's and so on round. Shared memory has nothing to hide but a rank that is
+late, and halves of a matmul cost more than the whole. A sum adds the ranks' parts in rank order,
+16-bit ones in fp32. mpu/comm/overlap.py puts gather and scatter together with their gradients.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,25 +44,17 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return onednn(x, weight, None, "none", [], "")
 
 
-def order(rank: int, size: int, own_first: bool) -> list[int]:
-    """Say in which order a rank multiplies the parts: its own first where parts arrive, its own
-    last where they leave; in between, the next rank's, and so on round.
-    """
-    others = [(rank + i) % size for i in range(1, size)]
-    return [rank, *others] if own_first else [*others, rank]
-
-
-class Gathering:
+class Gathering(ABC):
     """x of all ranks, on its way to this one. `close` when nothing of it is read any more."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.axis = x, axis
 
+    @abstractmethod
     def whole(self) -> Tensor:
         """Wait for all of it: [t n, ...]."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - where nothing is held, there is nothing to do
         """Let go of the memory that it arrived in."""
 
     def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -69,7 +62,7 @@ class Gathering:
         return [product(self.whole(), w) for w in weights]
 
 
-class Path:
+class Path(ABC):
     """How parts travel over an axis."""
 
     def __init__(self, axis: Axis) -> None:
@@ -79,19 +72,19 @@ class Path:
         """Return the path that this operation on x takes (see `key`)."""
         return self
 
+    @abstractmethod
     def gather(self, x: Tensor) -> Gathering:
         """Start x on its way to every rank, there to be multiplied."""
-        raise NotImplementedError
 
     def gather_again(self, x: Tensor) -> Gathering:
         """Start x on its way to every rank, while something else is multiplied."""
         return self.gather(x)
 
+    @abstractmethod
     def multiply_scatter(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, Handle]:
         """Start the sum over ranks of sum_i x_i w_i^T on its way to the owners of its rows."""
-        raise NotImplementedError
 
 
 def _sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -144,7 +137,7 @@ class _RingGathering(Gathering):
         super().__init__(x, axis)
         self._full = x.new_empty((axis.size, *x.shape))
         self._full[axis.rank] = x
-        self._turns = order(axis.rank, axis.size, own_first=True)
+        self._turns = [axis.rank, *axis.following]
         self._here = 1
         self._coming = self._pass_on(0)
 
@@ -190,7 +183,7 @@ class Ring(Path):
         rank, size = self.axis.rank, self.axis.size
         n = xs[0].shape[0] // size
         parts, flying = None, []
-        for i, owner in enumerate(order(rank, size, own_first=False), 1):
+        for i, owner in enumerate([*self.axis.following, rank], 1):
             mine = _sum_of_products([x[owner * n : (owner + 1) * n] for x in xs], weights)
             if parts is None:
                 parts = mine.new_empty((size, *mine.shape))
@@ -254,7 +247,7 @@ class Symmetric(Separate):
 PATHS: dict[str, type[Path]] = {"none": Separate, "ring": Ring, "symmetric": Symmetric}
 
 
-class Auto(Path):
+class Auto(Separate):
     """The path that was chosen for an operation and its shape.
 
     Where nothing was, `none`, and that is added to the choices for the trainer to tell.

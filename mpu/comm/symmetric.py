@@ -99,10 +99,11 @@ class SymmetricBuffer:
                 memory[: len(token)] = token
             except OSError as error:
                 why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be had: {error}"
-        here = dict(host=_host(), pid=self._pid, fd=fd, token=token.hex(), why=why)
+        host = "" if why else _host()  # which only Linux can tell
+        here = dict(host=host, pid=self._pid, fd=fd, token=token.hex(), why=why)
         every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), self.axis)]
         why = next((told["why"] for told in every if told["why"]), "")
-        if not why and any(told["host"] != here["host"] for told in every):
+        if not why and any(told["host"] != host for told in every):
             why = "its ranks are not on one host (or in one container)"
         if self.rank and not why:
             try:

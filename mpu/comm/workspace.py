@@ -108,10 +108,6 @@ class Turn:
         """Say that what was written is ready for everyone."""
         self.buffer.signal_all(2 * self.epoch + self.phase)
 
-    def wait_for(self, src: int) -> None:
-        """Wait for what rank src writes for this one."""
-        self.buffer.wait(src, 2 * self.epoch + self.phase, "shared memory")
-
     def wait(self) -> None:
         """Wait for what every rank writes."""
         self.buffer.wait_all(2 * self.epoch + self.phase, "shared memory")

@@ -164,6 +164,7 @@ def matmul_reduce_scatter(
     dtype: of the result, that of x unless given; wire: of what ranks send, that of the result
     unless given. Raises ValueError on a device or dtype that the kernels do not take.
     """
+    check_device(x)
     m = x.shape[0] // exchange.world
     out = x.new_empty((m, w.shape[0]), dtype=dtype or x.dtype)
     wire, blocks = wire or out.dtype, blocks or choose_blocks(x, w, m)

@@ -169,7 +169,7 @@ def test_growth_that_cannot_be_had_is_an_error_on_all_ranks(world):
 
 def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
     grid = copy.copy(comm.grid())
-    host, load = symmetric._host, native.load
+    host, load, reason = symmetric._host, native.load, native.reason
     symmetric._host = lambda: hosts[comm.rank]
     if not library and comm.rank == 1:
         native.load = lambda: None
@@ -181,7 +181,7 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
         except Unavailable as error:
             lines.append(str(error))
     finally:
-        symmetric._host, native.load = host, load
+        symmetric._host, native.load, native.reason = host, load, reason
     assert (grid.data.memory is None) == (len(lines) == 2)
     works(grid.data)
     return lines
@@ -200,6 +200,26 @@ def test_a_rank_without_the_library_keeps_all_on_gloo(world):
         assert lines == [said, "there is no compiler"]
     for lines in world(3).run(shared_lines, list("aaa"), True):
         assert lines == ["collectives of data (3 ranks): shared memory"]
+
+
+def share_elsewhere(comm) -> list[str]:
+    """Share on a system that has neither memfd nor /proc."""
+
+    def no_such_file() -> str:
+        raise FileNotFoundError("/proc/sys/kernel/random/boot_id")
+
+    grid = copy.copy(comm.grid())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(symmetric.os, "memfd_create")
+        patch.setattr(symmetric, "_host", no_such_file)
+        lines = share(grid, WAIT)
+    works(grid.data)
+    return lines
+
+
+def test_other_systems_stay_on_gloo(world):
+    for lines in world(2).run(share_elsewhere):
+        assert lines == ["collectives of data (2 ranks): gloo; shared memory needs Linux"]
 
 
 # What stays behind
