@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold every setting of a run in frozen dataclasses: parsed once, then only read.
 
-A field has the name of its Megatron-LM flag with underscores. `training.arguments.parse` makes a
-`Config` from a command line and checks it; a test may also build one directly, since every field
-that has an off-value has it as its default. Nothing here knows argparse, files or ranks: only
-numbers and what follows from them.
+A field has the name of its Megatron-LM flag with underscores, and its off-value as default.
+`training.arguments.parse` makes a `Config` from a command line and checks it. Nothing here knows
+argparse, files or ranks: only numbers and what follows from them.
 """
 
 import hashlib
@@ -145,9 +144,7 @@ class ParallelConfig:
 class BatchConfig:
     """How many samples a step takes, and how long the run is: train_iters or train_samples.
 
-    `step_batch_size_schedule` is parsed: (first sample, batch size) pairs. With it
-    `global_batch_size` is the size of the first step only; ask `training.batch_schedule` for the
-    size at a sample.
+    With `step_batch_size_schedule`, (first sample, size) pairs, global_batch_size is the first's.
     """
 
     micro_batch_size: int = 1
@@ -207,10 +204,17 @@ class CheckpointConfig:
 
     save: str | None = None
     load: str | None = None
+    pretrained_checkpoint: str | None = None  # weights to begin with while `load` has none
     save_interval: int | None = None  # steps; None: at the end only
+    save_retain_interval: int | None = None  # steps; None: keep every one
+    keep_last_k: int | None = None  # None: keep every one
+    async_save: bool = False
+    on_save_failure: str = "continue"  # or "stop"
     finetune: bool = False  # load weights only, start at sample 0
     no_load_optim: bool = False
     ckpt_step: int | None = None  # None: the newest complete one
+    use_checkpoint_args: bool = False
+    allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch
     exit_on_missing_checkpoint: bool = False
 
 
@@ -247,14 +251,12 @@ class RunConfig:
     dry_run: bool = False
 
 
-# What defines the numbers of a run: the layout, the paths of outputs and the log are not among it.
+# What defines the numbers of a run: layout, paths of outputs and log are not among it.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = ("batch.micro_batch_size", "data.num_workers", "data.data_cache_path")
 # What two ranks of one run may be told differently: places that are local to a node.
-_LOCAL = (
-    *("data.data_cache_path", "log.log_json", "log.tensorboard_dir"),
-    "parallel.tp_comm_overlap_cache",
-)
+_LOCAL = {"log.log_json", "log.tensorboard_dir"}
+_LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,17 @@ LIVE = """
 [checkpoint] Checkpoints
 --save | text | directory; off: left out | where checkpoints go
 --load | text | directory; off: left out | resume from the newest complete checkpoint there
+--pretrained-checkpoint | text | directory; off: left out | begin with these weights, ours or Hugging Face's, while --load holds no checkpoint
 --save-interval | int>=1 | steps; off: left out, at the end only | between two checkpoints
+--save-retain-interval | int>=1 | steps; off: left out, keep every one | once a newer one is whole, delete those that are no multiple of this
+--keep-last-k | int>=1 | checkpoints; off: left out, keep every one | once a newer one is whole, delete all but the newest k (ours, not Megatron's)
+--async-save | switch | off: left out | copy the state and write it in the background while training goes on
+--on-save-failure | one of continue,stop | default: continue | after a save that failed: go on, or end the run (ours, not Megatron's)
 --finetune | switch | off: left out | load weights only and start at sample 0
 --no-load-optim | switch | off: left out | load weights and position but fresh AdamW moments
 --ckpt-step | int>=0 | step; off: left out, the newest | load this checkpoint
+--use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
+--allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these are not the checkpoint's (ours, not Megatron's)
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
 --log-interval | int>=1 | steps | between two lines

@@ -99,7 +99,7 @@ CHECKED = """
 --no-manual-gc-eval --disable-manual-gc-eval | switch | any | ! garbage is collected around an evaluation
 --train-sync-interval | int>=1 | any | ! the loss is read once a --log-interval, which synchronises
 --exit-signal-handler --exit-signal-handler-for-training | switch | any | SIGTERM always ends the run after the current step, saved
---exit-signal | text | SIGTERM | SIGTERM and SIGINT end the run after the current step, saved
+--exit-signal | text | SIGTERM,SIGINT,SIGUSR1 | each of these ends the run after the current step, saved
 --dataloader-type | text | single | samples are read once, in one global order
 --no-mmap-bin-files | switch | any | ! .bin files are mapped into memory: the same tokens
 --no-create-attention-mask-in-dataloader | switch | any | no mask is ever built in the loader
@@ -116,8 +116,8 @@ CHECKED = """
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face (tools/convert.py)
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
---async-save --use-persistent-ckpt-worker | switch | any | ! checkpoints are written while the step waits, in this version
---async-strategy | text | nvrx,mcore | checkpoints are written while the step waits, in this version
+--use-persistent-ckpt-worker | switch | any | --async-save writes in a thread of each rank
+--async-strategy | text | nvrx,mcore | --async-save writes in a thread of each rank
 --verify-integrity | switch | any | a checkpoint's SHA-256 sums are always kept and compared
 --no-save-rng --no-load-rng | switch | any | no random state is needed: every draw is a function of the seed and the sample number
 --no-save-optim | switch | any | ! the optimizer state is saved all the same; --no-load-optim leaves it out when loading
@@ -510,21 +510,15 @@ REFUSED = (
         """,
     ),
     (
-        "the flags say it all: a checkpoint of other sizes is refused by name",
+        "the layout is always the flags': any layout loads any checkpoint",
         """
---use-checkpoint-args --use-mp-args-from-checkpoint-args
+--use-mp-args-from-checkpoint-args
         """,
     ),
     (
         "use --load with --finetune",
         """
---load-main-params-from-ckpt --pretrained-checkpoint
-        """,
-    ),
-    (
-        "every checkpoint is kept in this version; leave it out",
-        """
---save-retain-interval
+--load-main-params-from-ckpt
         """,
     ),
     (
@@ -717,7 +711,11 @@ DIFFERENCES = (
         "a switch; Transformer Engine's user buffers, methods from --tp-comm-overlap-cfg",
         "auto (bare), ring or symmetric; auto takes what is measured fastest for each projection",
     ),
-    ("--async-save", "writes in the background", "accepted; not in this version"),
+    (
+        "--use-checkpoint-args",
+        "takes many arguments, the layout's among them by another flag",
+        "takes the model's sizes and the tokenizer, also from a Hugging Face config.json",
+    ),
     (
         "--pipeline-model-parallel-size",
         "cuts evenly: --num-layers must divide over the stages",
@@ -767,7 +765,7 @@ DIFFERENCES = (
     (
         "--exit-signal-handler",
         "off: SIGTERM kills",
-        "always on: SIGTERM or Ctrl-C saves after the current step",
+        "always on: SIGTERM, SIGUSR1 or Ctrl-C saves after the current step",
     ),
     (
         "--no-check-for-nan-in-loss-and-grad",

@@ -54,6 +54,7 @@ EXCLUDE = (
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
 )
+CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 # A flag that means nothing without another, and the line that says so.
 IDLE = (
@@ -67,6 +68,11 @@ IDLE = (
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
+    ("--allow-change", "--load"),
+    ("--async-save", "--save"),
+    ("--on-save-failure", "--save"),
+    ("--keep-last-k", "--save"),
+    ("--save-retain-interval", "--save"),
 )
 
 
@@ -267,6 +273,9 @@ def _learning_rate(config: Config) -> None:
 
 def _run(config: Config) -> None:
     log, checkpoint = config.log, config.checkpoint
+    for what in checkpoint.allow_change:
+        if what not in CHANGES:
+            raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load, where it lies")
     if checkpoint.save_interval is not None and checkpoint.save is None:
