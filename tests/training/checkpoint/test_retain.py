@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old checkpoints go, and never the one that a run would resume from."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpu.grid import Grid
+from training.checkpoint import find_latest, retain, save
+from training.checkpoint.manifest import step_name
+from training.checkpoint.pieces import whole
+from training.checkpoint.retain import clear_rubbish, prune
+
+SHARD = "rank_00000-000.safetensors"
+
+
+class Killed(BaseException):
+    """Stands for a process that ends right here: nothing may clean up after it."""
+
+
+def steps(root: Path) -> list[str]:
+    """The directories left, without what people read (`latest`); step_00000012 as "12"."""
+    names = sorted(n for n in os.listdir(root) if n != "latest")
+    return [n.removeprefix("step_").lstrip("0") or "0" for n in names]
+
+
+def flip(directory: Path, name: str = SHARD) -> None:
+    """Flip a bit: the size stays, so only a hash can tell."""
+    data = bytearray((directory / name).read_bytes())
+    data[-1] ^= 1
+    (directory / name).write_bytes(data)
+
+
+def known(*numbers: int) -> set[str]:
+    return {step_name(n) for n in numbers}
+
+
+@pytest.fixture
+def run(tmp_path: Path, write: Any) -> Callable[..., Path]:
+    """run(10, 20, ...) -> a directory with those checkpoints."""
+
+    def run(*numbers: int) -> Path:
+        for n in numbers:
+            write(tmp_path, n)
+        return tmp_path
+
+    return run
+
+
+def silent(line: str) -> None:
+    raise AssertionError(f"nothing to tell, but: {line}")
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "interval", "left"),
+    [
+        (None, None, "10 20 30 40 50"),
+        (1, None, "50"),
+        (2, None, "40 50"),
+        (5, None, "10 20 30 40 50"),
+        (9, None, "10 20 30 40 50"),
+        (None, 20, "20 40 50"),  # Megatron's: no multiples go, except the last
+        (None, 50, "50"),
+        (None, 1000, "50"),
+        (2, 20, "20 40 50"),
+        (3, 20, "20 30 40 50"),
+    ],
+)
+def test_what_stays(
+    run: Any, newest: Any, keep_last: int | None, interval: int | None, left: str
+) -> None:
+    root = run(10, 20, 30, 40, 50)
+    gone = prune(root, keep_last, interval, known(50), silent)
+    assert steps(root) == left.split()
+    assert gone == [step_name(n) for n in (10, 20, 30, 40, 50) if str(n) not in left.split()]
+    assert newest(root) == (50, [])
+    assert prune(root, keep_last, interval, known(50), silent) == [], "nothing more goes"
+
+
+def test_an_imported_model_is_step_0_and_a_multiple_of_all(run: Any) -> None:
+    root = run(0, 3, 6)
+    prune(root, None, 100, set(), silent)
+    assert steps(root) == ["0", "6"]
+
+
+def test_names_are_compared_as_numbers(run: Any) -> None:
+    root = run(99_999_999, 100_000_000)
+    prune(root, 1, None, set(), silent)
+    assert steps(root) == ["100000000"]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_damaged_newest_counts_as_none(run: Any, newest: Any, keep_last: int) -> None:
+    root = run(1, 2, 3, 4)
+    flip(root / step_name(4))
+    notes: list[str] = []
+    prune(root, keep_last, None, set(), notes.append)
+    assert steps(root) == ["2", "3", "4"][2 - keep_last :]
+    assert len(notes) == 1 and "step_00000004 is left and not counted" in notes[0]
+    assert f"{SHARD} does not have the SHA-256" in notes[0]
+    assert newest(root)[0] == 3
+
+
+def test_what_this_run_wrote_is_not_hashed_but_must_have_its_sizes(run: Any) -> None:
+    root = run(1, 2, 3)
+    os.truncate(root / step_name(3) / SHARD, 5)
+    flip(root / step_name(2))
+    notes: list[str] = []
+    prune(root, 1, None, known(1, 2, 3), notes.append)
+    assert steps(root) == ["2", "3"], "2 is believed, 3 is not"
+    assert len(notes) == 1 and "has 5 bytes" in notes[0]
+
+
+def test_nothing_goes_before_enough_are_whole(run: Any) -> None:
+    root = run(1, 2, 3, 4, 5)
+    for n in (2, 3, 5):
+        flip(root / step_name(n), "state.json")
+    notes: list[str] = []
+    assert prune(root, 3, None, set(), notes.append) == [] and len(notes) == 3
+    flip(root / step_name(4))
+    flip(root / step_name(1))
+    for keep_last in (1, 2, None):
+        assert prune(root, keep_last, 7, set(), lambda line: None) == []
+    assert steps(root) == list("12345"), "none is whole: a person may rescue something"
+
+
+def test_a_directory_is_hashed_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, hashed = run(1, 2, 3, 4), []
+    check_file = retain.check_file
+    monkeypatch.setattr(
+        retain, "check_file", lambda p, i: (hashed.append(p.parent.name), check_file(p, i))
+    )
+    good = known(4)
+    prune(root, 2, None, good, silent)
+    assert set(hashed) == known(3) and good == known(3, 4), "2 and 1 go: whole or not"
+    hashed.clear()
+    prune(root, 2, None, good, silent)
+    assert not hashed
+    prune(root, 1, None, good, silent)
+    assert good == known(4), "what is gone is not known to be whole"
+
+
+def test_a_damaged_one_beyond_the_window(run: Any) -> None:
+    root = run(1, 2, 3, 4)
+    for n in (1, 2):
+        flip(root / step_name(n))
+    prune(root, 2, 2, set(), silent)
+    assert steps(root) == ["2", "3", "4"], "a retained step is left as it is; 1 is neither"
+
+
+def test_what_is_no_directory_of_ours_is_left(run: Any, tmp_path_factory: Any) -> None:
+    root, other = run(5, 6), tmp_path_factory.mktemp("other")
+    (other / "precious").write_text("")
+    (root / "step_00000001").symlink_to(other)
+    (root / "step_00000002").write_text("a file")
+    for name in ("step_3", "mystep_00000004", "step_00000004.bak", "logs"):
+        (root / name).mkdir()
+    before = set(os.listdir(root))
+    assert prune(root, 1, None, set(), silent) == [step_name(5)]
+    assert set(os.listdir(root)) == before - known(5)
+    assert (other / "precious").exists()
+
+
+def test_a_step_set_aside(run: Any, newest: Any) -> None:
+    """Without a whole successor it is the checkpoint of its step, with one it is rubbish."""
+    root = run(1, 2)
+    os.rename(root / step_name(2), root / f"{step_name(2)}.old-aa")
+    prune(root, 1, None, set(), silent)
+    assert steps(root) == ["2.old-aa"] and newest(root)[0] == 2
+    clear_rubbish(root, set(), silent)
+    assert steps(root) == ["2.old-aa"]
+    run(2)
+    (root / step_name(2)).joinpath(SHARD).unlink()
+    notes: list[str] = []
+    prune(root, 1, None, set(), notes.append)
+    clear_rubbish(root, set(), silent)
+    assert steps(root) == ["2", "2.old-aa"] and len(notes) == 1
+    flip(root / f"{step_name(2)}.old-aa")
+    shutil.rmtree(root / step_name(2))
+    run(2)
+    assert prune(root, 9, None, set(), silent) == [f"{step_name(2)}.old-aa"]
+    assert steps(root) == ["2"]
+
+
+def test_what_a_killed_save_or_prune_left_is_cleared(run: Any, newest: Any) -> None:
+    root = run(1, 2)
+    for name in ("step_00000003.tmp-ab", "step_00000000.trash-ab", "step_00000002.old-ab"):
+        shutil.copytree(root / step_name(2), root / name)
+    for name in (".latest-ab", ".probe-cd"):
+        (root / name).write_text("")
+    kept = ("notes.tmp-ab", "step_00000001.old-x", ".latest-", "step_00000001.trash")
+    for name in kept:
+        (root / name).mkdir()
+    clear_rubbish(root, set(), silent)
+    assert sorted(os.listdir(root)) == sorted(["latest", *known(1, 2), *kept])
+    assert newest(root) == (2, [])
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("phase", ["pruning", "trash"])
+def test_a_prune_that_ends_in_the_middle(
+    run: Any, newest: Any, phase: str, at: int, keep_last: int
+) -> None:
+    root, seen = run(1, 2, 3, 4), []
+
+    def hook(now: str) -> None:
+        seen.append(now)
+        if len(seen) == at + 1 and now == phase:
+            raise Killed
+
+    try:
+        prune(root, keep_last, None, set(), silent, hook)
+        killed = False
+    except Killed:
+        killed = True
+    removals = 4 - keep_last
+    assert killed == (at < 2 * removals and at % 2 == ("pruning", "trash").index(phase))
+    assert newest(root) == (4, []), "what is renamed is neither loaded nor mentioned"
+    assert any(".trash-" in n for n in os.listdir(root)) == (killed and phase == "trash")
+    prune(root, keep_last, None, set(), silent)
+    assert steps(root) == ["3", "4"][2 - keep_last :]
+
+
+def test_a_prune_killed_while_files_go(
+    run: Any, newest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = run(1, 2)
+
+    def rmtree(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", rmtree)
+        prune(root, 1, None, set(), silent)
+    assert newest(root) == (2, []) and len(os.listdir(root)) == 3
+    prune(root, 1, None, set(), silent)
+    assert steps(root) == ["2"]
+
+
+def test_what_cannot_be_removed_is_told(
+    run: Any, newest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, notes = run(1, 2, 3), []
+
+    def refuse(*paths: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(paths[0]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        assert prune(root, 1, None, set(), notes.append) == []
+    assert len(notes) == 2 and "step_00000001 was not removed: Permission denied" in notes[0]
+    notes.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        assert prune(root, 1, None, set(), notes.append) == [step_name(1), step_name(2)]
+    assert len(notes) == 2 and ".trash-" in notes[0] and "could not be removed" in notes[0]
+    assert newest(root) == (3, [])
+    prune(root, None, None, set(), silent)
+    assert steps(root) == ["3"], "the next prune clears it, also one that has nothing to remove"
+    assert prune(root / "no", 1, None, set(), notes.append) == []
+    assert notes[-1].startswith("no checkpoint was removed: No such file or directory")
+
+
+def make(root: Path, step: int, good: bool) -> None:
+    pieces = [whole("a", torch.full((3,), float(step)))]
+    save(root, step=step, pieces=pieces, state={}, grid=Grid())
+    if not good:
+        flip(root / step_name(step))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 12), st.booleans(), max_size=6),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+    st.one_of(st.none(), st.integers(0, 12)),
+)
+def test_any_directory_keeps_what_it_should(
+    found: dict[int, bool],
+    keep_last: int | None,
+    interval: int | None,
+    told: list[bool],
+    kill: int | None,
+) -> None:
+    """found: step -> whether it is whole; told: of which whole ones the caller knows that."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for step, good in found.items():
+            make(root, step, good)
+        sure = {step_name(n) for n, t in zip(found, told, strict=False) if t and found[n]}
+        count = 0
+
+        def hook(phase: str) -> None:
+            nonlocal count
+            count += 1
+            if kill is not None and count > kill:
+                raise Killed
+
+        try:
+            prune(root, keep_last, interval, sure, lambda line: None, hook)
+        except Killed:
+            pass
+        whole_steps = sorted(n for n in found if found[n])
+        if whole_steps:
+            latest = find_latest(root, Grid(), pieces=[whole("a", torch.zeros(3))], note=str)
+            assert latest is not None and latest.step == whole_steps[-1]
+        prune(root, keep_last, interval, sure, lambda line: None)
+        left = {int(n) for n in steps(root)}
+    window = keep_last or 1
+    if keep_last is interval is None or len(whole_steps) < window:
+        assert left == set(found)
+    else:
+        edge = whole_steps[-window]
+        assert left == {n for n in found if n >= edge or (interval and n % interval == 0)}

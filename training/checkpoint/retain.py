@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which checkpoints stay, and remove the others so that a kill in the middle harms nothing.
+
+Seen from the newest to the oldest, a window ends at the K-th checkpoint that is whole; what lies
+beyond it goes, apart from the steps that are to be retained for good. Whole means checked, not
+hoped: a directory counts because this run wrote or verified it, or because every file of it is
+hashed now, and in both cases because its files have their sizes at this moment. A damaged one
+counts as none and, inside the window, is left for whoever wants to look at it. So with fewer than K
+whole ones nothing goes, the only whole one never goes, and nothing goes that is newer than one.
+
+A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed.
+One rank does all this, without a message to the others.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import Hook, check_file, fsync_directory
+from training.checkpoint.load import Checkpoint
+from training.checkpoint.manifest import STEP
+
+Note = Callable[[str], None]
+
+UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
+TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal was
+SMALL = re.compile(r"\.(latest|probe)-[0-9a-f]+")  # a file of a few bytes that was to be renamed
+
+
+def prune(
+    root: Path,
+    keep_last: int | None,
+    retain_interval: int | None,
+    good: set[str],
+    note: Note,
+    hook: Hook = lambda phase: None,
+) -> list[str]:
+    """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
+
+    keep_last: how many whole ones stay, the newest. retain_interval: steps that are multiples of it
+        stay besides; given alone it stands beside a keep_last of 1, Megatron's meaning: what is no
+        multiple goes, except the last. Both None: nothing goes.
+    good: names known to be whole, because this run wrote or verified them; what is verified here is
+        added, so that the next call does not hash it again.
+    note: told of what does not count and of what could not be removed; neither is an error.
+    hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
+    """
+    try:
+        _clear(root, [name for name in os.listdir(root) if TRASH.fullmatch(name)], note)
+        doomed = choose(root, keep_last, retain_interval, good, note)
+    except OSError as error:
+        note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
+        return []
+    gone = []
+    for name in doomed:
+        hook("pruning")
+        trash = f"{name.partition('.')[0]}.trash-{secrets.token_hex(8)}"
+        try:
+            os.rename(root / name, root / trash)
+            fsync_directory(root)
+        except OSError as error:
+            note(f"checkpoint {root / name} was not removed: {error.strerror}")
+            continue
+        good.discard(name)
+        gone.append(name)
+        hook("trash")
+        _clear(root, [trash], note)
+    return gone
+
+
+def choose(
+    root: Path, keep_last: int | None, retain_interval: int | None, good: set[str], note: Note
+) -> list[str]:
+    """Name what prune() would remove, oldest first."""
+    if keep_last is None and retain_interval is None:
+        return []
+    window = 1 if keep_last is None else keep_last
+    assert window >= 1
+    doomed: list[str] = []
+    counted: list[int] = []  # steps of the whole ones found so far
+    for step, _, name in reversed(step_directories(root)):
+        if counted and counted[-1] == step:  # set aside for a successor, which is whole
+            doomed.append(name)
+        elif len(counted) < window:
+            try:
+                check_whole(root / name, good)
+                counted.append(step)
+            except (CheckpointError, OSError) as error:
+                note(f"checkpoint {root / name} is left and not counted as kept: {error}")
+        elif not retain_interval or step % retain_interval:
+            doomed.append(name)
+    return doomed[::-1]
+
+
+def step_directories(root: Path) -> list[tuple[int, bool, str]]:
+    """List (step, whether it has its final name, name) under `root`, oldest first."""
+    found = []
+    for entry in os.scandir(root):
+        match = STEP.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            found.append((int(match[1]), match[2] is None, entry.name))
+    return sorted(found)
+
+
+def check_whole(directory: Path, good: set[str]) -> None:
+    """Raise CheckpointError unless a checkpoint's files have their sizes and, where it is not in
+    `good`, their hashes; then it is added there."""
+    checkpoint = Checkpoint(directory)
+    checkpoint.check_sizes()
+    if directory.name not in good:
+        for name, info in checkpoint.manifest["files"].items():
+            check_file(directory / name, info)
+        good.add(directory.name)
+
+
+def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
+    """Remove what a killed save or prune left under `root`. Only for who alone writes there.
+
+    A directory set aside (.old-) is rubbish where its successor is whole; without one it is the
+    checkpoint of its step.
+    """
+    rubbish = []
+    for entry in os.scandir(root):
+        if entry.is_dir(follow_symlinks=False):
+            stem, dot, _ = entry.name.partition(".old-")
+            if UNFINISHED.fullmatch(entry.name) or TRASH.fullmatch(entry.name):
+                rubbish.append(entry.name)
+            elif dot and STEP.fullmatch(entry.name) and os.path.lexists(root / stem):
+                try:
+                    check_whole(root / stem, good)
+                    rubbish.append(entry.name)
+                except (CheckpointError, OSError):
+                    pass
+        elif SMALL.fullmatch(entry.name):
+            rubbish.append(entry.name)
+    _clear(root, rubbish, note)
+
+
+def _clear(root: Path, names: list[str], note: Note) -> None:
+    for name in names:
+        try:
+            if (root / name).is_dir() and not (root / name).is_symlink():
+                shutil.rmtree(root / name)
+            else:
+                os.unlink(root / name)
+        except OSError as error:
+            note(f"{root / name} could not be removed: {error.strerror}: {error.filename}")
