@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpu.comm.collectives import gather_bytes
-from mpu.grid import Grid
+from mpu.grid import Axis
 from training.checkpoint.errors import MismatchError
 
 
@@ -29,11 +29,12 @@ class Outcome:
 
 
 def together(
-    work: Callable[[], Any], grid: Grid, device: torch.device | None = None
+    work: Callable[[], Any], world: Axis, device: torch.device | None = None
 ) -> list[Outcome]:
     """Run work() here and return every rank's outcome, in rank order. Values travel as JSON.
 
-    An Exception becomes an outcome; anything harsher (KeyboardInterrupt) goes on its way.
+    world: the axis of all ranks. device: where its collectives need their tensors (nccl: the rank's
+    GPU). An Exception becomes an outcome; anything harsher (KeyboardInterrupt) goes on its way.
     """
     try:
         mine = {"value": work()}
@@ -44,7 +45,7 @@ def together(
         mine = {"error": str(error), "mismatch": True}
     except Exception as error:
         mine = {"error": str(error) or type(error).__name__}
-    texts = gather_bytes(json.dumps(mine).encode(), grid.world, device)
+    texts = gather_bytes(json.dumps(mine).encode(), world, device)
     return [Outcome(rank, **json.loads(text)) for rank, text in enumerate(texts)]
 
 

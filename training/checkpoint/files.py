@@ -7,6 +7,7 @@ piece by piece, hashed on the way, so that a save holds one tensor in host memor
 uses the safetensors library.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -102,30 +103,79 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def check_size(path: Path, size: int) -> None:
-    """Raise CheckpointError unless `path` is a plain file (no link) of that many bytes."""
+def check_directory(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a directory, no link, that belongs to us or to root.
+
+    In such a directory nobody else can replace what was checked.
+    """
     try:
         found = os.lstat(path)
     except OSError as error:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path.name} is not a plain file")
-    if found.st_size != size:
-        raise CheckpointError(f"{path.name} has {found.st_size} bytes where {size} were written")
+    if not stat.S_ISDIR(found.st_mode):
+        raise CheckpointError(f"{path.name} is a link or not a directory")
+    _check_owner(path, found)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CheckpointError(
+            f"{path.name} belongs to the user with number {found.st_uid}, neither to this one nor "
+            "to root: copy it if you trust it"
+        )
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read: a plain one, reached by no link of its own name, ours or root's.
+
+    Raises CheckpointError naming the file. Never waits, as opening a pipe would.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        file = os.fdopen(os.open(path, flags), "rb")
+    except OSError as error:
+        why = " is a link" if error.errno == errno.ELOOP else f": {error.strerror}"
+        raise CheckpointError(f"{path.name}{why}") from None
+    found = os.fstat(file.fileno())
+    try:
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path.name} is not a plain file")
+        _check_owner(path, found)
+    except CheckpointError:
+        file.close()
+        raise
+    return file
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise CheckpointError unless `path` is a plain file of that many bytes."""
+    open_sized(path, size).close()
+
+
+def open_sized(path: Path, size: int) -> BinaryIO:
+    """Open a plain file that has so many bytes. Raises CheckpointError."""
+    file = open_plain(path)
+    found = os.fstat(file.fileno()).st_size
+    if found != size:
+        file.close()
+        raise CheckpointError(f"{path.name} has {found} bytes where {size} were written")
+    return file
 
 
 def check_file(path: Path, info: dict[str, Any]) -> None:
     """Raise CheckpointError unless `path` has the size and the SHA-256 of `info`."""
-    check_size(path, info["size"])
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != info["sha256"]:
-            raise CheckpointError(f"{path.name} does not have the SHA-256 it was written with")
+    with open_sized(path, info["size"]) as file:
+        _check_sum(path, hashlib.file_digest(file, "sha256"), info)
 
 
 def read_checked(path: Path, info: dict[str, Any]) -> bytes:
     """Return the bytes of a small file after checking size and SHA-256."""
-    check_size(path, info["size"])
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != info["sha256"]:
-        raise CheckpointError(f"{path.name} does not have the SHA-256 it was written with")
+    with open_sized(path, info["size"]) as file:
+        data = file.read(info["size"] + 1)
+    _check_sum(path, hashlib.sha256(data), info)
     return data
+
+
+def _check_sum(path: Path, found: Any, info: dict[str, Any]) -> None:
+    if found.hexdigest() != info["sha256"]:
+        raise CheckpointError(f"{path.name} does not have the SHA-256 it was written with")

@@ -2,9 +2,8 @@
 """Find the newest checkpoint that is whole, the same on every rank, and say why newer ones are not.
 
 What counts is what stands in the directories: a name under which a save was renamed, a manifest,
-sizes and hashes that agree. Each rank hashes the files that it will read, so the work is spread. A
-checkpoint that is sound but of another model is refused, not skipped: an older one would be of that
-model too.
+sizes and hashes that agree. The ranks share the hashing, each file once. A checkpoint that is sound
+but of another model is refused, not skipped: an older one would be of that model too.
 """
 
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from mpu.grid import Grid
-from training.checkpoint.agree import first_error, together
+from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP
@@ -30,6 +29,7 @@ def find_latest(
     *,
     pieces: Sequence[NamedPiece] = (),
     expect: Mapping[str, Any] | None = None,
+    suits: Callable[[Checkpoint], None] = lambda checkpoint: None,
     step: int | None = None,
     cast: bool = False,
     note: Callable[[str], None] = print,
@@ -40,13 +40,14 @@ def find_latest(
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
         (`cast` lets dtypes differ).
     expect: the model's hf_config; its fields are compared.
+    suits: what else is asked of it; raises MismatchError.
     step: only that one.
     note: called on rank 0 with a line for each newer directory that is passed over.
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
     checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
     """
     outcomes = together(
-        lambda: candidates(Path(root), step) if grid.rank == 0 else [], grid, device
+        lambda: candidates(Path(root), step) if grid.rank == 0 else [], grid.world, device
     )
     failed = first_error(outcomes)
     if failed is not None:
@@ -60,22 +61,12 @@ def find_latest(
     for name in leftovers:
         tell(f"checkpoint {name} is passed over: its save did not finish")
     for name in names:
-        opened: list[Checkpoint] = []
-
-        def check(name: str = name, opened: list[Checkpoint] = opened) -> None:
-            checkpoint = Checkpoint(Path(name))
-            checkpoint.check_model(expect or {})
-            checkpoint.check_tensors(pieces, cast)
-            if grid.rank == 0:
-                checkpoint.check_sizes()
-            checkpoint.verify(pieces)
-            opened.append(checkpoint)
-
-        failed = first_error(together(check, grid, device))
-        if failed is None:
-            return opened[0]
-        if failed.mismatch:
-            raise MismatchError(f"--load: {failed.error}")
+        found = _open(Path(name), grid, pieces, expect or {}, suits, cast, device)
+        if isinstance(found, Checkpoint):
+            return found
+        if found.mismatch:
+            raise MismatchError(f"--load: {found.error}")
+        failed = found
         tell(f"checkpoint {name} is passed over: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
@@ -84,6 +75,51 @@ def find_latest(
             "afresh"
         )
     return None
+
+
+def _open(
+    directory: Path,
+    grid: Grid,
+    pieces: Sequence[NamedPiece],
+    expect: Mapping[str, Any],
+    suits: Callable[[Checkpoint], None],
+    cast: bool,
+    device: torch.device | None,
+) -> Checkpoint | Outcome:
+    """Open a directory and hash what any rank will read of it, each file once, all ranks at it.
+
+    Returns the same on every rank: the checkpoint, or the first failure.
+    """
+    opened: list[Checkpoint] = []
+
+    def check() -> str:
+        checkpoint = Checkpoint(directory)
+        checkpoint.check_model(expect)
+        suits(checkpoint)
+        checkpoint.check_tensors(pieces, cast)
+        if grid.rank == 0:
+            checkpoint.check_sizes()
+        opened.append(checkpoint)
+        needed = set(checkpoint.files_of(pieces))
+        return "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
+
+    outcomes = together(check, grid.world, device)
+    failed = first_error(outcomes)
+    if failed is None:
+        (checkpoint,) = opened
+        files = checkpoint.manifest["files"]
+        asked = zip(*(o.value for o in outcomes), strict=True)  # a column a file
+        needed = [n for n, bits in zip(sorted(files), asked, strict=True) if "1" in bits]
+        needed.sort(key=lambda name: -files[name]["size"])
+        loads = [0] * grid.world.size
+        mine = []
+        for name in needed:
+            rank = loads.index(min(loads))
+            loads[rank] += files[name]["size"]
+            if rank == grid.world.rank:
+                mine.append(name)
+        failed = first_error(together(lambda: checkpoint.verify(mine), grid.world, device))
+    return failed or opened[0]
 
 
 def candidates(root: Path, step: int | None) -> tuple[list[str], list[str]]:

@@ -7,10 +7,12 @@ back as they were.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -55,6 +57,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._boxes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.manifest = read_manifest(directory)
         self.step: int = self.manifest["step"]
         self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
@@ -104,16 +107,26 @@ class Checkpoint:
 
     def parts(self, piece: NamedPiece) -> list[list[Any]]:
         """List the stored rectangles that meet a piece: [file, key, starts, sizes]."""
-        return [
-            part
-            for part in self.index[piece.name]["parts"]
-            if intersection(part[2], part[3], piece.starts, piece.sizes) is not None
-        ]
+        parts = self.index[piece.name]["parts"]
+        if piece.name not in self._boxes:
+            table = np.array([part[2:] for part in parts], np.int64)  # [parts, 2, dimensions]
+            self._boxes[piece.name] = table[:, 0], table[:, 0] + table[:, 1]
+        low, high = self._boxes[piece.name]
+        begin = np.array(piece.starts, np.int64)
+        meet = np.maximum(low, begin) < np.minimum(high, begin + np.array(piece.sizes, np.int64))
+        return [parts[i] for i in np.flatnonzero(meet.all(axis=1))]
 
-    def verify(self, pieces: Iterable[NamedPiece]) -> None:
-        """Hash every file that the pieces need. Raises CheckpointError naming the bad one."""
-        for name in sorted({part[0] for piece in pieces for part in self.parts(piece)}):
-            check_file(self.directory / name, self.manifest["files"][name])
+    def files_of(self, pieces: Iterable[NamedPiece]) -> list[str]:
+        """List the files in which the pieces lie, in order of their names."""
+        return sorted({part[0] for piece in pieces for part in self.parts(piece)})
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Hash files, several at a time. Raises CheckpointError naming the first bad one."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            files = self.manifest["files"]
+            tasks = [pool.submit(check_file, self.directory / n, files[n]) for n in names]
+            for task in tasks:
+                task.result()
 
     @torch.no_grad()
     def read(self, pieces: Iterable[NamedPiece]) -> None:
@@ -122,13 +135,13 @@ class Checkpoint:
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for piece in pieces:
-                filled = 0
+                filled, dtype = 0, self.index[piece.name]["dtype"]
                 for file, key, starts, sizes in self.parts(piece):
                     try:
                         if file not in files:
                             opened = safe_open(str(self.directory / file), framework="pt")
                             files[file] = stack.enter_context(opened)
-                        filled += _fill(piece, files[file], key, starts, sizes)
+                        filled += _fill(piece, files[file], key, starts, sizes, dtype)
                     except (OSError, SafetensorError) as error:
                         raise CheckpointError(f"{self.directory / file}: {key}: {error}") from None
                 if filled != piece.tensor.numel():
@@ -138,15 +151,20 @@ class Checkpoint:
                     )
 
 
-def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any) -> int:
+def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any, dtype: str) -> int:
     """Copy what a stored rectangle shares with a piece; return how many elements that is."""
     shared = intersection(starts, sizes, piece.starts, piece.sizes)
     assert shared is not None
     stored = file.get_slice(key)
     if list(stored.get_shape()) != list(sizes):
         raise CheckpointError(f"{key} has shape {stored.get_shape()} where {INDEX} says {sizes}")
-    at = tuple(slice(a - b, a - b + n) for a, n, b in zip(*shared, starts, strict=True))
-    data: Tensor = stored[at]
+    if stored.get_dtype() != dtype:
+        raise CheckpointError(f"{key} is {stored.get_dtype()} where {INDEX} says {dtype}")
+    if list(shared[1]) == list(sizes):  # all of it: no copy in between
+        data: Tensor = file.get_tensor(key)
+    else:
+        at = tuple(slice(a - b, a - b + n) for a, n, b in zip(*shared, starts, strict=True))
+        data = stored[at]
     target = piece.tensor
     for dim, (start, size) in enumerate(zip(*shared, strict=True)):
         target = target.narrow(dim, start - piece.starts[dim], size)
@@ -162,6 +180,6 @@ def load(
 ) -> None:
     """Fill the pieces of every rank. Collective: raises CheckpointError everywhere if one rank
     fails."""
-    failed = first_error(together(lambda: checkpoint.read(pieces), grid, device))
+    failed = first_error(together(lambda: checkpoint.read(pieces), grid.world, device))
     if failed is not None:
         raise CheckpointError(f"rank {failed.rank}: {failed.error}")

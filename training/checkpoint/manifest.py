@@ -9,11 +9,13 @@ whole, not who wrote it.)
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.files import read_checked
+from training.checkpoint.files import check_directory, open_plain, read_checked
 
 FORMAT, VERSION = "weft-checkpoint", 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -37,9 +39,13 @@ def self_digest(manifest: dict[str, Any]) -> str:
 
 
 def parse(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object or raise CheckpointError."""
+    """Parse a JSON object or raise CheckpointError. NaN and Infinity are no JSON."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no number of JSON")
+
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -49,13 +55,12 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and check manifest.json. Raises CheckpointError; MismatchError for a newer format."""
-    path = directory / MANIFEST
-    try:
-        if path.is_symlink() or path.stat().st_size > LIMIT:
-            raise CheckpointError(f"{MANIFEST} is a link or larger than {LIMIT} bytes")
-        manifest = parse(path.read_bytes(), MANIFEST)
-    except OSError as error:
-        raise CheckpointError(f"{MANIFEST}: {error.strerror}") from None
+    check_directory(directory)
+    with open_plain(directory / MANIFEST) as file:
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise CheckpointError(f"{MANIFEST} is larger than {LIMIT} bytes")
+    manifest = parse(data, MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
     # before the version, so that a flipped bit there is no newer format: every version has a digest
@@ -88,7 +93,7 @@ def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str,
 
 
 def check_index(index: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Raise CheckpointError unless every rectangle lies in its tensor and in a listed file."""
+    """Raise CheckpointError unless each tensor's rectangles tile it and lie in listed files."""
     for name, entry in index.items():
         try:
             shape, parts = entry["shape"], entry["parts"]
@@ -97,6 +102,7 @@ def check_index(index: dict[str, Any], manifest: dict[str, Any]) -> None:
                 sound &= file in manifest["files"] and isinstance(key, str)
                 for n, start, size in zip(shape, starts, sizes, strict=True):
                     sound &= type(start) is type(size) is int and 0 <= start <= start + size <= n
+            sound = sound and tiles(shape, [(starts, sizes) for _, _, starts, sizes in parts])
         except (TypeError, KeyError, ValueError):
             sound = False
         if not sound:
@@ -117,22 +123,32 @@ def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
                 raise CheckpointError(f"ranks disagree about the dtype or shape of {name}")
             entry["parts"].append([file, key, starts, sizes])
     for name, entry in index.items():
-        rectangles = [(starts, sizes) for _, _, starts, sizes in entry["parts"]]
-        if sum(volume(sizes) for _, sizes in rectangles) != volume(entry["shape"]) or any(
-            intersection(*a, *b) is not None
-            for i, a in enumerate(rectangles)
-            for b in rectangles[:i]
-        ):
+        if not tiles(entry["shape"], [(starts, sizes) for _, _, starts, sizes in entry["parts"]]):
             raise CheckpointError(f"the ranks' pieces do not tile {name} {entry['shape']}")
     return index
 
 
+def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
+    """Return whether rectangles (starts, sizes) inside of `shape` cover it, each element once.
+
+    They do if their volumes add up and no two meet. In order of their first row, each is held only
+    against those before it that reach down to it: few, of however many there are.
+    """
+    reaching: list[tuple[Any, Any]] = []
+    total = 0
+    for starts, sizes in sorted(rectangles):
+        if starts:
+            reaching = [r for r in reaching if r[0][0] + r[1][0] > starts[0]]
+        if any(intersection(starts, sizes, *other) is not None for other in reaching):
+            return False
+        reaching.append((starts, sizes))
+        total += volume(sizes)
+    return total == volume(shape)
+
+
 def volume(sizes: Any) -> int:
     """Count the elements of a rectangle."""
-    n = 1
-    for size in sizes:
-        n *= size
-    return n
+    return prod(sizes)
 
 
 def intersection(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mpu.grid import Grid
+from mpu.grid import Axis, Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import SaveError
 from training.checkpoint.files import (
@@ -57,6 +57,7 @@ def save(
     state: Mapping[str, Any],
     grid: Grid,
     device: torch.device | None = None,
+    world: Axis | None = None,
     attach: Mapping[str, bytes] | None = None,
     file_bytes: int = FILE_BYTES,
     hook: Hook = lambda phase: None,
@@ -67,6 +68,7 @@ def save(
         one writes.
     state: JSON, the same on every rank; rank 0's is written, with step, layout, torch version.
     device: where the world's collectives need their tensors (nccl: the rank's GPU).
+    world: the axis of all ranks over which they agree; None: grid.world.
     attach: small files to keep beside, as rank 0 has them.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
@@ -76,7 +78,7 @@ def save(
     aside: Path | None = None
 
     def phase(work: Any) -> list[Any]:
-        outcomes = together(work, grid, device)
+        outcomes = together(work, world or grid.world, device)
         failed = first_error(outcomes)
         if failed is None:
             return [o.value for o in outcomes]
@@ -133,7 +135,7 @@ def _begin(root: Path, step: int, need: int) -> str:
 
 
 def _make_root(root: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _check_room(root: Path, need: int) -> None:
@@ -237,7 +239,7 @@ def check_writable(
     made: list[Path] = []
 
     def check(work: Any) -> list[Any]:
-        outcomes = together(work, grid, device)
+        outcomes = together(work, grid.world, device)
         failed = first_error(outcomes)
         if failed is not None:
             for path in made:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let one run at a time write to a directory.
+
+Two runs that save under one name would delete each other's unfinished saves, and leave a row of
+steps of which nobody knows whose they are. A POSIX record lock on the file `lock` keeps the second
+one out. The kernel frees it when the process dies, however that happens, and it works over NFS; a
+file system that knows no locks is told of, and the run goes on without.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from training.checkpoint.errors import SaveError
+
+NAME = "lock"
+WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class DirectoryLock:
+    """The right to write to `root`, from here to close() or the process's end. One a directory and
+    process: the kernel drops all of a process's locks on a file when any of its handles closes.
+
+    Raises SaveError naming the other process; OSError where `root` cannot be written.
+    """
+
+    def __init__(self, root: Path, note: Callable[[str], None] = print) -> None:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        self._fd = os.open(root / NAME, flags, 0o600)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            who = os.read(self._fd, 1000).decode(errors="replace")
+            self.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise SaveError(f"{root} is being written by another run: {_told(who)}") from None
+            if error.errno not in WITHOUT:
+                raise
+            note(f"{root}: the file system knows no locks; keep other runs away from it")
+            return
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, json.dumps(about).encode())
+
+    def close(self) -> None:
+        """Give the right back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _told(text: str) -> str:
+    """Say who holds a lock, by what stands in its file."""
+    try:
+        who = json.loads(text)
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "its file `lock` does not say by which"
