@@ -129,7 +129,7 @@ def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
             stem, dot, _ = entry.name.partition(".old-")
             if UNFINISHED.fullmatch(entry.name) or TRASH.fullmatch(entry.name):
                 rubbish.append(entry.name)
-            elif dot and STEP.fullmatch(entry.name) and os.path.lexists(root / stem):
+            elif dot and STEP.fullmatch(entry.name):
                 try:
                     check_whole(root / stem, good)
                     rubbish.append(entry.name)
