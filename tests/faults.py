@@ -87,9 +87,9 @@ def check_blame(result: Result, victim: int, why: str) -> None:
             assert f": rank {victim} failed first" in last and why in last, last
 
 
-def weights(result: Result) -> dict[str, str]:
-    """Return the hash of every file of tensors, weights and optimizer, of the last checkpoint."""
-    manifest = result.folder / "saved" / f"step_{STEPS:08d}" / "manifest.json"
+def weights(result: Result, step: int = STEPS) -> dict[str, str]:
+    """Return the hash of every file of tensors, weights and optimizer, of a checkpoint."""
+    manifest = result.folder / "saved" / f"step_{step:08d}" / "manifest.json"
     files = json.loads(manifest.read_text())["files"]
     found = {name: f["sha256"] for name, f in files.items() if name.endswith(".safetensors")}
     assert found

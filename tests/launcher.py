@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,13 @@ class Result:
         """Return what a rank wrote."""
         return (self.folder / f"{kind}.{rank}").read_text()
 
+    def orphans(self, patience: float = 5.0) -> list[int]:
+        """List the processes that still write into this job's output, after so many seconds."""
+        deadline = time.monotonic() + patience
+        while (left := writers_into(self.folder)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
     def saved(self) -> list[str]:
         """List the checkpoints."""
         return sorted(path.name for path in (self.folder / "saved").glob("step_*"))
@@ -38,6 +47,16 @@ class Result:
         """Return what the log says of every step, in its own order, but for times and speeds."""
         keys = ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "validation_loss")
         return [tuple(row.get(key) for key in keys) for row in self.rows()]
+
+
+def writers_into(folder: Path) -> list[int]:
+    """List the processes whose stdout is a file of `folder`: whoever a rank left behind has it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if Path(os.readlink(process / "fd" / "1")).parent == folder:
+                found.append(int(process.name))
+    return found
 
 
 class Launcher:
@@ -63,6 +82,8 @@ class Launcher:
         self.jobs += 1
         self.here = folder or self.folder / str(self.jobs)
         self.here.mkdir(exist_ok=True)
+        for old in self.here.glob("pid.*"):
+            old.unlink()
         self.port = self.free_port()
         argv = [word.replace("{dir}", str(self.here)) for word in argv]
         argv += ["--log-json", f"{self.here}/log.jsonl"]

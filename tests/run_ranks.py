@@ -8,11 +8,7 @@ rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR
 
 With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
 
-A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
-each rank) gets the signals of `how`, over a second apart, raises an error, or stalls: alive, its
-other threads at work, but never to go on. At "backward" it may also write nan or inf into the
-gradient that is done. With "during", only calls count while the rank says that it is doing this,
-and it strikes half a second later, so that the others have heard what it was doing.
+tests/plant.py says what a fault is.
 """
 
 import json
@@ -28,78 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
-from mpu.layers import linear  # noqa: E402
-from mpu.pipeline import engine  # noqa: E402
-from mpu.zero import adam, optimizer, weights  # noqa: E402
-from training.data.loader import Loader  # noqa: E402
+from tests.plant import plant  # noqa: E402
 
 train = pretrain_llama.train
-saving = sys.modules["training.checkpoint.save"]
-POINTS = {
-    "connect": (Grid, "connect"),
-    "build": (pretrain_llama, "build"),
-    "data": (Loader, "next_global_batch"),
-    "forward": (pretrain_llama.Llama, "forward"),
-    "receive": (engine, "receive"),
-    "wait": (engine._Run, "_take"),
-    "send": (engine, "send"),
-    "layer": (linear.RowParallelLinear, "forward"),
-    "backward": (pretrain_llama.GradientBuckets, "done"),
-    "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
-    "update": (pretrain_llama.Optimizer, "step"),
-    "action": (engine._Run, "do"),
-    "use of a weight": (pretrain_llama.GradientBuckets, "materialize"),
-    "gather of a block": (weights.Gatherer, "_gather"),
-    "bucket leaves": (pretrain_llama.GradientBuckets, "_launch"),
-    "bucket goes on": (pretrain_llama.GradientBuckets, "_advance"),
-    "gather of the optimizer": (optimizer, "all_gather"),
-    "AdamW": (adam._Torch, "step"),
-    "evaluation": (pretrain_llama, "forward_only"),
-    "saving": (saving, "write_safetensors"),
-    "committing": (saving, "_commit"),
-}
-SIGNALS = {
-    "kill": [signal.SIGKILL],
-    "stop": [signal.SIGSTOP],
-    "term": [signal.SIGTERM],
-    "int": [signal.SIGINT],
-    "int twice": [signal.SIGINT, signal.SIGINT],
-}
 LIMIT = 120.0  # seconds
-PAUSE = 0.5
-
-
-def plant(fault: dict[str, Any]) -> None:
-    """Put the fault in its place, if it is this rank's."""
-    if fault["rank"] not in (-1, int(os.environ["RANK"])):
-        return
-    owner, name = POINTS[fault["point"]]
-    inner, left, doing = getattr(owner, name), [fault["call"]], fault.get("during")
-    watches, enter = [], pretrain_llama.Watch.__enter__
-
-    def entered(watch: Any) -> Any:
-        watches.append(watch)
-        return enter(watch)
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= doing in (None, watches and watches[0].action)
-        if left[0] == 0:
-            left[0] -= 1
-            time.sleep(PAUSE if doing and fault["how"] in SIGNALS else 0)
-            if fault["how"] in ("nan", "inf"):
-                args[0].main_grad(args[1]).view(-1)[0] = float(fault["how"])
-                return inner(*args, **kwargs)
-            if fault["how"] == "raise":
-                raise RuntimeError("broken on purpose")
-            while fault["how"] == "stall":
-                time.sleep(60)
-            for i, number in enumerate(SIGNALS[fault["how"]]):
-                time.sleep(1.2 * i)
-                os.kill(os.getpid(), number)
-        return inner(*args, **kwargs)
-
-    setattr(owner, name, struck)
-    pretrain_llama.Watch.__enter__ = entered
 
 
 def shorten(seconds: float) -> None:
@@ -137,7 +65,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     }
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
-        plant(job["fault"])
+        plant(job["fault"], folder)
     pretrain_llama.Watch.__init__.__kwdefaults__.update(job.get("watch", {}))
     if job.get("timeout"):
         shorten(job["timeout"])
@@ -185,7 +113,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Serve jobs, or be one rank."""
     if len(sys.argv) > 1:
-        plant(json.loads(sys.argv[1]))
+        plant(json.loads(sys.argv[1]), Path())
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
         return

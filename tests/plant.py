@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a fault into a rank of a real run: which call of what it strikes, and what happens there.
+
+A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
+each rank) suffers `how`. A point "save: PHASE" is a moment inside a save, as training/checkpoint
+names them to its hook. What narrows it down:
+
+    "during"  only calls count while the rank says that it is doing this; it strikes half a second
+              later, so that the others have heard what it was doing
+    "from"    only calls count in this iteration and those after it
+    "save"    only calls count in the so-manieth save of this process
+
+How: the signals of SIGNALS, over a second apart; "kill all", every rank of the job; "raise";
+"stall", alive, its other threads at work, but never to go on; "nan" and "inf", written at
+"backward" into the gradient that is done; what a disk does: "ENOSPC", "EIO", "EROFS" and so on,
+raised there; "short", files may not grow over 20 kB during that call; "remove", "fill", "empty"
+and "ro", "rw", done to the directory "path".
+"""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pretrain_llama
+from mpu.grid import Grid
+from mpu.layers import linear
+from mpu.pipeline import engine
+from mpu.zero import adam, optimizer, weights
+from training.data.loader import Loader
+
+saving = sys.modules["training.checkpoint.save"]
+POINTS = {
+    "connect": (Grid, "connect"),
+    "build": (pretrain_llama, "build"),
+    "data": (Loader, "next_global_batch"),
+    "forward": (pretrain_llama.Llama, "forward"),
+    "receive": (engine, "receive"),
+    "wait": (engine._Run, "_take"),
+    "send": (engine, "send"),
+    "layer": (linear.RowParallelLinear, "forward"),
+    "backward": (pretrain_llama.GradientBuckets, "done"),
+    "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
+    "update": (pretrain_llama.Optimizer, "step"),
+    "action": (engine._Run, "do"),
+    "use of a weight": (pretrain_llama.GradientBuckets, "materialize"),
+    "gather of a block": (weights.Gatherer, "_gather"),
+    "bucket leaves": (pretrain_llama.GradientBuckets, "_launch"),
+    "bucket goes on": (pretrain_llama.GradientBuckets, "_advance"),
+    "gather of the optimizer": (optimizer, "all_gather"),
+    "AdamW": (adam._Torch, "step"),
+    "evaluation": (pretrain_llama, "forward_only"),
+    "saving": (saving, "write_safetensors"),
+    "committing": (saving, "_commit"),
+    "fsync": (os, "fsync"),
+    "rename": (os, "rename"),
+}
+SIGNALS = {
+    "kill": [signal.SIGKILL],
+    "stop": [signal.SIGSTOP],
+    "term": [signal.SIGTERM],
+    "int": [signal.SIGINT],
+    "int twice": [signal.SIGINT, signal.SIGINT],
+}
+PAUSE = 0.5
+SHORT = 20_000  # bytes
+
+
+class Planted:
+    """A fault that waits for its moment in this rank. folder: the job's, with every pid.R."""
+
+    def __init__(self, fault: dict[str, Any], folder: Path) -> None:
+        self.fault, self.folder = fault, folder
+        self.left, self.saves = fault["call"], 0
+        self.watch: Any = None
+
+    def due(self) -> bool:
+        """Count a call; return whether this is the one."""
+        action = self.watch.action if self.watch else ""
+        last = action.rpartition(" iteration ")[2]
+        if "during" in self.fault and action != self.fault["during"]:
+            return False
+        if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
+            return False
+        if self.saves != self.fault.get("save", self.saves):
+            return False
+        self.left -= 1
+        return self.left == 0
+
+    def strike(self) -> None:
+        """Do what was asked for, but for what needs the call's arguments."""
+        how, path = self.fault["how"], self.fault.get("path", "")
+        if how == "raise":
+            raise RuntimeError("broken on purpose")
+        if hasattr(errno, how):
+            number = getattr(errno, how)
+            raise OSError(number, os.strerror(number), "on purpose")
+        while how == "stall":
+            time.sleep(60)
+        if how == "kill all":
+            mine = str(os.getpid())
+            others = {p.read_text() for p in self.folder.glob("pid.*")} - {mine}
+            for pid in [*others, mine]:
+                os.kill(int(pid), signal.SIGKILL)
+        elif how in ("ro", "rw"):
+            subprocess.run(["mount", "-o", f"remount,{how}", path], check=True)
+        elif how == "remove":
+            shutil.rmtree(path)
+        elif how == "fill":
+            fill(Path(path))
+        elif how == "empty":
+            (Path(path) / FILLER).unlink()
+        if "during" in self.fault and how in SIGNALS:
+            time.sleep(PAUSE)
+        for i, number in enumerate(SIGNALS.get(how, [])):
+            time.sleep(1.2 * i)
+            os.kill(os.getpid(), number)
+
+    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function in whose stead of `inner` the fault strikes."""
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            if not self.due():
+                return inner(*args, **kwargs)
+            how = self.fault["how"]
+            if how in ("nan", "inf"):
+                args[0].main_grad(args[1]).view(-1)[0] = float(how)
+            elif how == "short":
+                return shortened(inner, *args, **kwargs)
+            self.strike()
+            return inner(*args, **kwargs)
+
+        return struck
+
+    def hook(self, name: str, inner: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a save's hook that strikes in the phase `name`."""
+
+        def struck(phase: str) -> None:
+            self.saves += phase == "start"
+            inner(phase)
+            if phase == name and self.due():
+                self.strike()
+
+        return struck
+
+
+FILLER = "filler"
+
+
+def fill(directory: Path) -> None:
+    """Leave no byte of the disk under `directory`: another program's file takes them all."""
+    with open(directory / FILLER, "wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"0" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+
+
+def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it while no file of this process may grow over SHORT bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SHORT, hard))
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def plant(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
+    """Put the faults in their places, those of this rank."""
+    here = int(os.environ["RANK"])
+    for fault in [faults] if isinstance(faults, dict) else faults:
+        if fault["rank"] in (-1, here):
+            _plant(Planted(fault, folder))
+
+
+def _plant(planted: Planted) -> None:
+    enter = pretrain_llama.Watch.__enter__
+
+    def entered(watch: Any) -> Any:
+        planted.watch = watch
+        return enter(watch)
+
+    pretrain_llama.Watch.__enter__ = entered
+    defaults, point = saving.save.__kwdefaults__, planted.fault["point"]
+    if "save" in planted.fault or point.startswith("save: "):  # the hook counts saves, too
+        defaults["hook"] = planted.hook(point.removeprefix("save: "), defaults["hook"])
+    if point in POINTS:
+        owner, name = POINTS[point]
+        setattr(owner, name, planted.wrap(getattr(owner, name)))

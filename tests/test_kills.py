@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 of one rank or of all, at each phase of a save and anywhere in a step: what a run that is
+started again makes of it.
+
+It takes the last checkpoint that was committed, never a directory that was being written, and ends
+with the losses, weights and optimizer state of a run that nobody disturbed, bit for bit. The short
+form takes a drawn sample, the long form every place and rank.
+"""
+
+import random
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults import LIMIT, Ranks, check_blame, weights
+from tests.launcher import Launcher, Result
+
+LAYOUTS = {  # name: (ranks, tp, pp, flags)
+    "tp": (2, 2, 1, ""),
+    "dp": (2, 1, 1, "--zero-stage 2 --overlap-grad-reduce --ddp-bucket-size 20000"),
+    "pp": (2, 1, 2, "--num-layers 4"),
+    "tp, pp": (4, 2, 2, "--num-layers 4"),
+}
+# Steps 3, 6 and 8 are saved; the second save is struck. place: (point, call, which step is loaded)
+SAVE = {
+    "nothing is written yet": ("save: start", 1, 3),
+    "a shard is begun": ("save: piece", 1, 3),
+    "half a shard is written": ("save: piece", 6, 3),
+    "all shards are written": ("save: shards", 1, 3),
+    "before the hash of each file is told": ("committing", 2, 3),
+    "the manifest is written aside": ("save: manifest", 1, 3),
+    "renamed": ("save: renamed", 1, 6),
+}
+RANK_0_ALONE = ("committing", "save: manifest", "save: aside", "save: renamed", "save: pruning")
+STEP = {  # in iteration 5
+    "data": ("data", 1, 3),
+    "forward": ("layer", 3, 3),
+    "backward": ("backward", 4, 3),
+    "reduction": ("gradient sums", 1, 3),
+    "update": ("update", 1, 3),
+}
+MESSAGES = {"receive": ("receive", 2, 3), "wait": ("wait", 2, 3), "send": ("send", 2, 3)}
+PLACES = SAVE | STEP | MESSAGES
+ALL = -1
+KILLS = [
+    (layout, place, victim)
+    for layout, (ranks, _, pp, _) in LAYOUTS.items()
+    for place in (*SAVE, *STEP, *(MESSAGES if pp > 1 else ()))
+    for victim in (ALL, *range(ranks))
+    if victim <= 0 or PLACES[place][0] not in RANK_0_ALONE
+]
+DRAW = random.Random(9)
+SAMPLE = [
+    DRAW.choice([kill for kill in KILLS if kill[0] == layout and kill[1] in places])
+    for layout, places in (("pp", MESSAGES), ("dp", SAVE), ("dp", STEP))
+]
+
+
+@pytest.fixture
+def ranks(launcher: Launcher) -> Ranks:
+    return Ranks(launcher)
+
+
+@pytest.fixture(scope="module")
+def oracle(launcher: Launcher) -> Callable[[str], Result]:
+    """oracle(layout) -> the run that nobody disturbs."""
+    known: dict[str, Result] = {}
+
+    def get(layout: str) -> Result:
+        if layout not in known:
+            known[layout] = run(Ranks(launcher), layout)
+            assert set(known[layout].codes) == {0}, known[layout].said(0)
+        return known[layout]
+
+    return get
+
+
+def run(ranks: Ranks, layout: str, fault: Any = None, **job: Any) -> Result:
+    count, tp, pp, flags = LAYOUTS[layout]
+    return ranks.run(count, tp, fault, pp=pp, flags=flags, **job)
+
+
+def fault_of(place: str, victim: int) -> dict[str, Any]:
+    point, call, _ = PLACES[place]
+    how = {"rank": max(victim, 0), "how": "kill all" if victim == ALL else "kill"}
+    return {"point": point, "call": call, **how, **({"save": 2} if place in SAVE else {"from": 5})}
+
+
+@pytest.mark.parametrize(
+    "layout, place, victim",
+    [pytest.param(*kill, marks=[] if kill in SAMPLE else pytest.mark.prove) for kill in KILLS],
+)
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_bit(
+    ranks: Ranks, oracle: Any, layout: str, place: str, victim: int
+) -> None:
+    whole = oracle(layout)
+    killed = run(ranks, layout, fault_of(place, victim))
+    if victim == ALL:
+        assert set(killed.codes) == {-signal.SIGKILL}, "the fault was never reached"
+    else:
+        assert killed.codes[victim] == -signal.SIGKILL, "the fault was never reached"
+        check_blame(killed, victim, "the process died (killed?)")
+    assert max(killed.ended) - min(killed.ended) < LIMIT
+    assert killed.orphans() == []
+
+    committed = [name for name in killed.saved() if "." not in name]
+    if victim <= 0:  # where another rank dies, rank 0 may commit what all had written
+        assert committed[-1] == f"step_{PLACES[place][2]:08d}"
+
+    resumed = run(ranks, layout, folder=killed.folder)
+    assert set(resumed.codes) == {0}, resumed.said(0)
+    (loaded,) = re.findall(r"^loaded (\S+): at iteration", resumed.said(0, "out"), re.M)
+    assert loaded == str(killed.folder / "saved" / committed[-1])
+    assert weights(resumed) == weights(whole)
+    assert set(resumed.losses()) == set(whole.losses())
+    assert [name for name in resumed.saved() if "." in name] == [], "the rubbish is gone"
+    assert resumed.saved() == whole.saved()
