@@ -262,7 +262,7 @@ def train(
             if ended:
                 stop_at_nan(settings.on_nan, agreement.close()[1], run.iteration)
                 if run.iteration < total:
-                    log.note(f"stopped after iteration {run.iteration} of {total}")
+                    log.note(stop_signal.end(stop, f"iteration {run.iteration} of {total}", save))
                 return
 
 
@@ -276,13 +276,16 @@ def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
 
 
 def main(argv: list[str] | None = None, parent: int | None = None) -> int:
-    """Run; return the exit code: 0 done, or stopped by a signal after a whole step; 1 a failure of
-    the run; 2 a mistake in the flags or the data. A signal before the first step, or a second one,
-    raises SystemExit with 130 (Ctrl-C) or 143 (SIGTERM). parent: the process that started this one.
+    """Run; return the exit code. parent: the process that started this one.
+
+    0 all that the flags asked for is done; 75 a signal stopped it early, saved: the same command
+    goes on (0 under torchrun, to which any other is a crash); 1 a failure of the run; 2 a mistake
+    in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n).
     """
     launch, watch, report_to = Launch(), Watch(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    launcher = (parent or os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else None
-    with StopSignal(launcher) as stop_signal:
+    torchrun, srun = "TORCHELASTIC_RUN_ID" in os.environ, "SLURM_STEP_ID" in os.environ
+    launcher = (parent or os.getppid()) if torchrun or srun else None
+    with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
             config = parse(sys.argv[1:] if argv is None else argv, launch.world)
@@ -295,7 +298,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
-            store = meet(timeout) if launch.world > 1 else None
+            store = meet(timeout, launch) if launch.world > 1 else None
             if store is not None:
                 compare(config, digests, launch.rank, launch.world, store)
                 watch = Watch(launch.rank, launch.world, store, os.environ["MASTER_ADDR"])
@@ -314,7 +317,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 raise
             tell_launcher(str(watch.first), report_to)
             return 1
-    return 0
+    return stop_signal.code
 
 
 def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
@@ -326,11 +329,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         raise UsageError(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if grid.world_size > 1 and missing:
-        raise UsageError(
-            f"WORLD_SIZE is {grid.world_size} but {missing[0]} is not set: start with torchrun"
-        )
+    grid.launch.check_meeting()
     device, data = choose_device(config, grid.launch), config.data
     backend = config.parallel.optimizer_backend
     if why := adam.missing(backend, device.type, accumulate_dtype(config)):

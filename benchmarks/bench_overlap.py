@@ -118,7 +118,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     grid = make_grid(config, launch)
     config, device, _, _ = prepare(config, grid)
     wait = timedelta(minutes=5)
-    connect(config, grid, device, dist.PrefixStore("weft", meet(wait)), wait, print)
+    connect(config, grid, device, dist.PrefixStore("weft", meet(wait, launch)), wait, print)
     trained = build(config, grid, device, Watch())
     seconds = []
     for _ in range(1 + steps):  # the first one connects the ranks and touches the memory

@@ -160,7 +160,7 @@ def be_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     launch, found = Launch.from_env(), {}
     grid = Grid(launch.world, launch.world, launch=launch)
-    store = dist.PrefixStore("weft", meet(WAIT))
+    store = dist.PrefixStore("weft", meet(WAIT, launch))
     [line] = share(grid.connect(torch.device("cpu"), store, WAIT), WAIT)[:1]
     axis = grid.tp
     if axis.memory is None:

@@ -13,6 +13,7 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 """
 
 import os
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -60,26 +61,90 @@ class Axis:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun) said: this process among all, and among those of its node."""
+    """What the launcher said: this process among all, and among those of its node."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    srun: bool = False
 
     @classmethod
     def from_env(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a plain `python` run is a world of
-        one.
+        """Read what torchrun says (RANK, WORLD_SIZE, ...), or else srun; a plain `python` run is a
+        world of one, also in a job script or under salloc, where SLURM counts tasks but no step
+        has begun. Raises ValueError.
         """
         e = os.environ
-        world = int(e.get("WORLD_SIZE", "1"))
-        return cls(
-            int(e.get("RANK", "0")),
-            world,
-            int(e.get("LOCAL_RANK", "0")),
-            int(e.get("LOCAL_WORLD_SIZE", str(world))),
+        if "SLURM_STEP_ID" in e and "SLURM_PROCID" in e and not {"RANK", "WORLD_SIZE"} & e.keys():
+            per_node = e.get("SLURM_STEP_TASKS_PER_NODE", "")
+            launch = cls(
+                _number("SLURM_PROCID"),
+                _number("SLURM_STEP_NUM_TASKS"),
+                _number("SLURM_LOCALID"),
+                tasks_of_node(per_node, _number("SLURM_NODEID")),
+                srun=True,
+            )
+        else:
+            world = _number("WORLD_SIZE", "1")
+            launch = cls(
+                _number("RANK", "0"),
+                world,
+                _number("LOCAL_RANK", "0"),
+                _number("LOCAL_WORLD_SIZE", str(world)),
+            )
+        if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
+            raise ValueError(
+                f"the environment says rank {launch.rank} of {launch.world}, and on this node "
+                f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
+            )
+        return launch
+
+    def check_meeting(self) -> None:
+        """Raise ValueError where several ranks are not told where to meet."""
+        needed = (
+            ("MASTER_ADDR", "MASTER_PORT") if self.srun else ("RANK", "MASTER_ADDR", "MASTER_PORT")
         )
+        missing = [name for name in needed if not os.environ.get(name)]
+        if self.world == 1:
+            return
+        if not missing:
+            _number("MASTER_PORT")
+        elif self.srun:
+            raise ValueError(
+                f"srun starts {self.world} ranks but {missing[0]} is not set: export it before "
+                "srun, as examples/slurm_ranks.sh does"
+            )
+        else:
+            raise ValueError(
+                f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or "
+                "srun"
+            )
+
+
+def _number(name: str, default: str | None = None) -> int:
+    """Read a count from the environment. Raises ValueError."""
+    text = os.environ.get(name, default)
+    if text is None or not (text.isascii() and text.isdigit()):
+        found = "is not set" if text is None else f"is {text!r}"
+        raise ValueError(f"{name} in the environment {found}: it must be a whole number >= 0")
+    return int(text)
+
+
+def tasks_of_node(text: str, node: int) -> int:
+    """Return how many tasks of a SLURM step run on its node `node`, out of "8(x15),4".
+
+    Raises ValueError.
+    """
+    left = node
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
+        left -= int(times or 1)
+        if left < 0:
+            return int(count)
+    raise ValueError(
+        f"SLURM_STEP_TASKS_PER_NODE in the environment is {text!r}: it does not say how many tasks "
+        f"run on node {node}"
+    )
 
 
 @dataclass

@@ -125,10 +125,13 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the
     whole = ranks.run(world, tp)
     assert whole.codes == [0] * world
     stopped = ranks.run(world, tp, fault("backward", rank, how))
-    assert stopped.codes == [0] * world, stopped.said(0)
+    assert stopped.codes == [os.EX_TEMPFAIL] * world, stopped.said(0)
     (last,) = stopped.saved()[-1:]
     step = int(last.removeprefix("step_"))
-    assert step < STEPS and f"stopped after iteration {step} of {STEPS}" in stopped.said(0, "out")
+    name = {"term": "SIGTERM", "int": "SIGINT"}[how]
+    by = name if rank in (0, -1) else "a signal to another rank"
+    note = f"stopped by {by} after iteration {step} of {STEPS}; saved: the same command goes on"
+    assert step < STEPS and note in stopped.said(0, "out")
     if rank in (0, -1):
         assert "stopping after this step" in stopped.said(0)
     assert "Traceback" not in "".join(stopped.said(r) for r in range(world))

@@ -119,8 +119,8 @@ def test_under_torchrun_a_signal_saves_and_leaves_no_process(
     code, out, _ = run.wait()
     assert code == (0 if to == "one rank" else 1)  # torchrun's own, where the signal was for it
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert "stopped after iteration" in out
-    step = int(out.rsplit("stopped after iteration ", 1)[1].split()[0])
+    assert "stopped by " in out and f"saved: with --load {tmp_path}/saved the same" in out
+    step = int(out.rsplit(" after iteration ", 1)[1].split()[0])
     assert (tmp_path / "saved" / f"step_{step:08d}" / "manifest.json").exists()
 
 

@@ -241,7 +241,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if launch.world > 1:
-            store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            store = next(dist.rendezvous("env://", launch.rank, launch.world, timeout=timeout))[0]
             grid.connect(device, store, timeout)
         run(args, grid, device)
     except ValueError as error:

@@ -11,6 +11,7 @@ goes on to where it was headed, and a call after a finished one trains ITERS ite
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -83,13 +84,12 @@ def run(command: list[str], threads: int = CORES, **how) -> str:
         try:
             said = child.communicate()[0]
         except KeyboardInterrupt:
-            for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
-                os.kill(process, signal.SIGTERM)
-            while child.poll() is None:
-                try:
+            number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
+            while child.poll() is None:  # once more after a second Ctrl-C: no time to save
+                for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
+                    os.kill(process, number)
+                with contextlib.suppress(KeyboardInterrupt):
                     child.wait()
-                except KeyboardInterrupt:  # a second Ctrl-C: no time to save
-                    child.terminate()
             raise
     if child.returncode:
         script = next(Path(word).name for word in command if word.endswith(".py"))

@@ -13,30 +13,34 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.grid import Axis
-from training.config import RunConfig
+from training.config import CheckpointConfig, RunConfig
 
 
 class StopSignal:
-    """Turn SIGTERM and Ctrl-C into an orderly end, while it is open as a context manager.
+    """Turn SIGTERM, SIGUSR1 and Ctrl-C into an orderly end, while it is open as a context manager.
 
     Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
     shell's exit code for that signal, 128 + its number. While training, the first one sets
-    `received`, and the run ends after the current step, saved; one that comes more than ECHO
-    seconds later ends it at once. (Within ECHO it is the same Ctrl-C: the terminal sends it to
-    every process, and torchrun passes on its own.) A main thread that is stuck in a wait and cannot
-    raise is ended by a guard after PATIENCE seconds.
+    `received`, and the run ends after the current step, saved. What follows changes nothing,
+    however late: srun, slurmstepd and torchrun each send one, and no save may be cut short. Only a
+    Ctrl-C more than ECHO seconds after another ends the run at once. (Within ECHO it is the same
+    one: the terminal sends it to every process, and torchrun passes on its own.) A main thread that
+    is stuck in a wait and cannot raise is ended by a guard after PATIENCE seconds.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
-    a torchrun that was killed.
+    a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
+    stopped early; `code` is that of this run.
     """
 
     ECHO, PATIENCE = 1.0, 3.0
-    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self, launcher: int | None = None) -> None:
+    def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
         self.received = self.training = self._speak = False
+        self.code, self._stopped = 0, stopped
+        self._name = "a signal to another rank"
         self._launcher = launcher
-        self._first: float | None = None  # when the first signal came while training
+        self._first: float | None = None  # when the first Ctrl-C came, or what ends at once
         self._ending = threading.Event()
 
     def __enter__(self) -> "StopSignal":
@@ -58,22 +62,44 @@ class StopSignal:
         """Training begins. speak: let this rank say that the first signal was heard."""
         self.training, self._speak = True, speak
 
-    def _at_once(self, first: float | None) -> bool:
-        """Return whether a signal ends the run now, where the first one came at `first`."""
-        return not self.training or (first is not None and time.monotonic() - first > self.ECHO)
+    def end(self, told: bool, done: str, saved: CheckpointConfig) -> str:
+        """Settle the exit code of a run that ends early, and return what to say of it.
+
+        told: a signal is why. done: how far it came.
+        """
+        if not told:
+            return f"stopped after {done}"
+        self.code = self._stopped
+        if not saved.save:
+            rest = "nothing was saved, as there is no --save"
+        elif saved.load == saved.save:
+            rest = "saved: the same command goes on from there"
+        else:
+            rest = f"saved: with --load {saved.save} the same command goes on from there"
+        return f"stopped by {self._name} after {done}; {rest}"
+
+    def _at_once(self, number: int, first: float | None) -> bool:
+        """Return whether a signal ends the run now, where the first Ctrl-C came at `first`."""
+        again = number == signal.SIGINT and first is not None
+        return not self.training or (again and time.monotonic() - first > self.ECHO)
 
     def _handle(self, number: int, frame: Any) -> None:
         now, first = time.monotonic(), self._first
-        if self._ending.is_set() and first is not None and now - first > self.ECHO:
-            os._exit(128 + number)  # asked once more, on the way out
-        if not self._ending.is_set() and self._at_once(first):
-            self._ending.set()
+        if self._ending.is_set():
+            if now - first > self.ECHO:
+                os._exit(128 + number)  # asked once more, on the way out
+            return
+        if self._at_once(number, first):
             self._first = now
+            self._ending.set()
             raise SystemExit(128 + number)
-        elif first is None:
-            self.received, self._first = True, now
+        if number == signal.SIGINT:
+            self._first = first or now
+        if not self.received:
+            self.received, self._name = True, signal.Signals(number).name
             if self._speak:  # not print(): the signal may have come in the middle of one
-                os.write(2, b"\nstopping after this step; a second signal stops at once\n")
+                more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
+                os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
 
     def _guard(self) -> None:
         first: float | None = None
@@ -90,9 +116,10 @@ class StopSignal:
                 if not number:
                     return
                 if number[0] in self.NUMBERS:
-                    if self._at_once(first) and not self._ending.wait(self.PATIENCE):
+                    if self._at_once(number[0], first) and not self._ending.wait(self.PATIENCE):
                         os._exit(128 + number[0])
-                    first = first or time.monotonic()
+                    if number[0] == signal.SIGINT:
+                        first = first or time.monotonic()
 
 
 class Agreement:

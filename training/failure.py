@@ -90,10 +90,10 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
-def meet(timeout: timedelta) -> dist.Store:
+def meet(timeout: timedelta, launch: Launch) -> dist.Store:
     """Open the store at MASTER_ADDR:MASTER_PORT, where the ranks meet. Raises MeetingError."""
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))[0]
+        return next(dist.rendezvous("env://", launch.rank, launch.world, timeout=timeout))[0]
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         raise MeetingError(
@@ -147,7 +147,7 @@ def refuse(
 def _tell(text: str, launch: Launch) -> bool:
     """Let the ranks that wait in `compare` know; return whether they do."""
     try:
-        _exchange(json.dumps({"refused": text}), launch.rank, launch.world, meet(SHORT))
+        _exchange(json.dumps({"refused": text}), launch.rank, launch.world, meet(SHORT, launch))
     except UsageError as error:  # it comes back as everybody's verdict
         return not isinstance(error, MeetingError)
     except (ValueError, RuntimeError):
