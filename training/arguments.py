@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from training import batch_schedule, config, flags, pipeline, rules, zero
+from training import batch_schedule, config, flags, pipeline, rules, sizes, zero
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import Flag
@@ -32,13 +32,22 @@ _SECTIONS = {
 Extra = Callable[[argparse.ArgumentParser], None]
 
 
-def parse(argv: Sequence[str], world_size: int, extra: Extra | None = None) -> Config:
+def parse(
+    argv: Sequence[str],
+    world_size: int,
+    extra: Extra | None = None,
+    from_hf: Callable[[dict[str, Any]], Any] | None = None,
+) -> Config:
     """Read the flags of a run over `world_size` ranks.
 
-    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
-    Raises UsageError naming the flag, its value and the rule; `--help` prints and exits.
+    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
+    makes the model's config of Hugging Face's, for --use-checkpoint-args. Raises UsageError naming
+    the flag, its value and the rule; `--help` prints and exits.
     """
     given, notes, own = _read(argv, extra)
+    if "--use-checkpoint-args" in given:
+        assert from_hf is not None
+        given = sizes.from_checkpoint(given, from_hf)
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)

@@ -11,14 +11,18 @@ pieces       what a rank holds, as rectangles of canonical tensors; which holder
 files        bytes that are on disk when the call returns, with their SHA-256
 manifest     what the three JSON files say, checked when read
 agree        one failure on one rank becomes everybody's
+lock         one writer a directory
 save         write aside, then rename
+stage        copy, and save in a thread while training goes on
+retain       which checkpoints stay
 find         the newest directory that is whole, the same on every rank, or why not
 load         fill local tensors from whatever files hold their rectangles
-huggingface  the weights of a Hugging Face directory (tools/convert.py)
+huggingface  the same for a Hugging Face directory
 """
 
+from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
-from training.checkpoint.find import find_latest
+from training.checkpoint.find import find_latest, is_hugging_face, later_steps
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.pieces import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.save import check_writable, save
@@ -31,8 +35,12 @@ __all__ = [
     "SaveError",
     "check_writable",
     "find_latest",
+    "first_error",
+    "is_hugging_face",
+    "later_steps",
     "load",
     "parameter_pieces",
     "save",
     "state_pieces",
+    "together",
 ]

@@ -8,6 +8,7 @@ but of another model is refused, not skipped: an older one would be of that mode
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from mpu.grid import Grid
 from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
+from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import NamedPiece
@@ -27,9 +29,11 @@ def find_latest(
     root: str | os.PathLike[str],
     grid: Grid,
     *,
+    flag: str = "--load",
     pieces: Sequence[NamedPiece] = (),
     expect: Mapping[str, Any] | None = None,
     suits: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     step: int | None = None,
     cast: bool = False,
     note: Callable[[str], None] = print,
@@ -37,17 +41,19 @@ def find_latest(
 ) -> Checkpoint | None:
     """Return the newest whole checkpoint under `root` (or at `root`, a step's directory), or None.
 
+    flag: what named `root`, for messages.
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
         (`cast` lets dtypes differ).
     expect: the model's hf_config; its fields are compared.
     suits: what else is asked of it; raises MismatchError.
+    from_hf: reads the sizes from a foreign config.json as hf_config has them.
     step: only that one.
     note: called on rank 0 with a line for each newer directory that is passed over.
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
     checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
     """
     outcomes = together(
-        lambda: candidates(Path(root), step) if grid.rank == 0 else [], grid.world, device
+        lambda: candidates(Path(root), step, flag) if grid.rank == 0 else [], grid.world, device
     )
     failed = first_error(outcomes)
     if failed is not None:
@@ -60,43 +66,57 @@ def find_latest(
 
     for name in leftovers:
         tell(f"checkpoint {name} is passed over: its save did not finish")
-    for name in names:
-        found = _open(Path(name), grid, pieces, expect or {}, suits, cast, device)
+    for i, name in enumerate(names):
+
+        def read(directory: Path = Path(name)) -> Checkpoint:
+            checkpoint = open_checkpoint(directory, from_hf)
+            checkpoint.check_model(expect or {})
+            suits(checkpoint)
+            checkpoint.check_tensors(pieces, cast)
+            return checkpoint
+
+        found = _verified(read, grid, pieces, device)
         if isinstance(found, Checkpoint):
+            found.passed_over = names[:i]
             return found
         if found.mismatch:
-            raise MismatchError(f"--load: {found.error}")
+            raise MismatchError(f"{flag}: {found.error}")
         failed = found
         tell(f"checkpoint {name} is passed over: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
-            f"--load {root}: none of its {len(names)} checkpoints is whole (the last, "
+            f"{flag} {root}: none of its {len(names)} checkpoints is whole (the last, "
             f"{Path(names[-1]).name}: {failed.error if failed else ''}); move them away to start "
             "afresh"
         )
     return None
 
 
-def _open(
-    directory: Path,
+def open_checkpoint(
+    directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> Checkpoint:
+    """Open a directory of ours, or of Hugging Face's. Raises CheckpointError."""
+    if not (directory / "config.json").exists() or (directory / MANIFEST).exists():
+        return Checkpoint(directory)
+    found = HuggingFaceDirectory(directory)
+    found.state["hf_config"] = from_hf(found.state["hf_config"])
+    return found
+
+
+def _verified(
+    read: Callable[[], Checkpoint],
     grid: Grid,
     pieces: Sequence[NamedPiece],
-    expect: Mapping[str, Any],
-    suits: Callable[[Checkpoint], None],
-    cast: bool,
     device: torch.device | None,
 ) -> Checkpoint | Outcome:
-    """Open a directory and hash what any rank will read of it, each file once, all ranks at it.
+    """Read a checkpoint and hash what any rank will load of it, each file once, all ranks at it.
 
     Returns the same on every rank: the checkpoint, or the first failure.
     """
     opened: list[Checkpoint] = []
 
     def check() -> str:
-        checkpoint = Checkpoint(directory)
-        checkpoint.check_model(expect)
-        suits(checkpoint)
-        checkpoint.check_tensors(pieces, cast)
+        checkpoint = read()
         if grid.rank == 0:
             checkpoint.check_sizes()
         opened.append(checkpoint)
@@ -122,7 +142,27 @@ def _open(
     return failed or opened[0]
 
 
-def candidates(root: Path, step: int | None) -> tuple[list[str], list[str]]:
+def is_hugging_face(
+    root: str | os.PathLike[str], grid: Grid, device: torch.device | None = None
+) -> bool:
+    """Return, the same on every rank, whether `root` is a Hugging Face directory."""
+    found = together(lambda: (Path(root) / "config.json").is_file(), grid.world, device)[0].value
+    return bool(found)
+
+
+def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[str]:
+    """Name the directories of later steps whose files all have their sizes, oldest first."""
+    found = []
+    for name in reversed(candidates(root, None, "--save")[0]):
+        with suppress(CheckpointError):
+            checkpoint = Checkpoint(Path(name))
+            if checkpoint.step > step and name not in apart_from:
+                checkpoint.check_sizes()
+                found.append(Path(name).name)
+    return found
+
+
+def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list[str], list[str]]:
     """List what might be loaded, newest first, and the directories of saves that never finished.
 
     Raises CheckpointError where `root` is no directory, holds another program's checkpoint, or
@@ -133,11 +173,13 @@ def candidates(root: Path, step: int | None) -> tuple[list[str], list[str]]:
             raise CheckpointError(f"--ckpt-step {step}: {root} does not exist")
         return [], []
     if not root.is_dir():
-        raise CheckpointError(f"--load {root} is not a directory")
+        raise CheckpointError(f"{flag} {root} is not a directory")
     if (root / MANIFEST).exists() or STEP.fullmatch(root.name):
         return [str(root.resolve())], []
     entries = sorted(entry.name for entry in os.scandir(root))
-    refuse_foreign(root, entries)
+    refuse_foreign(root, entries, flag)
+    if "config.json" in entries:  # Hugging Face's
+        return [str(root.resolve())], []
     found: list[tuple[int, bool, str]] = []
     leftovers = []
     for name in entries:
@@ -158,9 +200,8 @@ def candidates(root: Path, step: int | None) -> tuple[list[str], list[str]]:
     return [path for _, _, path in found], [name for name in leftovers if name > newest]
 
 
-def refuse_foreign(root: Path, entries: Sequence[str]) -> None:
-    """Raise CheckpointError for a directory that Megatron-LM or Hugging Face wrote, naming the way
-    here."""
+def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
+    """Raise CheckpointError for a directory that Megatron-LM wrote, naming the way here."""
     megatron = [
         name
         for name in entries
@@ -170,12 +211,6 @@ def refuse_foreign(root: Path, entries: Sequence[str]) -> None:
     ]
     if megatron:
         raise CheckpointError(
-            f"--load {root} holds a Megatron-LM checkpoint ({megatron[0]}), not read here: "
-            "convert it to Hugging Face format with Megatron's own tools, then run "
-            "tools/convert.py --from-hf DIR --save DIR"
-        )
-    if "config.json" in entries:
-        raise CheckpointError(
-            f"--load {root} is a Hugging Face directory: run tools/convert.py --from-hf {root} "
-            "--save DIR and load that"
+            f"{flag} {root} holds a Megatron-LM checkpoint ({megatron[0]}), not read here: "
+            "convert it to Hugging Face format with Megatron's own tools and load that"
         )

@@ -52,8 +52,11 @@ FLAGS = {
 class Checkpoint:
     """One directory, its JSON files read and checked. Raises CheckpointError where it is not whole.
 
-    state: what save() was given. index: {tensor: {"dtype", "shape", "parts"}}.
+    state: what save() was given. index: {tensor: {"dtype", "shape", "parts"}}. passed_over: newer
+    directories that were not whole.
     """
+
+    passed_over: Sequence[str] = ()
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -38,13 +38,13 @@ from training.checkpoint.manifest import (
     INDEX,
     MANIFEST,
     STATE,
-    STEP,
     VERSION,
     merge_index,
     self_digest,
     step_name,
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
+from training.checkpoint.retain import clear_rubbish
 
 FILE_BYTES = 4 << 30  # a file's limit: hashing and reading go by files, so several can go at once
 
@@ -122,12 +122,7 @@ def _begin(root: Path, step: int, need: int) -> str:
     """Make the directory to write aside in; clear away what a killed save left. One run, one
     directory."""
     _make_root(root)
-    for entry in os.scandir(root):
-        stem, dot, _ = entry.name.partition(".")
-        killed = entry.name.startswith(f"{stem}.tmp-") and STEP.fullmatch(stem)
-        replaced = entry.name.startswith(f"{stem}.old-") and (root / stem / MANIFEST).exists()
-        if dot and entry.is_dir(follow_symlinks=False) and (killed or replaced):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    clear_rubbish(root, set(), lambda line: None)
     _check_room(root, need)
     name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"
     os.mkdir(root / name, 0o700)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn flags into the model's sizes, and sizes that a checkpoint knows back into flags."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.find import candidates
+from training.checkpoint.huggingface import read_json
+from training.checkpoint.manifest import STATE, read_manifest, read_part
+from training.config import ModelConfig, UsageError
+
+SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
+    kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+# what a flag may say otherwise: no weight depends on it
+FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-type
+    --tokenizer-model""".split()
+
+
+def of_model(m: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the model's own config."""
+    return {name: getattr(m, name) for name in SAME} | {
+        "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
+        "rope_scaling_factor": m.rope_scaling_factor if m.use_rope_scaling else 0.0,
+        "tied": not m.untie_embeddings_and_output_weights,
+    }
+
+
+def from_checkpoint(given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]], Any]) -> dict:
+    """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
+
+    It is the one that the run will load: under --load, or where that holds none the
+    --pretrained-checkpoint. from_hf makes the model's config of a Hugging Face one. A flag that is
+    given must say the same, but for those on which no weight depends. Raises UsageError.
+    """
+    where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
+    for flag, root in where:
+        found = _read(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
+        if found is None:
+            continue
+        directory, state = found
+        try:
+            taken = _flags(from_hf(state["hf_config"]), state, directory)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{flag} {directory}: {type(error).__name__}: {error}") from None
+        for name, value in taken.items():
+            if given.get(name, value) != value and name not in FREE:
+                raise UsageError(
+                    f"{name} {given[name]} contradicts --use-checkpoint-args: {directory} has "
+                    f"{value}; leave {name} out"
+                )
+        return {**taken, **given}
+    told = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    raise UsageError(
+        f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
+        f"--pretrained-checkpoint must hold one ({told})"
+    )
+
+
+def _read(flag: str, root: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest directory whose state can be read, and that state."""
+    for name in candidates(root, step, flag)[0]:
+        directory = Path(name)
+        if (directory / "config.json").is_file():
+            state = {"hf_config": read_json(directory / "config.json")}
+            for kind, file in (("HuggingFaceTokenizer", "tokenizer.json"),):
+                if (directory / file).is_file():
+                    state |= {"tokenizer_type": kind, "tokenizer_model": file}
+            return directory, state
+        with suppress(CheckpointError):  # find_latest passes over it, and says so
+            return directory, read_part(directory, read_manifest(directory), STATE)
+    return None
+
+
+def _flags(sizes: Any, state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Say a model's config and a checkpoint's state in flags."""
+    out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
+    out["--kv-channels"] = sizes.head_size
+    out["--group-query-attention"] = True
+    if sizes.rope_scaling_factor:
+        if sizes.rope_original_length != 8192:
+            raise ValueError(
+                f"original_max_position_embeddings is {sizes.rope_original_length}, and flags know "
+                "only 8192"
+            )
+        out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
+    if not sizes.tied:
+        out["--untie-embeddings-and-output-weights"] = True
+    if (length := state.get("config", {}).get("model.seq_length")) is not None:
+        out["--seq-length"] = length
+    if state.get("tokenizer_type"):
+        out["--tokenizer-type"] = state["tokenizer_type"]
+        if model := state.get("tokenizer_model"):
+            inside = directory / model
+            out["--tokenizer-model"] = str(inside) if os.path.exists(inside) else model
+    return out
