@@ -29,7 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from model.llama import Llama, LlamaConfig, flops_per_token, hf_config, hf_names, parameter_group
+from model.llama import (
+    Llama,
+    LlamaConfig,
+    flops_per_token,
+    from_hf_config,
+    hf_config,
+    hf_names,
+    parameter_group,
+)
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.handle import CommunicationError
@@ -43,7 +51,7 @@ from mpu.zero import adam
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
-from training import memory_report, pipeline
+from training import memory_report, pipeline, sizes
 from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
@@ -144,15 +152,7 @@ def evaluate(run: Run, loader: Any) -> float:
 
 def llama_config(config: Config) -> LlamaConfig:
     """Take the model's sizes from the flags."""
-    m = config.model
-    same = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
-        kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std
-        make_vocab_size_divisible_by""".split()
-    return LlamaConfig(
-        **{name: getattr(m, name) for name in same},
-        rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling else 0.0,
-        tied=not m.untie_embeddings_and_output_weights,
-    )
+    return LlamaConfig(**sizes.of_model(config.model))
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:
@@ -225,7 +225,8 @@ def train(
             lr = learning_rate(config, run.consumed)
             decoupled = decoupled_learning_rate(config, run.consumed)
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
-            stop, skipped = agreement.ask(stop_signal.received, found_inf)
+            saver.poll()
+            stop, skipped = agreement.ask(stop_signal.received or bool(saver.failed), found_inf)
             run.iteration += 1
             run.consumed += size
             values = {}
@@ -288,7 +289,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            config = parse(sys.argv[1:] if argv is None else argv, launch.world)
+            words = sys.argv[1:] if argv is None else argv
+            config = parse(words, launch.world, from_hf=from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, meta_model(config, grid)))
@@ -341,6 +343,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
+    digests["train_data_digest"] = loaders.train.dataset.digest
     return config, device, loaders, digests
 
 
@@ -365,13 +368,10 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    hf = hf_config(run.model.config, str(config.run.dtype).removeprefix("torch."))
-    ctx, names = run.model.ctx, hf_names(run.model)
-    saver = Saver(config, ctx, run.model, run.optimizer, names, hf, digests, note)
-    if config.checkpoint.load:
-        run.iteration, run.consumed = saver.load()
-    if config.checkpoint.save:
-        saver.check_writable()
+    model, ctx, hf = run.model, run.model.ctx, (hf_config, from_hf_config)
+    saver = Saver(config, ctx, model, run.optimizer, hf_names(model), *hf, digests, note)
+    run.iteration, run.consumed = saver.load()
+    saver.open(run.iteration)
     run.watch.action = "measuring what overlaps"
     settle(run.model, ctx, config, note)
     total = total_iterations(config)
@@ -387,7 +387,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         start_iteration=run.iteration,
         run_config=config.flat(),
     )
-    with log:
+    with log, saver:
         train(run, loaders, saver, log, total, stop_signal)
         if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")

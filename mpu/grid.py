@@ -199,6 +199,7 @@ class Grid:
             self.ends = Axis("ends", int(self.pp.rank > 0), 2, (first, last))
         self.pp_back = replace(self.pp, name="pp_back")
         self.world = self._axis("world", *NAMES)
+        self.background = replace(self.world, name="background")
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""
@@ -275,6 +276,15 @@ class Grid:
                 elif self.pp.rank == receiver:
                     dist.recv(number, axis.ranks[sender], group=axis.group)
         torch.cuda.synchronize(device)
+
+    def add_background(self, timeout: timedelta) -> None:
+        """Make `background`: the world once more, by gloo, for a thread that is not the trainer's.
+
+        Collectives of two threads on one group would meet in another order on another rank.
+        """
+        if self.world_size > 1:
+            group = dist.new_group(timeout=timeout, backend="gloo")
+            self.background = replace(self.background, group=group)
 
     def traced(self, trace: Any) -> "Grid":
         """Let `trace` see every collective of every axis."""

@@ -114,6 +114,8 @@ def connect(
     """
     try:
         grid.connect(device, store, timeout)
+        if config.checkpoint.async_save:
+            grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
