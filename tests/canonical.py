@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import pretrain_llama
-from model.llama import hf_config, hf_names
+from model.llama import from_hf_config, hf_config, hf_names
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from training.checkpoint.pieces import KINDS
@@ -80,12 +80,13 @@ def build(grid: Grid, case: dict, seed: int = 5) -> pretrain_llama.Run:
 
 
 def saver_of(run: pretrain_llama.Run, root: str) -> Saver:
-    """Make what saves to, and loads from, a directory."""
-    config = replace(run.config, checkpoint=CheckpointConfig(save=root, load=root))
-    names, hf = hf_names(run.model), hf_config(run.model.config)
-    digests = {"tokenizer_digest": "a tokenizer", "data_digest": "a corpus"}
+    """Make what saves to, and loads from, a directory; the seed may be another than there."""
+    places = CheckpointConfig(save=root, load=root, allow_change=("seed",))
+    config, ctx, names = replace(run.config, checkpoint=places), run.model.ctx, hf_names(run.model)
+    digests = {"tokenizer_digest": "a tokenizer", "train_data_digest": "a corpus"}
     notes: list[str] = []
-    return Saver(config, run.model.ctx, run.model, run.optimizer, names, hf, digests, notes.append)
+    hf = hf_config, from_hf_config
+    return Saver(config, ctx, run.model, run.optimizer, names, *hf, digests, notes.append)
 
 
 def train(run: pretrain_llama.Run, steps: range) -> list[float]:
