@@ -129,14 +129,16 @@ def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
 
 
 def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
-    """Return whether rectangles (starts, sizes) inside of `shape` cover it, each element once.
+    """Return whether rectangles (starts, sizes) cover `shape`, each element once.
 
-    They do if their volumes add up and no two meet. In order of their first row, each is held only
-    against those before it that reach down to it: few, of however many there are.
+    They do if they lie inside, their volumes add up and no two meet. In order of their first row,
+    each is held only against those before it that reach down to it: few, of however many there are.
     """
     reaching: list[tuple[Any, Any]] = []
     total = 0
     for starts, sizes in sorted(rectangles):
+        if any(a < 0 or a + n > size for a, n, size in zip(starts, sizes, shape, strict=True)):
+            return False
         if starts:
             reaching = [r for r in reaching if r[0][0] + r[1][0] > starts[0]]
         if any(intersection(starts, sizes, *other) is not None for other in reaching):
