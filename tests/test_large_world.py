@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of a thousand ranks: tensors in thousands of rectangles are checked and read soon.
+
+The rectangles are those of a sharded optimizer over data-parallel 128 x tensor-parallel 8, made by
+the code that makes a rank's, for each rank in turn. Where looking at every pair of them would take
+minutes this takes seconds.
+"""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpu.grid import Axis, Grid
+from mpu.param import Placement
+from training.checkpoint import CheckpointError, NamedPiece, find_latest, load, save, state_pieces
+from training.checkpoint.manifest import merge_index
+
+SHAPES = {  # name: shape, the dimension cut, sections
+    "column": ((4000, 16), 0, ()),
+    "row": ((64, 1000), 1, ()),
+    "gate_up": ((6000, 10), 0, (3000, 3000)),
+    "norm": ((40_000,), None, ()),
+}
+
+
+def pieces_of(tp: int, dp: int, fill: bool) -> Iterator[NamedPiece]:
+    """Yield every rank's rectangles of all tensors; fill: with numbers that tell their places."""
+    for name, (shape, dim, sections) in SHAPES.items():
+        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        names = [f"{name}.{i}" for i in range(len(sections))] or [name]
+        ways = 1 if dim is None else tp  # of copies one is written
+        for t in range(ways):
+            size = 0 if dim is None else shape[dim] // tp
+            place = Placement(shape, dim, Axis("tp", t, ways), sections, local_size=size)
+            local = full if dim is None else cut(full, dim, sections or shape[dim : dim + 1], tp, t)
+            param = nn.Parameter(local.clone() if fill else torch.full_like(local, torch.nan))
+            param.placement = place
+            flat, part = param.data.flatten(), -(-param.numel() // dp)
+            state = [(name, "exp_avg", r * part, flat[r * part :][:part]) for r in range(dp)]
+            state = [each for each in state if len(each[3])]
+            yield from state_pieces(state, [(name, param)], {name: names}, Grid(), Axis("replica"))
+
+
+def cut(full: Tensor, dim: int, sections: tuple[int, ...], tp: int, t: int) -> Tensor:
+    return torch.cat([part.chunk(tp, dim)[t] for part in full.split(sections, dim)], dim)
+
+
+def rows_of(pieces: list[NamedPiece]) -> dict[str, list]:
+    """Return what the ranks tell of each tensor for the index."""
+    found: dict[str, list] = {}
+    for piece in pieces:
+        row = [piece.name, "F32", list(piece.shape), "a file", piece.key]
+        row += [list(piece.starts), list(piece.sizes)]
+        found.setdefault(piece.name, []).append(row)
+    return found
+
+
+def broken(rows: list, rng: random.Random) -> Iterator[tuple[str, list]]:
+    """Yield what ranks must not tell: (what is wrong, the rows of one tensor)."""
+    shape = rows[0][2]
+    for _ in range(3):
+        i, rest = rng.randrange(len(rows)), rows[:]
+        gone = rest.pop(i)
+        yield "a gap", rest
+        yield "twice", [*rows, gone]
+        alike = [row for row in rest if row[6] == gone[6]]
+        if alike:
+            yield "a gap and an overlap of one size", [*rest, rng.choice(alike)]
+        for dim in range(len(shape)):
+            for step in (-1, 1):
+                starts = [at + step * (d == dim) for d, at in enumerate(gone[5])]
+                yield f"shifted by {step} along {dim}", [*rest, [*gone[:5], starts, gone[6]]]
+        dim = rng.randrange(len(shape))
+        starts = [at + shape[d] * (d == dim) for d, at in enumerate(gone[5])]
+        yield "outside", [*rest, [*gone[:5], starts, gone[6]]]
+
+
+def test_thousands_of_rectangles_are_held_to_tile_their_tensor():
+    rng, tried = random.Random(0), 0
+    for name, rows in rows_of(list(pieces_of(8, 128, fill=False))).items():
+        assert len(rows) >= (128 if name.startswith("norm") else 1000), (name, len(rows))
+        rng.shuffle(rows)
+        assert len(merge_index([rows])[name]["parts"]) == len(rows)
+        for what, wrong in broken(rows, rng):
+            with pytest.raises(CheckpointError, match="do not tile"):
+                merge_index([wrong])
+                pytest.fail(f"{name}: {what}")
+            tried += 1
+    assert tried > 90
+
+
+def test_another_world_reads_what_a_large_one_saved(tmp_path):
+    pieces = list(pieces_of(8, 128, fill=True))
+    assert len(pieces) > 7000
+    save(tmp_path, step=1, pieces=pieces, state={}, grid=Grid())
+    blank, wanted = list(pieces_of(4, 24, fill=False)), list(pieces_of(4, 24, fill=True))
+    found = find_latest(tmp_path, Grid(), pieces=blank)
+    load(found, blank, Grid())
+    assert all(torch.equal(b.tensor, w.tensor) for b, w in zip(blank, wanted, strict=True))
