@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fork the model as a user would: copy the file, rename the class, change a layer; train on 2
-ranks, cut by tensor, data or pipeline parallelism.
+ranks, cut by tensor, data or pipeline parallelism; save in one layout and go on in others.
 
 The fork adds a gain vector to the attention's output, whose gradient is a partial sum over tp under
 sequence parallelism, and a temperature to the logits, partial because each rank has its own
@@ -10,8 +10,11 @@ Placement says over which axis it is partial. Neither mpu nor training is touche
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 import pretrain_llama
@@ -21,10 +24,20 @@ from mpu.pipeline.engine import Engine
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import Sharing
 from mpu.zero.optimizer import Optimizer
+from tests.saved import check_equal, stored
 from tests.twin import gathered
-from training.config import BatchConfig, Config, ModelConfig, ParallelConfig
+from training.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from training.data.batch import Batch
 from training.pipeline import rank_stages
+from training.resume import Saver
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,7 +84,10 @@ def write_fork(folder: Path) -> Path:
     return path
 
 
-def train_two_steps(comm, path: str, tp: int, pp: int, zero: int) -> dict:
+def build_fork(
+    comm, path: str, tp: int, pp: int, zero: int, seed: int = 3
+) -> tuple[ModuleType, pretrain_llama.Run]:
+    """Build the fork on one rank, in fp64."""
     spec = importlib.util.spec_from_file_location("alpaca", path)
     alpaca = importlib.util.module_from_spec(spec)
     sys.modules["alpaca"] = alpaca
@@ -84,39 +100,75 @@ def train_two_steps(comm, path: str, tp: int, pp: int, zero: int) -> dict:
     parallel = ParallelConfig(
         comm.size, tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule
     )
-    settings = Config(ModelConfig(2, 16, 4, 8, vocab_size=50), parallel, BatchConfig(2, 4))
+    settings = Config(
+        ModelConfig(2, 16, 4, 8, vocab_size=50),
+        parallel,
+        BatchConfig(2, 4),
+        OptimizerConfig(lr=1e-2, lr_decay_style="constant"),
+        run=RunConfig(dtype=torch.float64),
+    )
     stages = rank_stages(settings, grid.pp.rank)
     model = alpaca.Alpaca(config, ctx, stages=stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
-        model.initialize(3, names)
+        model.initialize(seed, names)
     optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
     device, watch = torch.device("cpu"), Watch()
     engine = Engine(grid, ctx.queue, watch, ctx.dtype, device)
-    run = pretrain_llama.Run(settings, grid, device, model, engine, sink, optimizer, watch)
+    return alpaca, pretrain_llama.Run(settings, grid, device, model, engine, sink, optimizer, watch)
+
+
+def train(run: pretrain_llama.Run, steps: int) -> list[float]:
+    """Train on the same few rows; return the losses."""
     rows = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
-    share = 4 // grid.dp.size
-    rows = rows[grid.dp.rank * share : (grid.dp.rank + 1) * share]
+    dp, pp = run.grid.dp, run.grid.pp.size
+    share = 4 // dp.size
+    rows = rows[dp.rank * share : (dp.rank + 1) * share]
     batches = [
         Batch(part[:, :-1], part[:, 1:], None, None, None, 0, part[:, 1:].numel())
         for part in rows.chunk(pp)
     ]
-    losses = [pretrain_llama.train_step(run, batches, 1e-2)[0].item() for _ in range(2)]
+    return [pretrain_llama.train_step(run, batches, 1e-2)[0].item() for _ in range(steps)]
+
+
+def train_steps(comm, path: str, tp: int, pp: int, zero: int, steps: int = 2) -> dict:
+    _, run = build_fork(comm, path, tp, pp, zero)
+    losses = train(run, steps)
     grads = {
         name: grad.tolist()
-        for name, grad in gathered(sink, "own_grad").items()
+        for name, grad in gathered(run.sink, "own_grad").items()
         if "gain" in name or "temperature" in name
     }
     return {"losses": losses, "grads": grads}
 
 
+def go_on(comm, path: str, way: tuple[int, int, int], load: str, save: str, at: int) -> list[float]:
+    """Load what another layout saved after `at` steps, if any, save it again as it is (to
+    `save`/again), train two steps and save."""
+    alpaca, run = build_fork(comm, path, *way, seed=3 if at == 0 else 4)
+
+    def saver(folder: str) -> Saver:
+        config = replace(run.config, checkpoint=CheckpointConfig(save=folder, load=load))
+        names, hf = alpaca.hf_names(run.model), (alpaca.hf_config, alpaca.from_hf_config)
+        return Saver(
+            config, run.model.ctx, run.model, run.optimizer, names, *hf, {}, lambda line: None
+        )
+
+    if at:
+        assert saver(load).load() == (at, 4 * at)
+        saver(f"{save}/again").save(at, 4 * at, must=True)
+    losses = train(run, 2)
+    saver(save).save(at + 2, 4 * (at + 2), must=True)
+    return losses
+
+
 def test_a_fork_trains_on_two_ranks(world, tmp_path):
     path = str(write_fork(tmp_path))
-    (one,) = world(1).run(train_two_steps, path, 1, 1, 0)
+    (one,) = world(1).run(train_steps, path, 1, 1, 0)
     assert one["losses"][1] < one["losses"][0]
     for tp, pp, zero in ((1, 1, 0), (1, 1, 3), (2, 1, 0), (1, 2, 0)):
         seen = set()
-        for result in world(2).run(train_two_steps, path, tp, pp, zero):
+        for result in world(2).run(train_steps, path, tp, pp, zero):
             assert torch.allclose(
                 torch.tensor(result["losses"]), torch.tensor(one["losses"]), rtol=1e-10, atol=0
             )
@@ -125,3 +177,29 @@ def test_a_fork_trains_on_two_ranks(world, tmp_path):
                 assert (got - want).norm() <= 1e-12 * want.norm(), (tp, pp, zero, name)
                 seen.add(name)
         assert seen == one["grads"].keys()
+
+
+def test_a_fork_is_saved_in_one_layout_and_loaded_in_others(world, tmp_path):
+    """tp 2 -> pp 2 -> dp 2 at ZeRO level 3 -> one rank: what is loaded is what was saved, its own
+    parameters and their state included, and it trains like one that never moved."""
+    path = str(write_fork(tmp_path))
+    ways = [(2, (2, 1, 0)), (2, (1, 2, 0)), (2, (1, 1, 3)), (1, (1, 1, 0))]
+    losses, folders, at = [], [], 0
+    for size, way in ways:
+        load, save = str(folders[-1]) if folders else "", str(tmp_path / str(at))
+        found = world(size).run(go_on, path, way, load, save, at)
+        assert all(each == found[0] for each in found)
+        losses += found[0]
+        if folders:
+            saved, again = (Path(folder) / f"step_{at:08d}" for folder in (load, f"{save}/again"))
+            check_equal(stored(saved), stored(again))
+        folders.append(save)
+        at += 2
+    (straight,) = world(1).run(train_steps, path, 1, 1, 0, at)
+    assert losses == pytest.approx(straight["losses"], rel=1e-10) and losses[-1] < losses[0]
+    last = stored(Path(folders[-1]) / f"step_{at:08d}")
+    for own, shape in {"layers.1.attention.gain": (16,), "temperature": (1,)}.items():
+        for kind in ("", ".exp_avg", ".exp_avg_sq"):
+            first = stored(Path(folders[0]) / "step_00000002")[f"{own}{kind}"]
+            assert last[f"{own}{kind}"].shape == shape
+            assert first.all() and not torch.equal(first, last[f"{own}{kind}"])
