@@ -16,7 +16,7 @@ import pytest
 
 from tests.launcher import Launcher, Result
 from tests.saved import check_equal, tensors
-from tools import convert, generate
+from tools import checkpoint, generate
 from training.data.indexed import IndexedWriter
 
 LATER = pytest.mark.prove
@@ -193,7 +193,7 @@ def test_tools_take_a_checkpoint_of_a_pipeline_as_any_other(
         generate.main([*words.split(), "--prompt", "5 17 3"])
         said.append(capsys.readouterr().out)
         made.append(tmp_path / name)
-        convert.main(["--to-hf", str(made[-1]), "--load", str(saved)])
+        checkpoint.main(["convert", "--to-hf", str(made[-1]), "--load", str(saved)])
         capsys.readouterr()
     assert said[0] == said[1] and len(said[0].split()) > 40
     files = sorted(path.name for path in made[0].iterdir())

@@ -15,7 +15,7 @@ from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
-from tools import convert
+from tools.checkpoint import main as convert
 from tools.generate import generate, main, pick
 from training.checkpoint import find_latest, load, parameter_pieces, save
 from training.tokenizer import NullTokenizer
@@ -227,9 +227,9 @@ def test_an_imported_model_brings_its_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write(tmp_path / "run", {})
-    convert.main(["--to-hf", str(tmp_path / "hf"), "--load", str(run)])
+    convert(["convert", "--to-hf", str(tmp_path / "hf"), "--load", str(run)])
     words(tmp_path / "hf", CONFIG.vocab_size)
-    convert.main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "again")])
+    convert(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "again")])
     capsys.readouterr()
     flags = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "9", "--prompt"]
     main(["--load", str(tmp_path / "again"), *flags, "w5 w17 w3"])

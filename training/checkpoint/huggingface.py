@@ -1,134 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the weights of a Hugging Face directory without trusting it, one tensor at a time.
+"""Open a Hugging Face directory as if a run had saved it, without trusting it.
 
-The index may name only plain .safetensors files beside it, every tensor must be where the index
-says and have the shape that config.json asks for, and there must be no tensor too many. Files that
-are pickles are not read.
+It is a Checkpoint whose index is made from the headers of its safetensors files, so that any layout
+reads the slices it needs and no more. There are no hashes to verify: what can be checked is that
+the files are plain, ours, of the sizes that their headers ask for, and hold what the index lists
+and the model needs. Files that are pickles are not read.
 """
 
-import json
+import os
 import re
+from collections.abc import Callable, Collection, Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from training.checkpoint.pieces import DTYPES, NamedPiece, whole
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import check_directory, check_size, open_plain
+from training.checkpoint.load import Checkpoint
+from training.checkpoint.manifest import LIMIT, parse
+from training.checkpoint.pieces import DTYPES
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+DERIVED = "rotary_emb.inv_freq"  # computed from the config; old Llama 2 directories carry it
+ROWS = 1024  # of two embeddings, compared at a time
+
+
+class HuggingFaceDirectory(Checkpoint):
+    """The weights of a Hugging Face directory. Raises CheckpointError naming the file and the rule.
+
+    from_hf: spells any Llama's config.json as our checkpoints do. state: {"hf_config": the config
+    so spelt, "iteration": 0, "consumed_samples": 0}. config: config.json as it is. The second copy
+    of tied embeddings is in no index; verify() compares it.
+    """
+
+    def __init__(
+        self, directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> None:
+        self.directory, self.step = directory.resolve(), 0
+        self._boxes = {}
+        try:
+            check_directory(self.directory)
+            self.config = read_json(self.directory / CONFIG)
+            self.index, self.manifest = {}, {"step": 0, "files": {}}
+            self._read_headers()
+            sizes = _spell(self.config, from_hf)
+        except CheckpointError as error:
+            hint = ""
+            if str(error).endswith("is a link"):
+                hint = ": copy what stands in Hugging Face's cache with cp -rL, and give the copy"
+            raise CheckpointError(f"{directory}: {error}{hint}") from None
+        self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
+        self.index = {n: entry for n, entry in self.index.items() if not n.endswith(DERIVED)}
+        tied = self.config.get("tie_word_embeddings") and EMBEDDING in self.index
+        self._copy = self.index.pop(HEAD, None) if tied else None
+
+    def _read_headers(self) -> None:
+        listed = None
+        if os.path.lexists(self.directory / SHARDS):
+            listed = read_weight_map(self.directory / SHARDS)
+            files = sorted(set(listed.values()))
+        elif os.path.lexists(self.directory / SINGLE):
+            files = [SINGLE]
+        elif any(n.endswith((".bin", ".bin.index.json")) for n in os.listdir(self.directory)):
+            raise CheckpointError(
+                "there are .bin weights only: they are pickles, which can run code; save the model "
+                "as safetensors (save_pretrained's default)"
+            )
+        else:
+            raise CheckpointError(f"there is no {SINGLE}, nor an index of shards")
+        for file in files:
+            size, header = read_header(self.directory / file)
+            self.manifest["files"][file] = {"size": size}
+            for name, (dtype, shape) in header.items():
+                if name in self.index:
+                    raise CheckpointError(f"{file} and {self.file_of(name)} both hold {name}")
+                parts = [[file, name, [0] * len(shape), shape]]
+                self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
+        for name, file in (listed or {}).items():
+            if name not in self.index or self.file_of(name) != file:
+                raise CheckpointError(f"{SHARDS} lists {name} in {file}, which does not hold it")
+        for name in self.index:
+            if listed is not None and name not in listed:
+                raise CheckpointError(
+                    f"{self.file_of(name)} holds {name}, which {SHARDS} does not list"
+                )
+
+    def file_of(self, name: str) -> str:
+        """Name the file that holds a tensor."""
+        return str(self.index[name]["parts"][0][0])
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise CheckpointError for a tensor that is not among the model's: nobody would read it.
+
+        names: the canonical names of the whole model, of all its pipeline stages.
+        """
+        for name in self.index:
+            if name not in names:
+                raise CheckpointError(
+                    f"{self.directory}: {name} is no tensor of the Llama in {CONFIG}"
+                )
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Check that files still have the sizes that their headers asked for.
+
+        Who is given the embedding's file also compares the second copy of tied embeddings with it.
+        """
+        names = list(names)
+        for name in names:
+            check_size(self.directory / name, self.manifest["files"][name]["size"])
+        if self._copy is not None and self.file_of(EMBEDDING) in names:
+            self._compare(self.index[EMBEDDING], self._copy)
+
+    def _compare(self, entry: dict[str, Any], copy: dict[str, Any]) -> None:
+        """Raise CheckpointError unless two tensors are equal, read some rows at a time."""
+        same = (entry["dtype"], entry["shape"]) == (copy["dtype"], copy["shape"])
+        files = [str(self.directory / e["parts"][0][0]) for e in (entry, copy)]
+        try:
+            with safe_open(files[0], "pt") as one, safe_open(files[1], "pt") as other:
+                a, b = one.get_slice(EMBEDDING), other.get_slice(HEAD)
+                for row in range(0, entry["shape"][0] if same else 0, ROWS):
+                    same = same and torch.equal(a[row : row + ROWS], b[row : row + ROWS])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.directory}: {HEAD}: {error}") from None
+        if not same:
+            raise CheckpointError(
+                f"{self.directory}: {CONFIG} ties the embeddings (tie_word_embeddings), but {HEAD} "
+                f"differs from {EMBEDDING}"
+            )
+
+
+def _spell(
+    config: dict[str, Any], from_hf: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    try:
+        return from_hf(config)
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{CONFIG}: missing or bad field: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return value
+    """Read a JSON object that somebody else wrote. Raises CheckpointError."""
+    with open_plain(path) as file:
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise CheckpointError(f"{path.name} is larger than {LIMIT} bytes")
+    return parse(data, path.name)
 
 
-class HuggingFaceDirectory:
-    """The safetensors of a Hugging Face directory, checked against its index. Raises ValueError."""
-
-    def __init__(self, root: Path) -> None:
-        if not (root / "config.json").is_file():
-            raise ValueError(f"--from-hf {root}: there is no config.json")
-        self.root = root
-        self.config = read_json(root / "config.json")
-        self.tensors: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-        index = root / "model.safetensors.index.json"
-        listed = None
-        if index.is_file():
-            listed = self._weight_map(index)
-            names = sorted(set(listed.values()))
-        elif (root / "model.safetensors").is_file():
-            names = ["model.safetensors"]
-        elif any(root.glob("*.bin")) or any(root.glob("*.bin.index.json")):
-            raise ValueError(
-                f"--from-hf {root} has .bin weights only: they are pickles, which can run code; "
-                "save the model as safetensors (save_pretrained's default) and convert that"
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Read which file holds which tensor. Raises CheckpointError for a file elsewhere."""
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path.name} has no weight_map")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not PLAIN.fullmatch(file):
+            raise CheckpointError(
+                f"{path.name}: {name} is said to be in {file!r}, which is not the plain name of a "
+                ".safetensors file beside the index"
             )
-        else:
-            raise ValueError(
-                f"--from-hf {root}: there is no model.safetensors, nor an index of shards"
-            )
-        for name in names:
-            self._read_header(root / name)
-        for name, file in (listed or {}).items():
-            found = self.tensors.get(name)
-            if found is None or found[0].name != file:
-                raise ValueError(f"{index} lists {name} in {file}, which does not hold it")
-        for name, (path, _, _) in self.tensors.items():
-            if listed is not None and name not in listed:
-                raise ValueError(f"{path} holds {name}, which {index.name} does not list")
+        if not os.path.lexists(path.parent / file):
+            raise CheckpointError(f"{path.name} lists {file}, which is not there")
+    return listed
 
-    @staticmethod
-    def _weight_map(index: Path) -> dict[str, str]:
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise ValueError(f"{index} has no weight_map")
-        for name, file in listed.items():
-            if not isinstance(file, str) or not SHARD.fullmatch(file):
-                raise ValueError(
-                    f"{index}: {name} is said to be in {file!r}, which is not the plain name of a "
-                    ".safetensors file beside the index"
-                )
-            if not (index.parent / file).is_file():
-                raise ValueError(f"{index} lists {file}, which is not there")
-        return listed
 
-    def _read_header(self, path: Path) -> None:
+def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
+    """Return a safetensors file's size and {tensor: (dtype, shape)}.
+
+    Raises CheckpointError naming the rule that is broken: the header lies in the file and is a JSON
+    object; a tensor has the bytes of its dtype and shape; one after another they fill the file, so
+    that nothing overlaps and nothing is hidden in between.
+    """
+
+    def refuse(rule: str) -> CheckpointError:
+        return CheckpointError(f"{path.name} is not a sound safetensors file: {rule}")
+
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise refuse(f"it has {size} bytes, and the length of its header takes 8")
+        length = int.from_bytes(file.read(8), "little")
+        if length > HEADER_LIMIT:
+            raise refuse(f"a header of {length} bytes, where {HEADER_LIMIT} are allowed")
+        if length > size - 8:
+            raise refuse(f"its header of {length} bytes ends beyond the {size} of the file")
+        header = parse(
+            file.read(length), f"{path.name} is not a sound safetensors file: its header"
+        )
+    found, spans = {}, []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
         try:
-            with safe_open(str(path), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    entry = file.get_slice(name)
-                    if name in self.tensors:
-                        raise ValueError(
-                            f"{path} and {self.tensors[name][0].name} both hold {name}"
-                        )
-                    self.tensors[name] = (path, tuple(entry.get_shape()), entry.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a sound safetensors file: {error}") from None
-
-    def check(self, expected: dict[str, tuple[int, ...]], tied: bool) -> None:
-        """Compare names, shapes and dtypes with those of the model that config.json describes."""
-        for name, shape in expected.items():
-            if name not in self.tensors:
-                raise ValueError(f"{self.root}: the tensor {name} is missing")
-            _, found, dtype = self.tensors[name]
-            if found != shape:
-                raise ValueError(
-                    f"{self.root}: {name} has shape {list(found)}; config.json asks for "
-                    f"{list(shape)}"
-                )
-            if dtype not in BY_NAME:
-                raise ValueError(
-                    f"{self.root}: {name} is {dtype}; only {', '.join(BY_NAME)} are converted"
-                )
-        for name in self.tensors.keys() - expected.keys():
-            if name.endswith("rotary_emb.inv_freq"):  # derived; old Llama 2 directories carry it
-                continue
-            if name == "lm_head.weight" and tied:
-                if not torch.equal(self.get(name), self.get("model.embed_tokens.weight")):
-                    raise ValueError(
-                        f"{self.root}: config.json ties the embeddings (tie_word_embeddings), but "
-                        "lm_head.weight differs from model.embed_tokens.weight"
-                    )
-                continue
-            raise ValueError(f"{self.root}: {name} is no tensor of the Llama in config.json")
-
-    def get(self, name: str) -> Tensor:
-        """Read one tensor."""
-        with safe_open(str(self.tensors[name][0]), framework="pt") as file:
-            return file.get_tensor(name)
-
-    def piece(self, name: str) -> NamedPiece:
-        """Make a piece whose data is read when it is written."""
-        _, shape, dtype = self.tensors[name]
-        blank = torch.empty(shape, dtype=BY_NAME[dtype], device="meta")
-        return whole(name, blank, lambda: self.get(name))
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [begin, end, *shape]
+        except (TypeError, KeyError, ValueError):
+            raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
+        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
+            raise refuse(f"shape and data_offsets of {name} are not a few counts")
+        if not isinstance(dtype, str) or dtype not in BY_NAME:
+            raise CheckpointError(
+                f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"
+            )
+        need = prod(shape) * BY_NAME[dtype].itemsize
+        if end - begin != need:
+            raise refuse(f"{name}, {dtype} {shape}, takes {need} bytes and has {end - begin}")
+        found[name] = (dtype, shape)
+        spans.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(spans):
+        if begin != at:
+            how = "overlaps another tensor" if begin < at else "leaves a hole before it"
+            raise refuse(f"{name} {how}: it begins at {begin}, not {at}")
+        at = end
+    if at != size - 8 - length:
+        raise refuse(f"its tensors end at {at} of {size - 8 - length} bytes")
+    return size, found

@@ -13,7 +13,7 @@ from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
-from tools.convert import main
+from tools.checkpoint import main
 from training.checkpoint import parameter_pieces, save
 
 CONFIG = LlamaConfig(251, 96, 136, 3, 8, 4, tied=True)
@@ -26,16 +26,15 @@ def directory(tmp_path: Path) -> Path:
     state = {"hf_config": hf_config(CONFIG)}
     save(tmp_path / "made", step=0, pieces=pieces, state=state, grid=Grid())
     shards = ["--max-shard-size", "0.0004"]
-    main(["--to-hf", str(tmp_path / "hf"), "--load", str(tmp_path / "made"), *shards])
+    main(["convert", "--to-hf", str(tmp_path / "hf"), "--load", str(tmp_path / "made"), *shards])
     return tmp_path / "hf"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """Run the tool, which must refuse with exit code 2; return its one sentence."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in argv])
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and said.startswith("convert: ")
+    assert main(["convert", *map(str, argv)]) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("checkpoint: ")
     return said
 
 
@@ -114,7 +113,7 @@ WRONG = {
     ),
     "a wrong shape": (
         lambda hf: change_shard(hf, NORM, torch.zeros(95)),
-        f"{NORM} has shape [95]; config.json asks for [96]",
+        f"{NORM} has shape [95]; its config asks for [96]",
     ),
     "integers": (
         lambda hf: change_shard(hf, NORM, torch.zeros(96, dtype=torch.int32)),
@@ -135,7 +134,7 @@ WRONG = {
         lambda hf: (hf / "model.safetensors.index.json").write_text("{"),
         "index.json is not JSON",
     ),
-    "no config": (lambda hf: (hf / "config.json").unlink(), "there is no config.json"),
+    "no config": (lambda hf: (hf / "config.json").unlink(), "config.json: No such file"),
     "another architecture": (
         lambda hf: (hf / "config.json").write_text('{"model_type": "qwen2"}'),
         "model_type is 'qwen2'",
@@ -164,7 +163,7 @@ def test_an_embedding_stored_twice_is_taken_once(tmp_path: Path) -> None:
     embedding = load_file(hf / index[name])[name]
     change_shard(hf, "lm_head.weight", embedding.clone())
     change_shard(hf, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(6))
-    main(["--from-hf", str(hf), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(hf), "--save", str(tmp_path / "weft")])
     index = json.loads((tmp_path / "weft" / "step_00000000" / "index.json").read_text())
     assert "lm_head.weight" not in index and len(index) == 2 + 9 * 3
 
@@ -180,7 +179,7 @@ def test_what_is_there_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, weft, out = directory(tmp_path), tmp_path / "weft", tmp_path / "out"
-    main(["--from-hf", str(hf), "--save", str(weft)])
+    main(["convert", "--from-hf", str(hf), "--save", str(weft)])
     assert "already holds checkpoints" in refusal(capsys, "--from-hf", hf, "--save", weft)
     assert "not an empty directory" in refusal(capsys, "--to-hf", hf, "--load", weft)
     assert "there is no checkpoint" in refusal(capsys, "--to-hf", out, "--load", tmp_path / "no")
@@ -196,7 +195,7 @@ def test_the_kind_of_a_tokenizer_is_read_off_its_file(
 ) -> None:
     hf = directory(tmp_path)
     (hf / "tokenizer.model").write_bytes(content)
-    main(["--from-hf", str(hf), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(hf), "--save", str(tmp_path / "weft")])
     state = json.loads((tmp_path / "weft" / "step_00000000" / "state.json").read_text())
     assert (state["tokenizer_type"], state["tokenizer_model"]) == (kind, "tokenizer.model")
     copy = tmp_path / "weft" / "step_00000000" / "tokenizer.model"

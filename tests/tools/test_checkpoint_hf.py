@@ -16,7 +16,7 @@ from model.llama import Llama, from_hf_config, hf_names
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.param import unique_parameters
-from tools.convert import main
+from tools.checkpoint import main
 from training.checkpoint import find_latest, load, parameter_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def logits_in(comm: Any, root: str, tokens: torch.Tensor) -> torch.Tensor:
 def test_logits_equal_transformers(world: Any, tmp_path: Path, kind: str) -> None:
     theirs = hugging_face(kind)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="200KB")
-    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
     tokens = torch.randint(0, 251, (2, 64))
     with torch.no_grad():
         wanted = theirs(tokens).logits
@@ -97,9 +97,9 @@ def test_a_round_trip_keeps_every_bit(tmp_path: Path, kind: str, dtype: torch.dt
     theirs = hugging_face(kind).to(dtype)
     theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text('{"a": "b"}')
-    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
     shards = ["--max-shard-size", "0.0001"] if kind == "llama3.1" else []
-    main(["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), *shards])
+    main(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), *shards])
     many = [p.name for p in (tmp_path / "out").glob("*.safetensors")]
     assert (len(many) > 3 and "model.safetensors" not in many) if shards else len(many) == 1
     back = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -130,7 +130,7 @@ def test_what_we_trained_runs_in_transformers(world: Any, tmp_path: Path, size: 
     from transformers import LlamaForCausalLM
 
     world(size).run(export_in, str(tmp_path / "weft"))
-    main(["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
+    main(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
     tokens = torch.randint(0, 251, (2, 40))
     with torch.no_grad():
         theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
@@ -141,9 +141,10 @@ def test_what_we_trained_runs_in_transformers(world: Any, tmp_path: Path, size: 
 def test_another_dtype_on_the_way_out(tmp_path: Path) -> None:
     theirs = hugging_face("llama3.2")
     theirs.save_pretrained(tmp_path / "hf")
-    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
     main(
-        ["--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), "--dtype", "bfloat16"]
+        ["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")]
+        + ["--dtype", "bfloat16"]
     )
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -155,7 +156,7 @@ def test_another_dtype_on_the_way_out(tmp_path: Path) -> None:
 @pytest.mark.prove
 def test_a_run_takes_up_an_imported_model_at_any_size(tmp_path: Path) -> None:
     hugging_face("llama2").save_pretrained(tmp_path / "hf")
-    main(["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
     flags = (
         "pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 251 "
         "--num-layers 3 --hidden-size 96 --ffn-hidden-size 136 --num-attention-heads 8 "
@@ -192,7 +193,8 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from tools.convert import expected_tensors, main
+from tools.checkpoint import main
+from tools.checkpoint_hf import expected_tensors
 from model.llama import LlamaConfig, hf_config
 
 root = Path(sys.argv[1])
@@ -206,8 +208,8 @@ for i, (name, shape) in enumerate(expected_tensors(config).items()):
 index = json.dumps({"weight_map": weight_map})
 (root / "hf" / "model.safetensors.index.json").write_text(index)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-main(["--from-hf", str(root / "hf"), "--save", str(root / "weft")])
-main(["--to-hf", str(root / "out"), "--load", str(root / "weft")])
+main(["convert", "--from-hf", str(root / "hf"), "--save", str(root / "weft")])
+main(["convert", "--to-hf", str(root / "out"), "--load", str(root / "weft")])
 print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 

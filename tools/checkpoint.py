@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Look at checkpoints, check them, compare, convert, rewrite and prune them.
+
+    python tools/checkpoint.py list runs/llama             which steps, how far, how large
+    python tools/checkpoint.py verify runs/llama           hash every file of every step
+    python tools/checkpoint.py show runs/llama --tensors   what is in the newest, and who wrote it
+    python tools/checkpoint.py diff runs/a runs/b          where two differ, to the bit
+    python tools/checkpoint.py convert --from-hf Llama-3.2-1B --save runs/llama
+    python tools/checkpoint.py convert --to-hf out --load runs/llama --dtype bfloat16
+    python tools/checkpoint.py consolidate runs/llama --save runs/whole
+    python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
+
+A place is a run's directory, of which the newest whole checkpoint is taken and named, or a step's
+directory; show and diff also take a Hugging Face directory. Every command holds one tensor in
+memory at most, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff a
+difference; 2 for what cannot be done, with a sentence that says why.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from tools.checkpoint_copy import consolidate, open_newest, warn
+from tools.checkpoint_diff import diff
+from tools.checkpoint_hf import export_hf, import_hf
+from tools.checkpoint_show import bytes_of, list_steps, show, size_of, verify
+from training.checkpoint import Checkpoint, CheckpointError
+from training.checkpoint.find import refuse_foreign
+from training.checkpoint.lock import DirectoryLock
+from training.checkpoint.manifest import MANIFEST, STEP
+from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def run_directory(root: Path) -> Path:
+    """Return the directory of a run. Raises ValueError for anything else."""
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a directory")
+    if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
+        raise ValueError(f"{root} is one step: give the directory of the run, {root.parent}")
+    refuse_foreign(root, sorted(os.listdir(root)), "checkpoint")
+    if not step_directories(root):
+        raise ValueError(f"{root}: there is no checkpoint")
+    return root
+
+
+def do_list(args: argparse.Namespace) -> int:
+    """Print the table of a run's checkpoints."""
+    print("\n".join(list_steps(run_directory(args.run))))
+    return 0
+
+
+def do_verify(args: argparse.Namespace) -> int:
+    """Hash; return 1 where something is damaged."""
+    place, damaged = args.place, 0
+    if STEP.fullmatch(place.name) or (place / MANIFEST).exists():
+        steps = [place]
+    else:
+        steps = [place / name for _, _, name in step_directories(run_directory(place))]
+    for whole, line in verify(steps):
+        damaged += not whole
+        print(line, flush=True)
+    return int(damaged > 0)
+
+
+def do_show(args: argparse.Namespace) -> int:
+    """Print what a checkpoint is."""
+    found = open_newest(args.place, hashed=False)
+    print(found.directory)
+    print("\n".join(show(found, args.tensors)))
+    return 0
+
+
+def do_diff(args: argparse.Namespace) -> int:
+    """Print the differences; return 1 where there are any."""
+    a, b = (open_newest(place, hashed=True) for place in (args.a, args.b))
+    print(f"A  {a.directory}\nB  {b.directory}")
+    lines = 0
+    for line in diff(a, b, args.tensors):
+        lines += 1
+        print(line, flush=True)
+    shared = len(a.index.keys() & b.index.keys())
+    print(f"{lines} differences" if lines else f"all {shared} tensors are equal to the bit")
+    return int(lines > 0)
+
+
+def do_convert(args: argparse.Namespace) -> int:
+    """Bring a model in from Hugging Face's format, or take one out."""
+    if args.from_hf:
+        made = import_hf(args.from_hf, args.save)
+        print(f"{args.from_hf} -> {made}; train on from it with --load {args.save} --finetune")
+        return 0
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    shard = int((args.max_shard_size or 5.0) * 1e9)
+    print(f"{export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer)} -> {args.to_hf}")
+    return 0
+
+
+def do_consolidate(args: argparse.Namespace) -> int:
+    """Write a checkpoint again with whole tensors in few files."""
+    read, made = consolidate(args.place, args.save, int(args.max_file_size * 1e9))
+    print(f"{read} -> {made}: {size_of(bytes_of(Checkpoint(made)))}")
+    return 0
+
+
+def do_prune(args: argparse.Namespace) -> int:
+    """Remove old checkpoints as a run would."""
+    root, keep, interval = run_directory(args.run), args.keep_last_k, args.save_retain_interval
+    good: set[str] = set()
+    if args.dry_run:
+        gone = choose(root, keep, interval, good, warn)
+    else:
+        lock = DirectoryLock(root, warn)
+        try:
+            clear_rubbish(root, good, warn)
+            gone = prune(root, keep, interval, good, warn)
+        finally:
+            lock.close()
+    for name in gone:
+        print(f"{'would remove' if args.dry_run else 'removed'} {root / name}")
+    stay = [name for _, _, name in step_directories(root) if name not in gone]
+    print(f"{len(stay)} stay: {', '.join(stay)}")
+    return 0
+
+
+def positive(text: str) -> int:
+    """Read a count of at least 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def gigabytes(text: str) -> float:
+    """Read a positive size."""
+    if not 0 < float(text) < 1e9:
+        raise ValueError
+    return float(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the commands' flags."""
+    shape = argparse.RawDescriptionHelpFormatter
+    main = argparse.ArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    commands = main.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, does: str, more: str = "") -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=does,
+            description=f"{does[0].upper()}{does[1:]}.\n\n{more}".rstrip(),
+            formatter_class=shape,
+            allow_abbrev=False,
+        )
+        made.set_defaults(do=globals()[f"do_{name}"])
+        return made
+
+    place = {"type": Path, "metavar": "PLACE", "help": "a run's directory or a step's"}
+    run = {"type": Path, "metavar": "RUN", "help": "a run's directory, its --save"}
+    sub = command(
+        "list",
+        "list a run's checkpoints",
+        "Sizes are held against each manifest, which is quick; `verify` reads every byte.",
+    )
+    sub.add_argument("run", **run)
+    sub = command(
+        "verify",
+        "hash every file of every checkpoint and say which are damaged",
+        "Exit code 1 where one is. A resume passes over a damaged one by itself.",
+    )
+    sub.add_argument("place", **place)
+    sub = command("show", "show a checkpoint's progress, layout, config and tensors")
+    sub.add_argument("place", **place)
+    sub.add_argument(
+        "--tensors", action="store_true", help="each tensor: dtype, shape, which ranks wrote it"
+    )
+    sub = command(
+        "diff",
+        "compare two checkpoints, saved in whatever layouts",
+        "A line for each key of state and config that differs (A's value | B's), for each tensor\n"
+        "that one lacks, and for each that differs: in how many elements, by how much at most,\n"
+        "where first. Both are hashed before. Exit code 1 where anything differs.",
+    )
+    sub.add_argument("a", **{**place, "metavar": "A"})
+    sub.add_argument("b", **{**place, "metavar": "B"})
+    sub.add_argument("--tensors", action="store_true", help="tensors only, not state and config")
+    sub = command(
+        "convert",
+        "convert from and to Hugging Face's format, bit for bit",
+        "Weights must be safetensors: .bin files are pickles, which can run code, and are not\n"
+        "read. A run also takes a Hugging Face directory as it is: --load DIR. Conversion keeps\n"
+        "the tokenizer's files.",
+    )
+    way = sub.add_mutually_exclusive_group(required=True)
+    way.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
+    way.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face directory to write")
+    sub.add_argument("--save", type=Path, metavar="RUN", help="with --from-hf: where to write")
+    sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-hf: what to read")
+    sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
+    sub.add_argument(
+        "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
+    )
+    sub.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="with --to-hf: take its tokenizer's files"
+    )
+    sub = command(
+        "consolidate",
+        "write a checkpoint again as one rank would have: whole tensors, few files",
+        "Weights and optimizer, the same bits; any layout loads either.",
+    )
+    sub.add_argument("place", **place)
+    sub.add_argument("--save", type=Path, required=True, metavar="RUN", help="where to write")
+    sub.add_argument(
+        "--max-file-size", type=gigabytes, default=4.0, metavar="GB", help="of one file (default 4)"
+    )
+    sub = command(
+        "prune",
+        "remove old checkpoints as a run with these flags would",
+        "The newest K that are whole stay (they are hashed first; a damaged one counts as none),\n"
+        "and every step that is a multiple of N. N alone keeps the last besides, as Megatron-LM\n"
+        "does. Refused while a run writes there.",
+    )
+    sub.add_argument("run", **run)
+    sub.add_argument("--keep-last-k", type=positive, metavar="K")
+    sub.add_argument("--save-retain-interval", type=positive, metavar="N")
+    sub.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
+    return main
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that do not go together."""
+    if args.do is do_convert:
+        if args.from_hf and not args.save:
+            raise ValueError("--from-hf needs --save")
+        if args.to_hf and not args.load:
+            raise ValueError("--to-hf needs --load")
+        only = ("load", "dtype", "max_shard_size", "tokenizer") if args.from_hf else ("save",)
+        for name in only:
+            if getattr(args, name) is not None:
+                way = "--to-hf" if args.from_hf else "--from-hf"
+                raise ValueError(f"--{name.replace('_', '-')} goes with {way} only")
+    if args.do is do_prune and args.keep_last_k is args.save_retain_interval is None:
+        raise ValueError("prune needs --keep-last-k or --save-retain-interval")
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Run a command; return its exit code."""
+    args = parser().parse_args(None if argv is None else list(argv))
+    try:
+        check(args)
+        return args.do(args)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        warn(f"{error.strerror or error}{where}")
+    except (ValueError, CheckpointError) as error:
+        warn(str(error))
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a checkpoint for the tools, and stream its tensors, one at a time, into a new one."""
+
+import sys
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.llama import from_hf_config, hf_config
+from mpu.grid import Grid
+from training.checkpoint import Checkpoint, CheckpointError, NamedPiece, find_latest
+from training.checkpoint import save as save_checkpoint
+from training.checkpoint.files import read_checked
+from training.checkpoint.find import candidates
+from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
+from training.checkpoint.manifest import INDEX, STATE
+from training.checkpoint.pieces import whole
+
+Say = Callable[[str], None]
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """Spell a Hugging Face config.json as our checkpoints do."""
+    return hf_config(from_hf_config(config))
+
+
+def warn(line: str) -> None:
+    """Tell what was passed over, apart from the tool's own output."""
+    print(f"checkpoint: {line}", file=sys.stderr)
+
+
+def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
+    """Open a step's directory, the newest whole one of a run's, or a Hugging Face directory.
+
+    hashed: every file is hashed first, and one that is damaged is passed over, as at a resume.
+    Raises CheckpointError where there is none.
+    """
+
+    def suits(found: Checkpoint) -> None:
+        if hashed:
+            found.verify(found.manifest["files"])
+
+    found = find_latest(
+        place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, step=None, note=note
+    )
+    if found is None:
+        raise CheckpointError(f"{place}: there is no checkpoint")
+    return found
+
+
+def stream(
+    checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None = None
+) -> list[NamedPiece]:
+    """List whole tensors, each read when it is written, in `dtype` or the stored one."""
+
+    def piece(name: str) -> NamedPiece:
+        entry = checkpoint.index[name]
+        shape, stored = tuple(entry["shape"]), BY_NAME[entry["dtype"]]
+
+        def fetch() -> Tensor:
+            target = whole(name, torch.empty(shape, dtype=stored))
+            checkpoint.read([target])
+            return target.tensor.to(dtype or stored)
+
+        return whole(name, torch.empty(shape, dtype=dtype or stored, device="meta"), fetch)
+
+    return [piece(name) for name in names]
+
+
+def check_empty(root: Path) -> None:
+    """Raise ValueError where checkpoints are already: a resume could not tell whose is whose."""
+    if root.is_dir() and candidates(root, None)[0]:
+        raise ValueError(f"--save {root} already holds checkpoints; choose another directory")
+
+
+def attached(checkpoint: Checkpoint, names: Container[str] | None = None) -> dict[str, bytes]:
+    """Read the small files that a checkpoint keeps beside its tensors, all or those in `names`."""
+    files = checkpoint.manifest["files"]
+    return {
+        name: read_checked(checkpoint.directory / name, files[name])
+        for name in files
+        if name not in (INDEX, STATE) and not name.endswith(".safetensors")
+        if names is None or name in names
+    }
+
+
+def consolidate(place: Path, root: Path, file_bytes: int) -> tuple[Path, Path]:
+    """Write the newest whole checkpoint again as one writer would have: whole tensors, few files.
+
+    Returns the directories read and written. Raises CheckpointError, SaveError.
+    """
+    found = open_newest(place, hashed=True)
+    if isinstance(found, HuggingFaceDirectory):
+        raise ValueError(f"{place} is a Hugging Face directory: use convert --from-hf")
+    check_empty(root)
+    made = save_checkpoint(
+        root,
+        step=found.step,
+        pieces=stream(found, found.index),
+        state=found.state,
+        grid=Grid(),
+        attach=attached(found),
+        file_bytes=file_bytes,
+    )
+    return found.directory, made

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare two checkpoints, whatever layouts wrote them, reading a block of some MB at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.checkpoint import Checkpoint, NamedPiece
+from training.checkpoint.huggingface import BY_NAME
+
+BLOCK = 1 << 22  # elements of each side in memory
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element
+OF_A_SAVE = ("layout", "torch_version")  # who wrote it, not what
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors of one shape differ: bits, values, and where first (row-major)."""
+
+    elements: int
+    largest: float
+    first: tuple[int, ...]
+    here: float
+    there: float
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested mappings."""
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from flatten(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def compare_states(a: Checkpoint, b: Checkpoint) -> list[tuple[str, Any, Any]]:
+    """List (key, value in a, value in b) where their states differ, the config's keys among them;
+    None where one has no such key."""
+    left, right = dict(flatten(a.state)), dict(flatten(b.state))
+    return [
+        (key, left.get(key), right.get(key))
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key) and key.partition(".")[0] not in OF_A_SAVE
+    ]
+
+
+def compare_tensors(a: Checkpoint, b: Checkpoint, name: str) -> Difference | None:
+    """Compare a tensor that both have in the same shape; None where all bits are equal (or, between
+    two dtypes, all values)."""
+    shape = a.index[name]["shape"]
+    dtypes = [BY_NAME[side.index[name]["dtype"]] for side in (a, b)]
+    count, largest, found = 0, 0.0, None
+    for starts, sizes in blocks(shape):
+        x, y = (read(side, name, starts, sizes, d) for side, d in zip((a, b), dtypes, strict=True))
+        if dtypes[0] == dtypes[1]:
+            bits = BITS[x.element_size()]
+            differ = x.view(bits) != y.view(bits)
+        else:
+            differ = x.double() != y.double()
+        if not differ.any():
+            continue
+        where = differ.nonzero()
+        left, right = x[differ].double(), y[differ].double()
+        distance = (left - right).abs().max().item()
+        if distance > largest or distance != distance:  # a NaN is the largest and stays so
+            largest = distance
+        count += len(where)
+        if found is None:
+            at = tuple(s + i for s, i in zip(starts, where[0].tolist(), strict=True))
+            found = at, left[0].item(), right[0].item()
+    return Difference(count, largest, *found) if found else None
+
+
+def blocks(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a shape, into (starts, sizes) of some rows, about BLOCK elements or one row."""
+    rest = (0,) * (len(shape) - 1)
+    rows = max(1, BLOCK // max(1, prod(shape[1:])))
+    if not shape:
+        yield (), ()
+    for row in range(0, shape[0] if shape else 0, rows):
+        yield (row, *rest), (min(rows, shape[0] - row), *shape[1:])
+
+
+def read(
+    side: Checkpoint,
+    name: str,
+    starts: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Read a rectangle of a tensor."""
+    data = torch.empty(sizes, dtype=dtype)
+    side.read([NamedPiece(name, tuple(side.index[name]["shape"]), starts, sizes, data)])
+    return data
+
+
+def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
+    """Yield a line for each difference; none where there is none."""
+    if not tensors_only:
+        for key, left, right in compare_states(a, b):
+            yield f"state   {key}: {left!r} | {right!r}"
+    for side, other, sign in ((a, b, "A"), (b, a, "B")):
+        for name in side.index:
+            if name not in other.index:
+                yield f"tensor  {name}: only in {sign}"
+    for name, entry in a.index.items():
+        if name not in b.index:
+            continue
+        other = b.index[name]
+        if entry["shape"] != other["shape"]:
+            yield f"tensor  {name}: shape {entry['shape']} | {other['shape']}"
+            continue
+        found = compare_tensors(a, b, name)
+        kinds = f"{entry['dtype']} | {other['dtype']}, "
+        if found is not None:
+            yield (
+                f"tensor  {name}: {kinds if entry['dtype'] != other['dtype'] else ''}"
+                f"{found.elements} of {prod(entry['shape'])} elements differ, by at most "
+                f"{found.largest:.3g}; the first at {list(found.first)}: "
+                f"{found.here!r} | {found.there!r}"
+            )
+        elif entry["dtype"] != other["dtype"]:
+            yield f"tensor  {name}: {kinds}equal in value"

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring a Hugging Face Llama in as a checkpoint, or take a checkpoint out as a Hugging Face
+directory. One tensor is in memory at a time; what is written is complete or absent."""
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+import torch
+
+from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.param import unique_parameters
+from tools.checkpoint_copy import attached, check_empty, from_hf, open_newest, stream
+from training.checkpoint import Checkpoint, parameter_pieces
+from training.checkpoint import save as save_checkpoint
+from training.checkpoint.files import (
+    fsync_directory,
+    open_plain,
+    write_bytes,
+    write_json,
+    write_safetensors,
+)
+from training.checkpoint.huggingface import BY_NAME, EMBEDDING, HuggingFaceDirectory
+from training.checkpoint.pieces import into_files
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
+
+
+def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return {canonical name: full shape} of a model, without allocating it."""
+    grid = Grid()
+    model = Llama(config, LayerContext(grid, device=torch.device("meta")))
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+    return {piece.name: piece.shape for piece in pieces}
+
+
+def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every tensor of the model is there in its shape."""
+    for name, shape in expected.items():
+        if name not in found.index:
+            raise ValueError(f"{found.directory}: the tensor {name} is missing")
+        there = found.index[name]["shape"]
+        if tuple(there) != shape:
+            raise ValueError(
+                f"{found.directory}: {name} has shape {there}; its config asks for {list(shape)}"
+            )
+
+
+def tokenizer_facts(files: dict[str, bytes]) -> dict[str, str]:
+    """Say, as a checkpoint's state does, which tokenizer the files make that are copied along."""
+    if "tokenizer.json" in files:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tokenizer.json"}
+    if "tokenizer.model" not in files:
+        return {}
+    # Llama 3's is lines of base64 and rank; Llama 2's is a SentencePiece protobuf
+    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", files["tokenizer.model"]) is not None
+    kind = "TikTokenizer" if tiktoken else "Llama2Tokenizer"
+    return {"tokenizer_type": kind, "tokenizer_model": "tokenizer.model"}
+
+
+def tokenizer_files(root: Path) -> dict[str, bytes]:
+    """Read the tokenizer's files of a directory."""
+    found = {}
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(root / name):
+            with open_plain(root / name) as file:
+                found[name] = file.read()
+    return found
+
+
+def import_hf(source: Path, root: Path) -> Path:
+    """Write a Hugging Face directory as the checkpoint of step 0. Returns its directory."""
+    if not source.is_dir():
+        raise ValueError(f"--from-hf {source} is not a directory")
+    found = HuggingFaceDirectory(source, from_hf)
+    config = from_hf_config(found.config)
+    expected = expected_tensors(config)
+    check_shapes(found, expected)
+    found.check_names(expected)
+    found.verify(found.manifest["files"])
+    check_empty(root)
+    dtype = str(BY_NAME[found.index[EMBEDDING]["dtype"]]).removeprefix("torch.")
+    ids = {k: found.config[k] for k in TOKEN_IDS if found.config.get(k) is not None}
+    files = tokenizer_files(found.directory)
+    state = {
+        **found.state,
+        "hf_config": {**hf_config(config, dtype), **ids},
+        **tokenizer_facts(files),
+    }
+    pieces = stream(found, expected)
+    return save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)
+
+
+def export_hf(
+    place: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int, tokenizer: Path | None
+) -> Path:
+    """Write the newest whole checkpoint as a Hugging Face directory. Returns the one read."""
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--to-hf {target} exists and is not an empty directory")
+    found = open_newest(place, hashed=True)
+    if "hf_config" not in found.state:
+        raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
+    expected = expected_tensors(from_hf_config(found.state["hf_config"]))
+    check_shapes(found, expected)
+    pieces = stream(found, expected, dtype)
+    files = into_files(pieces, shard_bytes)
+    kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
+    config = {**found.state["hf_config"], "torch_dtype": kept}
+    if tokenizer is None and isinstance(found, HuggingFaceDirectory):
+        tokenizer = found.directory
+    extra = tokenizer_files(tokenizer) if tokenizer else attached(found, TOKENIZER_FILES)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
+    aside.mkdir(mode=0o700)
+    try:
+        weight_map = {}
+        for i, group in enumerate(files, 1):
+            many = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            name = many if len(files) > 1 else "model.safetensors"
+            write_safetensors(aside / name, group, metadata={"format": "pt"})
+            weight_map.update({piece.name: name for piece in group})
+        if len(files) > 1:
+            total = {"total_size": sum(piece.nbytes for piece in pieces)}
+            index = {"metadata": total, "weight_map": weight_map}
+            write_json(aside / "model.safetensors.index.json", index)
+        write_json(aside / "config.json", config)
+        for name, data in extra.items():
+            write_bytes(aside / name, data)
+        fsync_directory(aside)
+        os.rename(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    fsync_directory(target.parent)
+    return found.directory

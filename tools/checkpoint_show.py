@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what stands in a directory of checkpoints, what is whole, and what is in one of them."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tools.checkpoint_diff import flatten
+from training.checkpoint import Checkpoint, CheckpointError
+from training.checkpoint.files import check_file
+from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
+from training.checkpoint.manifest import MANIFEST
+from training.checkpoint.pieces import KINDS
+from training.checkpoint.retain import step_directories
+
+WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
+LEFT = re.compile(r"step_\d{8,}\.(tmp|trash)-[0-9a-f]+")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
+    """Yield rows as lines, cells under one another; the columns in `right` end flush."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def size_of(n: int) -> str:
+    """Write a number of bytes for people."""
+    for unit, bytes_ in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= bytes_:
+            return f"{n / bytes_:.1f} {unit}"
+    return f"{n} B"
+
+
+def layout_of(state: dict[str, Any]) -> str:
+    """Write the layout that saved: the world and its axes of more than one rank."""
+    layout = state.get("layout", {})
+    axes = [f"{axis} {n}" for axis, n in layout.items() if axis != "world_size" and n > 1]
+    ranks = layout.get("world_size", 1)
+    return ", ".join([f"{ranks} rank" + "s" * (ranks != 1), *axes])
+
+
+def saved_at(directory: Path) -> str:
+    """Tell when a checkpoint's manifest, or a Hugging Face config, was written."""
+    for name in (MANIFEST, "config.json"):
+        if (directory / name).exists():
+            when = time.localtime((directory / name).stat().st_mtime)
+            return time.strftime("%Y-%m-%d %H:%M", when)
+    return ""
+
+
+def list_steps(root: Path) -> Iterator[str]:
+    """Yield a table of the checkpoints under `root`, and whether their files have their sizes."""
+    rows = [("step", "saved", "samples", "tokens", "size", "written by", "files")]
+    for _, final, name in step_directories(root):
+        row = [name.removeprefix("step_").lstrip("0") or "0", saved_at(root / name)]
+        try:
+            found = Checkpoint(root / name)
+            progress = [found.state.get(f"consumed_{what}") for what in ("samples", "tokens")]
+            row += [f"{n:,}" if isinstance(n, int) else "" for n in progress]
+            row += [size_of(bytes_of(found)), layout_of(found.state)]
+            found.check_sizes()
+            row.append("all there" if final else "all there, set aside")
+        except CheckpointError as error:
+            row += [""] * (6 - len(row)) + [f"DAMAGED: {error}"]
+        rows.append(tuple(row))
+    for name in leftovers(root):
+        kind = "unfinished save" if ".tmp-" in name else "unfinished removal"
+        rows.append((name.removeprefix("step_").lstrip("0"), "", "", "", "", "", kind))
+    if len(rows) == 1:
+        raise CheckpointError(f"{root}: there is no checkpoint")
+    yield from columns(rows, right=(0, 2, 3, 4))
+
+
+def leftovers(root: Path) -> list[str]:
+    """Name what killed saves and removals left."""
+    return sorted(path.name for path in root.iterdir() if LEFT.fullmatch(path.name))
+
+
+def bytes_of(found: Checkpoint) -> int:
+    """Add up the sizes of a checkpoint's files."""
+    return sum(info["size"] for info in found.manifest["files"].values())
+
+
+def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
+    """Hash every file of each checkpoint; yield (whole, a line) for one after the other."""
+    for directory in directories:
+        try:
+            found = Checkpoint(directory)
+        except CheckpointError as error:
+            yield False, f"{directory.name}  DAMAGED  {error}"
+            continue
+        errors = []
+        for name, info in found.manifest["files"].items():
+            try:
+                check_file(directory / name, info)
+            except (CheckpointError, OSError) as error:
+                errors.append(str(error))
+        files = f"{len(found.manifest['files'])} files, {size_of(bytes_of(found))}"
+        if errors:
+            yield False, f"{directory.name}  DAMAGED  " + "; ".join(errors)
+        else:
+            yield True, f"{directory.name}  whole    {files} hashed"
+
+
+def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
+    """Yield what a checkpoint is: progress, layout, config and, if asked, each tensor."""
+    state = found.state
+    weights, optimizer = [], []
+    for name, entry in found.index.items():
+        is_state = name.endswith(tuple(f".{kind}" for kind in KINDS))
+        (optimizer if is_state else weights).append(entry)
+    rows = [("step", f"{found.step}, saved {saved_at(found.directory)}")]
+    rows += [
+        (key, f"{state[key]:,}" if isinstance(state[key], int) else str(state[key]))
+        for key in ("consumed_samples", "consumed_tokens", "optimizer_steps", "lr", "seed")
+        if key in state
+    ]
+    rows += [
+        ("written by", layout_of(state)),
+        ("files", f"{len(found.manifest['files'])}, {size_of(bytes_of(found))}"),
+        ("weights", _summary(weights)),
+        ("optimizer", _summary(optimizer)),
+    ]
+    shown = {"consumed_samples", "consumed_tokens", "optimizer_steps", "lr", "seed", "step"}
+    rest = {k: v for k, v in state.items() if k not in shown | {"layout", "iteration"}}
+    rows += [(key, str(value)) for key, value in flatten(rest)]
+    if isinstance(found, HuggingFaceDirectory):
+        rows[0] = ("Hugging Face", f"weights of {saved_at(found.directory)}")
+    yield from columns(rows)
+    if tensors:
+        yield ""
+        table = [("tensor", "dtype", "shape", "bytes", "parts", "in")]
+        for name, entry in found.index.items():
+            n = prod(entry["shape"]) * BY_NAME[entry["dtype"]].itemsize
+            shape, parts = "x".join(map(str, entry["shape"])), str(len(entry["parts"]))
+            table.append((name, entry["dtype"], shape, f"{n:,}", parts, _writers(entry)))
+        yield from columns(table, right=(3, 4))
+
+
+def _summary(entries: Sequence[dict[str, Any]]) -> str:
+    if not entries:
+        return "none"
+    kinds = sorted({entry["dtype"] for entry in entries})
+    numbers = sum(prod(entry["shape"]) for entry in entries)
+    return f"{numbers:,} numbers in {len(entries)} tensors, {', '.join(kinds)}"
+
+
+def _writers(entry: dict[str, Any]) -> str:
+    """Say which ranks wrote the parts of a tensor, as ranges; the files where no rank did."""
+    files = sorted({part[0] for part in entry["parts"]})
+    matches = [WRITER.fullmatch(file) for file in files]
+    if not all(matches):
+        return ", ".join(files)
+    ranges: list[list[int]] = []
+    for rank in sorted({int(m[1]) for m in matches if m}):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+    return f"rank{'' if text.isdigit() else 's'} {text}"
