@@ -79,9 +79,12 @@ def build(grid: Grid, case: dict, seed: int = 5) -> pretrain_llama.Run:
     return pretrain_llama.build(config_of(case, seed), grid, torch.device("cpu"), Watch())
 
 
-def saver_of(run: pretrain_llama.Run, root: str) -> Saver:
-    """Make what saves to, and loads from, a directory; the seed may be another than there."""
-    places = CheckpointConfig(save=root, load=root, allow_change=("seed",))
+def saver_of(run: pretrain_llama.Run, root: str, behind: bool = False) -> Saver:
+    """Make what saves to, and loads from, a directory; the seed may be another than there.
+
+    behind: while training goes on.
+    """
+    places = CheckpointConfig(save=root, load=root, allow_change=("seed",), async_save=behind)
     config, ctx, names = replace(run.config, checkpoint=places), run.model.ctx, hf_names(run.model)
     digests = {"tokenizer_digest": "a tokenizer", "train_data_digest": "a corpus"}
     notes: list[str] = []

@@ -12,6 +12,8 @@ import itertools
 import json
 import random
 import shutil
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,42 @@ def save_and_load(comm, some: list[tuple[Case, str, str]]) -> list[dict]:
     return found
 
 
+def go_on(comm, case: Case, load: str, save: str, steps: range) -> list[float]:
+    """On one rank: take up what another layout saved, if it did, train, save; return the losses."""
+    grid = comm.grid(case["tp"], pp=case["pp"], instances=case.get("instances", 1))
+    run = canonical.build(grid, case, seed=6 if load else 5)
+    if load:
+        at = steps.start, steps.start * case["model"]
+        assert saver_of(run, load).load() == at
+    losses = train(run, steps)
+    saver_of(run, save).save(steps.stop, steps.stop * case["model"], must=True)
+    return losses
+
+
+def stop_and_go_on(comm, case: Case, root: str, behind: bool) -> list[float]:
+    """On one rank: four steps with a save after the second, written during the third if `behind`;
+    then the last two again from that save, to the same bits of all that the rank keeps."""
+    instances = case.get("instances", 1)
+    grid = comm.grid(case["tp"], pp=case["pp"], instances=instances)
+    if behind and grid.background.group is None:
+        grid.add_background(timedelta(seconds=60))
+    state = Canonical(case)
+    straight = canonical.build(grid, case)
+    with saver_of(straight, root, behind) as saver:
+        saver.open(0)
+        losses = train(straight, range(2))
+        saver.save(2, 2 * case["model"], must=False)
+        losses += train(straight, range(2, 4))
+    resumed = canonical.build(grid, case, seed=6)
+    assert saver_of(resumed, root).load() == (2, 2 * case["model"])
+    assert train(resumed, range(2, 4)) == losses[2:]
+    for (what, one, _, _), (_, other, _, _) in zip(
+        state.held(straight), state.held(resumed), strict=True
+    ):
+        assert same_bits(one, other), f"{name_of(case)}: {what}"
+    return losses
+
+
 class Prover:
     """Runs cases on worlds of ranks, and holds them to the canonical state and to each other."""
 
@@ -185,7 +223,7 @@ def prover(world, tmp_path_factory) -> Prover:
     return Prover(world, tmp_path_factory.mktemp("reshard"))
 
 
-def sample(count: int, sizes: tuple[int, ...]) -> list[Case]:
+def sample(count: int, sizes: Sequence[int]) -> list[Case]:
     """Draw pairs of layouts whose bits must agree, from all those of some numbers of ranks."""
     groups: dict[tuple, list[Case]] = {}
     for case in every_case():
@@ -226,3 +264,52 @@ def test_the_cases_are_all_layouts_of_up_to_eight_ranks():
     for way in PIPELINES:
         assert sum(case | way == case for case in cases) > 10, way
     assert len({sums(case) for case in cases}) < len(cases) / 2  # many must agree to the bit
+
+
+def pair(sizes: Sequence[int], rng: random.Random) -> list[Case]:
+    """Draw two fp64 layouts of one model, whose sums are not the same to the bit."""
+    some = [c for c in every_case() if ranks(c) in sizes and c["dtype"] == "float64"]
+    one = rng.choice(some)
+    others = [c for c in some if alone(c) == alone(one) and sums(c) != sums(one)]
+    return [one, rng.choice(others)]
+
+
+@pytest.mark.parametrize(
+    "sizes, seeds",
+    [((2, 4), range(1)), pytest.param(range(1, 9), range(1, 25), marks=pytest.mark.prove)],
+    ids=["one", "many"],
+)
+def test_a_run_goes_on_in_any_other_layout(world, tmp_path, sizes, seeds):
+    """Two steps here, two there: the losses of four steps on one rank."""
+    straight: dict[str, list[float]] = {}
+    for seed in seeds:
+        one, other = pair(sizes, random.Random(seed))
+        saved = [str(tmp_path / f"{seed} {i}") for i in range(2)]
+        losses = []
+        for case, load, save, at in ((one, "", saved[0], 0), (other, saved[0], saved[1], 2)):
+            found = world(ranks(case)).run(go_on, case, load, save, range(at, at + 2))
+            assert all(each == found[0] for each in found)
+            losses += found[0]
+        key = name_of(alone(one))
+        if key not in straight:
+            serial = canonical.build(Grid(), alone(one))
+            straight[key] = train(serial, range(4))
+        assert losses == pytest.approx(straight[key], rel=1e-10), (name_of(one), name_of(other))
+
+
+def resumes(sizes: Sequence[int], count: int) -> list[tuple[Case, bool]]:
+    """Draw layouts, every second one to be saved in the background."""
+    some = [case for case in every_case() if ranks(case) in sizes]
+    return [(case, i % 2 == 0) for i, case in enumerate(random.Random(7).sample(some, count))]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [resumes((2, 4), 4), pytest.param(resumes((2, 3, 4, 6, 8), 40), marks=pytest.mark.prove)],
+    ids=["few", "many"],
+)
+def test_a_run_goes_on_in_its_own_layout_as_if_it_had_never_stopped(world, tmp_path, cases):
+    """Losses, weights, masters and moments, to the bit; also from a save behind the training."""
+    for i, (case, behind) in enumerate(cases):
+        found = world(ranks(case)).run(stop_and_go_on, case, str(tmp_path / str(i)), behind)
+        assert all(len(set(losses)) == 4 for losses in found), name_of(case)
