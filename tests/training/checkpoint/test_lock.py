@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run at a time writes to a directory, and a dead one keeps nobody out."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.checkpoint import SaveError
+from training.checkpoint.lock import DirectoryLock
+
+ROOT = Path(__file__).resolve().parents[3]
+HOLD = """
+import sys
+from pathlib import Path
+from training.checkpoint.lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def hold(root: Path) -> subprocess.Popen[str]:
+    """Start a process that holds the lock until it is killed or its stdin closes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_none(tmp_path: Path) -> None:
+    other = hold(tmp_path)
+    with pytest.raises(SaveError, match=f"written by another run: process {other.pid} on .*since"):
+        DirectoryLock(tmp_path)
+    other.kill()
+    other.wait()
+    lock = DirectoryLock(tmp_path)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    lock.close()
+    other = hold(tmp_path)  # and closing gives it back
+    other.communicate("")
+
+
+def test_a_child_keeps_no_lock_that_its_parent_lost(tmp_path: Path) -> None:
+    """A data worker that outlives the trainer must not keep the next run out."""
+    lock = DirectoryLock(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0)
+    lock.close()
+    other = hold(tmp_path)
+    other.communicate("")
+    os.write(write, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lockf(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    notes: list[str] = []
+    DirectoryLock(tmp_path, notes.append)
+    assert len(notes) == 1 and "knows no locks" in notes[0]
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        DirectoryLock(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "text"
