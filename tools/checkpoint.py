@@ -44,7 +44,10 @@ def run_directory(root: Path) -> Path:
         raise ValueError(f"{root} is not a directory")
     if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
         raise ValueError(f"{root} is one step: give the directory of the run, {root.parent}")
-    refuse_foreign(root, sorted(os.listdir(root)), "checkpoint")
+    names = sorted(os.listdir(root))
+    refuse_foreign(root, names, "checkpoint")
+    if "config.json" in names:
+        raise ValueError(f"{root} is a Hugging Face directory: only show, diff and convert read it")
     if not step_directories(root):
         raise ValueError(f"{root}: there is no checkpoint")
     return root
@@ -81,13 +84,13 @@ def do_diff(args: argparse.Namespace) -> int:
     """Print the differences; return 1 where there are any."""
     a, b = (open_newest(place, hashed=True) for place in (args.a, args.b))
     print(f"A  {a.directory}\nB  {b.directory}")
-    lines = 0
+    count = 0
     for line in diff(a, b, args.tensors):
-        lines += 1
+        count += 1
         print(line, flush=True)
-    shared = len(a.index.keys() & b.index.keys())
-    print(f"{lines} differences" if lines else f"all {shared} tensors are equal to the bit")
-    return int(lines > 0)
+    equal = f"all {len(a.index)} tensors are equal to the bit"
+    print(f"{count} difference{'s' * (count > 1)}" if count else equal)
+    return int(count > 0)
 
 
 def do_convert(args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 def warn(line: str) -> None:
     """Tell what was passed over, apart from the tool's own output."""
-    print(f"checkpoint: {line}", file=sys.stderr)
+    print(f"checkpoint: {line.removeprefix('checkpoint ')}", file=sys.stderr)
 
 
 def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:

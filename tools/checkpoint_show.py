@@ -17,6 +17,7 @@ from training.checkpoint.pieces import KINDS
 from training.checkpoint.retain import step_directories
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
+PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")
 LEFT = re.compile(r"step_\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
 
@@ -112,28 +113,23 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
 
 def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
     """Yield what a checkpoint is: progress, layout, config and, if asked, each tensor."""
-    state = found.state
-    weights, optimizer = [], []
+    state, weights, optimizer = found.state, [], []
     for name, entry in found.index.items():
         is_state = name.endswith(tuple(f".{kind}" for kind in KINDS))
         (optimizer if is_state else weights).append(entry)
-    rows = [("step", f"{found.step}, saved {saved_at(found.directory)}")]
+    if isinstance(found, HuggingFaceDirectory):
+        rows = [("Hugging Face's", f"saved {saved_at(found.directory)}")]
+    else:
+        rows = [("step", f"{found.step}, saved {saved_at(found.directory)}")]
+        rows += [(key, f"{state[key]:,}") for key in PROGRESS if key in state]
+        rows.append(("written by", layout_of(state)))
     rows += [
-        (key, f"{state[key]:,}" if isinstance(state[key], int) else str(state[key]))
-        for key in ("consumed_samples", "consumed_tokens", "optimizer_steps", "lr", "seed")
-        if key in state
-    ]
-    rows += [
-        ("written by", layout_of(state)),
         ("files", f"{len(found.manifest['files'])}, {size_of(bytes_of(found))}"),
         ("weights", _summary(weights)),
         ("optimizer", _summary(optimizer)),
     ]
-    shown = {"consumed_samples", "consumed_tokens", "optimizer_steps", "lr", "seed", "step"}
-    rest = {k: v for k, v in state.items() if k not in shown | {"layout", "iteration"}}
+    rest = {k: v for k, v in state.items() if k not in (*PROGRESS, "step", "layout", "iteration")}
     rows += [(key, str(value)) for key, value in flatten(rest)]
-    if isinstance(found, HuggingFaceDirectory):
-        rows[0] = ("Hugging Face", f"weights of {saved_at(found.directory)}")
     yield from columns(rows)
     if tensors:
         yield ""

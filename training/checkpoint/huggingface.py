@@ -195,10 +195,11 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         header = parse(
             file.read(length), f"{path.name} is not a sound safetensors file: its header"
         )
+    texts = header.pop("__metadata__", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise refuse("its __metadata__ is no table of texts")
     found, spans = {}, []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             numbers = [begin, end, *shape]

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face directory opens like a checkpoint, and what lies about itself is refused."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model.llama import LlamaConfig, from_hf_config, hf_config
+from training.checkpoint import CheckpointError, MismatchError, NamedPiece
+from training.checkpoint.huggingface import HuggingFaceDirectory, read_header
+from training.checkpoint.pieces import whole
+
+SIZES = hf_config(LlamaConfig(250, 64, 96, 2, 8, 4))
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    return hf_config(from_hf_config(config))
+
+
+def make(root: Path, config: dict[str, Any] | None = None, **shards: dict[str, Any]) -> Path:
+    """Write a directory: shards is {file's stem: tensors}."""
+    root.mkdir(exist_ok=True)
+    (root / "config.json").write_text(json.dumps(config or SIZES))
+    for stem, tensors in shards.items():
+        save_file(tensors, root / f"{stem}.safetensors")
+    if list(shards) != ["model"]:
+        listed = {n: f"{stem}.safetensors" for stem, ts in shards.items() for n in ts}
+        (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    return root
+
+
+def two(root: Path) -> Path:
+    return make(
+        root,
+        one={"a": torch.arange(12.0).view(4, 3)},
+        two={"b": torch.arange(5).bfloat16(), "c": torch.ones(2)},
+    )
+
+
+def test_it_offers_what_a_checkpoint_offers(tmp_path: Path) -> None:
+    found = HuggingFaceDirectory(two(tmp_path))
+    assert found.directory == tmp_path and found.state["hf_config"] == SIZES
+    assert found.index["b"] == {
+        "dtype": "BF16",
+        "shape": [5],
+        "parts": [["two.safetensors", "b", [0], [5]]],
+    }
+    found.check_sizes()
+    found.check_model({**SIZES, "torch_dtype": "bfloat16"})
+    with pytest.raises(MismatchError, match="another model: hidden_size is 64 there and 65 here"):
+        found.check_model({**SIZES, "hidden_size": 65})
+    corner = NamedPiece("a", (4, 3), (1, 1), (2, 2), torch.zeros(2, 2, dtype=torch.float64))
+    tail = NamedPiece("b", (5,), (3,), (2,), torch.zeros(2))
+    with pytest.raises(MismatchError, match="a was saved in F32"):
+        found.check_tensors([corner], cast=False)
+    found.check_tensors([corner, tail], cast=True)
+    assert found.files_of([tail]) == ["two.safetensors"]
+    found.verify(found.files_of([corner, tail]))
+    found.read([corner, tail])
+    assert corner.tensor.tolist() == [[4, 5], [7, 8]] and tail.tensor.tolist() == [3, 4]
+    with pytest.raises(MismatchError, match=r"lacks optimizer state \(a.exp_avg\)"):
+        found.check_tensors([whole("a.exp_avg", torch.zeros(4, 3))], cast=True)
+
+
+def test_a_tensor_that_the_model_does_not_know(tmp_path: Path) -> None:
+    found = HuggingFaceDirectory(two(tmp_path))
+    found.check_names(["c", "b", "a", "more"])
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: c is no tensor of the Llama"):
+        found.check_names({"a", "b"})
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
+    found = HuggingFaceDirectory(two(tmp_path))
+    os.truncate(tmp_path / "two.safetensors", 90)
+    found.verify(["one.safetensors"])
+    with pytest.raises(CheckpointError, match="two.safetensors has 90 bytes where"):
+        found.verify(["one.safetensors", "two.safetensors"])
+
+
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+TRANSFORMERS_4 = {"rope_theta": 500000.0, "rope_scaling": SCALING, "torch_dtype": "bfloat16"}
+TRANSFORMERS_5 = {"rope_parameters": {"rope_theta": 500000.0, **SCALING}, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("spelling", [TRANSFORMERS_4, TRANSFORMERS_5])
+def test_configs_of_transformers_4_and_5(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    plain = {k: v for k, v in SIZES.items() if k not in ("rope_theta", "rope_scaling", "head_dim")}
+    found = HuggingFaceDirectory(
+        make(tmp_path, {**plain, **spelling, "use_cache": True}, model={"a": torch.ones(1)}),
+        from_hf,
+    )
+    want = {**SIZES, "rope_theta": 500000.0, "rope_scaling": SCALING}
+    found.check_model(want)
+    for field, value in {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 9}.items():
+        with pytest.raises(MismatchError, match=f"another model: {field} is"):
+            found.check_model({**want, field: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"model_type": "qwen2"}, "config.json: model_type is 'qwen2'"),
+        ({"model_type": "llama"}, "config.json: missing or bad field: "),
+        ({**SIZES, "rope_scaling": "yes"}, "config.json: missing or bad field: "),
+        ({**SIZES, "attention_bias": True}, "config.json: attention_bias is True"),
+        ({**SIZES, "rope_scaling": {**SCALING, "rope_type": "yarn"}}, "only Llama 3.1's rule"),
+    ],
+)
+def test_a_config_of_something_else(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
+    make(tmp_path, config, model={"a": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=sentence) as refusal:
+        HuggingFaceDirectory(tmp_path, from_hf)
+    assert str(refusal.value).startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize("place", ["same file", "another file"])
+@pytest.mark.parametrize("row", [None, 0, 2999])
+def test_the_second_copy_of_tied_embeddings(tmp_path: Path, place: str, row: int | None) -> None:
+    embedding = torch.randn(3000, 4)
+    copy = embedding.clone()
+    if row is not None:
+        copy[row, 3] += 1
+    config = {**SIZES, "tie_word_embeddings": True}
+    if place == "same file":
+        make(tmp_path, config, model={EMBEDDING: embedding, HEAD: copy})
+    else:
+        make(tmp_path, config, one={EMBEDDING: embedding}, two={HEAD: copy})
+    found = HuggingFaceDirectory(tmp_path)
+    assert list(found.index) == [EMBEDDING]
+    with pytest.raises(MismatchError, match=f"no {HEAD}"):
+        found.check_tensors([whole(HEAD, copy)], cast=False)
+    if place == "another file":
+        found.verify(["two.safetensors"])  # who has the embedding compares
+    if row is None:
+        found.verify(found.manifest["files"])
+    else:
+        with pytest.raises(CheckpointError, match=f"{HEAD} differs from {EMBEDDING}"):
+            found.verify(found.manifest["files"])
+
+
+def test_a_head_of_its_own_and_derived_tables(tmp_path: Path) -> None:
+    derived = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {EMBEDDING: torch.zeros(3, 4), HEAD: torch.ones(3, 4), derived: torch.ones(2)}
+    found = HuggingFaceDirectory(make(tmp_path, model=tensors))
+    assert sorted(found.index) == [HEAD, EMBEDDING]
+    found.verify(found.manifest["files"])
+
+
+def test_the_directory_may_be_named_through_a_link_its_files_may_not(tmp_path: Path) -> None:
+    two(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert HuggingFaceDirectory(tmp_path / "link").directory == tmp_path / "real"
+    for name in ("one.safetensors", "config.json", "model.safetensors.index.json"):
+        (tmp_path / "real" / name).rename(tmp_path / name)
+        (tmp_path / "real" / name).symlink_to(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name} is a link: copy .* cp -rL"):
+            HuggingFaceDirectory(tmp_path / "real")
+        (tmp_path / "real" / name).unlink()
+        (tmp_path / name).rename(tmp_path / "real" / name)
+
+
+@pytest.mark.parametrize("name", ["two.safetensors", "config.json", "."])
+def test_somebody_elses_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two(tmp_path)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / name, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CheckpointError, match="belongs to the user with number"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_what_is_no_plain_file(tmp_path: Path) -> None:
+    two(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    os.mkfifo(tmp_path / "two.safetensors")  # opening it to read would wait forever
+    with pytest.raises(CheckpointError, match="two.safetensors is not a plain file"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    make(tmp_path, model={"a": torch.ones(1)})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="there is no model.safetensors, nor an index"):
+        HuggingFaceDirectory(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"\.bin weights only: they are pickles"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    make(tmp_path, one={"a": torch.ones(1), "b": torch.ones(1)}, two={"a": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="two.safetensors and one.safetensors both hold a"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def tensor(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def raw(header: Any, data: int = 0, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+
+
+TWICE = (
+    b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}'
+)
+ABSURD = {
+    "nothing": (b"", "it has 0 bytes"),
+    "half a length": (b"1234567", "it has 7 bytes"),
+    "a header of 4 EB": (raw(b"{}", length=1 << 62), "a header of 4611686018427387904 bytes"),
+    "a header of 100 MB and 1": (raw(b"{}", length=100_000_001), "where 100000000 are allowed"),
+    "a header beyond the end": (raw(b"{}", length=3), "3 bytes ends beyond the 10 of the file"),
+    "no JSON": (raw(b"[["), "its header is not JSON"),
+    "no object": (raw(b"[]"), "its header does not hold a JSON object"),
+    "a deep header": (raw(b'{"a":' * 50_000), "its header is not JSON"),
+    "a NaN": (raw(b'{"a":NaN}'), "its header is not JSON"),
+    "metadata with a number": (raw({"__metadata__": {"a": 1}}), "__metadata__ is no table"),
+    "overlap": (raw({"a": tensor(0, 8), "b": tensor(4, 12)}, 12), "b overlaps another tensor"),
+    "the same bytes": (raw({"a": tensor(0, 8), "b": tensor(0, 8)}, 8), "b overlaps another"),
+    "a hole": (raw({"a": tensor(0, 8), "b": tensor(12, 20)}, 20), "b leaves a hole before it"),
+    "a hole in front": (raw({"a": tensor(4, 12)}, 12), "a leaves a hole before it"),
+    "one name twice": (raw(TWICE, 12), "a leaves a hole before it"),
+    "a tail": (raw({"a": tensor(0, 8)}, 9), "its tensors end at 8 of 9 bytes"),
+    "data beyond the end": (raw({"a": tensor(0, 8)}, 7), "its tensors end at 8 of 7 bytes"),
+    "too many bytes": (raw({"a": tensor(0, 12)}, 12), "takes 8 bytes and has 12"),
+    "backwards": (raw({"a": tensor(8, 0)}, 8), "takes 8 bytes and has -8"),
+    "negative offsets": (raw({"a": tensor(-8, 0)}, 8), "of a are not a few counts"),
+    "negative sizes": (raw({"a": tensor(0, 8, [-2, -1])}, 8), "of a are not a few counts"),
+    "more than 2^64": (raw({"a": tensor(0, 8, [1 << 62, 4])}, 8), "takes 73786976294838206464"),
+    "half offsets": (raw({"a": tensor(0, 8.0)}, 8), "of a are not a few counts"),
+    "true": (raw({"a": tensor(0, 4, [True])}, 4), "of a are not a few counts"),
+    "no shape": (raw({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8), "a needs dtype, shape"),
+    "no table": (raw({"a": 7}, 8), "a needs dtype, shape"),
+    "a dtype of its own": (raw({"a": tensor(0, 8, dtype="X9")}, 8), "a is X9; only F64"),
+    "a dtype that is a list": (raw({"a": tensor(0, 8, dtype=[])}, 8), r"a is \[\]; only F64"),
+}
+OURS_ALONE = {
+    "a million dimensions": (raw({"a": tensor(0, 8, [1] * 10**6 + [2])}, 8), "not a few counts"),
+    "integers": (raw({"a": tensor(0, 8, dtype="I32")}, 8), "a is I32; only F64"),
+}
+
+
+@pytest.mark.parametrize("what", [*ABSURD, *OURS_ALONE])
+def test_absurd_headers(tmp_path: Path, what: str) -> None:
+    """Each is refused with its rule; the safetensors library, which reads next, agrees."""
+    content, sentence = (ABSURD | OURS_ALONE)[what]
+    path = make(tmp_path, model={"a": torch.ones(1)}) / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"model.safetensors.*{sentence}") as refusal:
+        HuggingFaceDirectory(tmp_path)
+    assert len(str(refusal.value)) < 400 and "\n" not in str(refusal.value)
+    if what in ABSURD:
+        with pytest.raises(SafetensorError), safe_open(path, "pt") as file:
+            file.keys()
+
+
+def test_empty_tensors_are_sound(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(0, 3), "b": torch.zeros(2), "c": torch.zeros(())}, path)
+    assert read_header(path)[1] == {"a": ("F32", [0, 3]), "b": ("F32", [2]), "c": ("F32", [])}
+
+
+GOOD = raw({"__metadata__": {"k": "v"}, "a": tensor(0, 8), "b": tensor(8, 14, [3], "BF16")}, 14)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4))
+def test_what_is_let_through_the_library_reads_alike(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+) -> None:
+    content = bytearray(GOOD)
+    for at, byte in changes:
+        content[at] = byte
+    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
+    path.write_bytes(content)
+    try:
+        _, found = read_header(path)
+    except CheckpointError:
+        return
+    with safe_open(path, "pt") as file:
+        there = {n: file.get_slice(n) for n in file.keys()}  # noqa: SIM118 (not a dict)
+        assert found == {n: (s.get_dtype(), s.get_shape()) for n, s in there.items()}
