@@ -65,6 +65,8 @@ class Checkpoint:
         self.step: int = self.manifest["step"]
         self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
         self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
+        if self.state.get("step") != self.step:
+            raise CheckpointError(f"{STATE} is of step {self.state.get('step')!r}")
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
