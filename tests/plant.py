@@ -2,8 +2,8 @@
 """Put a fault into a rank of a real run: which call of what it strikes, and what happens there.
 
 A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
-each rank) suffers `how`. A point "save: PHASE" is a moment inside a save, as training/checkpoint
-names them to its hook. What narrows it down:
+each rank) suffers `how`. A point "save: PHASE" is a moment inside a save, or in the removal of old
+checkpoints after it, as training/checkpoint names them to its hook. What narrows it down:
 
     "during"  only calls count while the rank says that it is doing this; it strikes half a second
               later, so that the others have heard what it was doing
@@ -34,6 +34,7 @@ from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
 from mpu.zero import adam, optimizer, weights
+from training.checkpoint import retain, stage
 from training.data.loader import Loader
 
 saving = sys.modules["training.checkpoint.save"]
@@ -59,6 +60,8 @@ POINTS = {
     "evaluation": (pretrain_llama, "forward_only"),
     "saving": (saving, "write_safetensors"),
     "committing": (saving, "_commit"),
+    "staging": (stage.Staging, "copy"),
+    "staged": (stage.Background, "start"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
 }
@@ -191,9 +194,11 @@ def _plant(planted: Planted) -> None:
         return enter(watch)
 
     pretrain_llama.Watch.__enter__ = entered
-    defaults, point = saving.save.__kwdefaults__, planted.fault["point"]
+    point = planted.fault["point"]
     if "save" in planted.fault or point.startswith("save: "):  # the hook counts saves, too
-        defaults["hook"] = planted.hook(point.removeprefix("save: "), defaults["hook"])
+        defaults, phase = saving.save.__kwdefaults__, point.removeprefix("save: ")
+        defaults["hook"] = planted.hook(phase, defaults["hook"])
+        retain.prune.__defaults__ = (planted.hook(phase, *retain.prune.__defaults__),)
     if point in POINTS:
         owner, name = POINTS[point]
         setattr(owner, name, planted.wrap(getattr(owner, name)))

@@ -18,11 +18,15 @@ import pytest
 from tests.faults import LIMIT, Ranks, check_blame, weights
 from tests.launcher import Launcher, Result
 
+BACKGROUND = "--async-save --keep-last-k 1 "
+ZERO = "--zero-stage 2 --overlap-grad-reduce --ddp-bucket-size 20000"
 LAYOUTS = {  # name: (ranks, tp, pp, flags)
     "tp": (2, 2, 1, ""),
-    "dp": (2, 1, 1, "--zero-stage 2 --overlap-grad-reduce --ddp-bucket-size 20000"),
+    "dp": (2, 1, 1, ZERO),
     "pp": (2, 1, 2, "--num-layers 4"),
     "tp, pp": (4, 2, 2, "--num-layers 4"),
+    "dp, in the background": (2, 1, 1, BACKGROUND + ZERO),
+    "pp, in the background": (2, 1, 2, BACKGROUND + "--num-layers 4"),
 }
 # Steps 3, 6 and 8 are saved; the second save is struck. place: (point, call, which step is loaded)
 SAVE = {
@@ -34,7 +38,14 @@ SAVE = {
     "the manifest is written aside": ("save: manifest", 1, 3),
     "renamed": ("save: renamed", 1, 6),
 }
-RANK_0_ALONE = ("committing", "save: manifest", "save: aside", "save: renamed", "save: pruning")
+LATER = {
+    "nothing is staged yet": ("staging", 2, 3),
+    "staged": ("staged", 2, 3),
+    "an old one is about to go": ("save: pruning", 1, 6),
+    "an old one is renamed": ("save: trash", 1, 6),
+}
+RANK_0_ALONE = ("committing", "save: manifest", "save: aside", "save: renamed")
+RANK_0_ALONE += ("save: pruning", "save: trash")
 STEP = {  # in iteration 5
     "data": ("data", 1, 3),
     "forward": ("layer", 3, 3),
@@ -43,19 +54,25 @@ STEP = {  # in iteration 5
     "update": ("update", 1, 3),
 }
 MESSAGES = {"receive": ("receive", 2, 3), "wait": ("wait", 2, 3), "send": ("send", 2, 3)}
-PLACES = SAVE | STEP | MESSAGES
+PLACES = SAVE | LATER | STEP | MESSAGES
 ALL = -1
 KILLS = [
     (layout, place, victim)
     for layout, (ranks, _, pp, _) in LAYOUTS.items()
-    for place in (*SAVE, *STEP, *(MESSAGES if pp > 1 else ()))
+    for place in PLACES
+    if (pp > 1 or place not in MESSAGES) and ("background" in layout or place not in LATER)
     for victim in (ALL, *range(ranks))
     if victim <= 0 or PLACES[place][0] not in RANK_0_ALONE
 ]
 DRAW = random.Random(9)
 SAMPLE = [
     DRAW.choice([kill for kill in KILLS if kill[0] == layout and kill[1] in places])
-    for layout, places in (("pp", MESSAGES), ("dp", SAVE), ("dp", STEP))
+    for layout, places in (
+        ("pp", MESSAGES),
+        ("pp", SAVE),
+        ("dp, in the background", LATER),
+        ("dp, in the background", STEP),
+    )
 ]
 
 
@@ -86,7 +103,9 @@ def run(ranks: Ranks, layout: str, fault: Any = None, **job: Any) -> Result:
 def fault_of(place: str, victim: int) -> dict[str, Any]:
     point, call, _ = PLACES[place]
     how = {"rank": max(victim, 0), "how": "kill all" if victim == ALL else "kill"}
-    return {"point": point, "call": call, **how, **({"save": 2} if place in SAVE else {"from": 5})}
+    when = {"from": 5} if place in STEP | MESSAGES else {}
+    when = {"save": 2} if point.startswith("save: ") else when
+    return {"point": point, "call": call, **how, **when}
 
 
 @pytest.mark.parametrize(
