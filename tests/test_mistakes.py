@@ -240,7 +240,7 @@ MISTAKES = [
         "checkpoint in another precision", {"--load": "saved", "--fp64": ""}, "was saved in F32"
     ),
     mistake(
-        "Megatron's checkpoint", {"--load": "megatron"}, "a Megatron-LM checkpoint .*convert.py"
+        "Megatron's checkpoint", {"--load": "megatron"}, "a Megatron-LM checkpoint .*Hugging Face"
     ),
     mistake(
         "Hugging Face directory", {"--load": "hf"}, "Hugging Face directory: run tools/convert"

@@ -3,7 +3,6 @@
 directory. One tensor is in memory at a time; what is written is complete or absent."""
 
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
@@ -26,6 +25,7 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.huggingface import BY_NAME, EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
+from training.tokenizer import tokenizer_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,18 +59,6 @@ def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> Non
             )
 
 
-def tokenizer_facts(files: dict[str, bytes]) -> dict[str, str]:
-    """Say, as a checkpoint's state does, which tokenizer the files make that are copied along."""
-    if "tokenizer.json" in files:
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tokenizer.json"}
-    if "tokenizer.model" not in files:
-        return {}
-    # Llama 3's is lines of base64 and rank; Llama 2's is a SentencePiece protobuf
-    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", files["tokenizer.model"]) is not None
-    kind = "TikTokenizer" if tiktoken else "Llama2Tokenizer"
-    return {"tokenizer_type": kind, "tokenizer_model": "tokenizer.model"}
-
-
 def tokenizer_files(root: Path) -> dict[str, bytes]:
     """Read the tokenizer's files of a directory."""
     found = {}
@@ -98,7 +86,7 @@ def import_hf(source: Path, root: Path) -> Path:
     state = {
         **found.state,
         "hf_config": {**hf_config(config, dtype), **ids},
-        **tokenizer_facts(files),
+        **tokenizer_of(files),
     }
     pieces = stream(found, expected)
     return save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)

@@ -538,7 +538,7 @@ REFUSED = (
         """,
     ),
     (
-        "checkpoints are safetensors and JSON; convert with tools/convert.py",
+        "checkpoints are safetensors and JSON; convert with tools/checkpoint.py",
         """
 --ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format
 --ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-load-per-rank-objects

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import open_plain
 from training.checkpoint.find import candidates
 from training.checkpoint.huggingface import read_json
 from training.checkpoint.manifest import STATE, read_manifest, read_part
 from training.config import ModelConfig, UsageError
+from training.tokenizer import tokenizer_of
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -65,11 +67,12 @@ def _read(flag: str, root: Path, step: int | None) -> tuple[Path, dict[str, Any]
     for name in candidates(root, step, flag)[0]:
         directory = Path(name)
         if (directory / "config.json").is_file():
-            state = {"hf_config": read_json(directory / "config.json")}
-            for kind, file in (("HuggingFaceTokenizer", "tokenizer.json"),):
-                if (directory / file).is_file():
-                    state |= {"tokenizer_type": kind, "tokenizer_model": file}
-            return directory, state
+            config, files = read_json(directory / "config.json"), {}
+            for file in ("tokenizer.json", "tokenizer.model"):
+                if (directory / file).exists():
+                    with open_plain(directory / file) as opened:
+                        files[file] = opened.read(1000)
+            return directory, {"hf_config": config, **tokenizer_of(files)}
         with suppress(CheckpointError):  # find_latest passes over it, and says so
             return directory, read_part(directory, read_manifest(directory), STATE)
     return None

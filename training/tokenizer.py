@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 
@@ -287,3 +287,18 @@ def _bounded_pieces(text: str, size: int = 400_000, run: int = 25_000) -> Iterat
                 yield part[begin:end]
                 begin = end
         yield part[begin:]
+
+
+def tokenizer_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Say which tokenizer a directory's files make: its type and the name of its file, or {}.
+
+    files: {name: contents, or how they begin}. tokenizer.model is lines of base64 and rank where it
+    is Llama 3's, a SentencePiece protobuf where it is Llama 2's.
+    """
+    if "tokenizer.json" in files:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tokenizer.json"}
+    if "tokenizer.model" not in files:
+        return {}
+    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", files["tokenizer.model"]) is not None
+    kind = "TikTokenizer" if tiktoken else "Llama2Tokenizer"
+    return {"tokenizer_type": kind, "tokenizer_model": "tokenizer.model"}

@@ -95,12 +95,14 @@ def find_latest(
 def open_checkpoint(
     directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Checkpoint:
-    """Open a directory of ours, or of Hugging Face's. Raises CheckpointError."""
+    """Open a directory of ours, or of Hugging Face's. Raises CheckpointError, which for the latter
+    is a MismatchError."""
     if not (directory / "config.json").exists() or (directory / MANIFEST).exists():
         return Checkpoint(directory)
-    found = HuggingFaceDirectory(directory)
-    found.state["hf_config"] = from_hf(found.state["hf_config"])
-    return found
+    try:
+        return HuggingFaceDirectory(directory, from_hf)
+    except CheckpointError as error:  # there is no older one to take instead
+        raise MismatchError(str(error)) from None
 
 
 def _verified(
@@ -115,20 +117,22 @@ def _verified(
     """
     opened: list[Checkpoint] = []
 
-    def check() -> str:
+    def check() -> tuple[str, list[str]]:
         checkpoint = read()
         if grid.rank == 0:
             checkpoint.check_sizes()
         opened.append(checkpoint)
         needed = set(checkpoint.files_of(pieces))
-        return "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
+        bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
+        first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.data.rank
+        return bits, [piece.name for piece in pieces] if first else []
 
     outcomes = together(check, grid.world, device)
     failed = first_error(outcomes)
     if failed is None:
         (checkpoint,) = opened
         files = checkpoint.manifest["files"]
-        asked = zip(*(o.value for o in outcomes), strict=True)  # a column a file
+        asked = zip(*(o.value[0] for o in outcomes), strict=True)  # a column a file
         needed = [n for n, bits in zip(sorted(files), asked, strict=True) if "1" in bits]
         needed.sort(key=lambda name: -files[name]["size"])
         loads = [0] * grid.world.size
@@ -138,7 +142,14 @@ def _verified(
             loads[rank] += files[name]["size"]
             if rank == grid.world.rank:
                 mine.append(name)
-        failed = first_error(together(lambda: checkpoint.verify(mine), grid.world, device))
+        model = {name for o in outcomes for name in o.value[1]}
+
+        def verify() -> None:
+            if isinstance(checkpoint, HuggingFaceDirectory):
+                checkpoint.check_names(model)
+            checkpoint.verify(mine)
+
+        failed = first_error(together(verify, grid.world, device))
     return failed or opened[0]
 
 

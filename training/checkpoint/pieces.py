@@ -26,7 +26,7 @@ class NamedPiece:
     starts, sizes: where it lies, one number a dimension. tensor: the local data, shaped `sizes` (a
     view is fine: loading writes through it). holders: the axes over which other ranks hold the very
     same rectangle; one of them writes it. fetch: gives the data of a piece whose `tensor` is on the
-    meta device, when its turn to be written comes (tools/convert.py, in bounded memory).
+    meta device, when its turn to be written comes (tools/checkpoint.py, in bounded memory).
     """
 
     name: str
