@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero gpu-check
+.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -50,3 +50,6 @@ bench-zero: setup ## the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CA
 
 gpu-check: setup ## the whole trainer on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu
+
+slurm-check: setup ## a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 6 minutes
+	$(RUN) tools/slurm_check.py

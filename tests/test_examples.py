@@ -23,6 +23,18 @@ EXAMPLES = [
         },
     ),
     (
+        "cpu_two_nodes.slurm",
+        2,
+        {
+            "TP 1 x CP 1 x DP 2 x PP 1 = 2 ranks; sequence parallelism off": "DP 2 over gloo",
+            "3,344,064 in all": "3.3e6 parameters",
+            "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
+            "moments            13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
+            "activations        52.04 MB": "52 MB activations",
+            "total                109 MB": "= 109 MB",
+        },
+    ),
+    (
         "llama3_8b_one_node.sh",
         8,
         {
@@ -70,6 +82,9 @@ EXAMPLES = [
     ),
 ]
 
+BIG = [example for example in EXAMPLES if example[1] > 8]
+STEP_SECONDS = {"llama3_70b_16_nodes.slurm": 37, "llama3_405b_64_nodes.slurm": 103}
+
 
 def run(name, *flags, **environment):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WORLD_", "RANK"))}
@@ -85,7 +100,7 @@ def run(name, *flags, **environment):
 
 def test_every_example_is_tested():
     scripts = {p.name for p in (ROOT / "examples").iterdir() if p.suffix in (".sh", ".slurm")}
-    assert scripts == {name for name, _, _ in EXAMPLES}
+    assert scripts == {name for name, _, _ in EXAMPLES} | {"slurm_ranks.sh"}  # in test_slurm.py
 
 
 @pytest.mark.parametrize("name,world,said", EXAMPLES, ids=[e[0] for e in EXAMPLES])
@@ -114,7 +129,7 @@ def test_the_quick_start_trains():
 
 
 @pytest.mark.parametrize("name", [e[0] for e in EXAMPLES if e[0].endswith(".slurm")])
-def test_a_job_script_starts_one_torchrun_a_node(name, tmp_path):
+def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     """Run the job script itself with stand-ins for SLURM's commands."""
     for command, body in {
         "scontrol": 'echo node7; echo "$@" >&2',
@@ -123,7 +138,10 @@ def test_a_job_script_starts_one_torchrun_a_node(name, tmp_path):
     }.items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / command).chmod(0o755)
-    nodes = {"llama3_70b_16_nodes.slurm": 16, "llama3_405b_64_nodes.slurm": 64}[name]
+    nodes, each, world = {e[0]: (int(e[0].split("_")[2]), 8, e[1]) for e in BIG}.get(
+        name, (2, 1, 2)
+    )
+    assert nodes * each == world
     job = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "123456",
@@ -132,22 +150,27 @@ def test_a_job_script_starts_one_torchrun_a_node(name, tmp_path):
         "SLURM_RESTART_COUNT": "2",
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
-    stopped = run(name, "--micro-batch-size", "16", **job)
-    assert stopped.returncode == 1 and "does NOT fit a GPU of 80 GB" in stopped.stdout
+    if each > 1:
+        stopped = run(name, "--micro-batch-size", "16", **job)
+        assert stopped.returncode == 1 and "does NOT fit a GPU of 80 GB" in stopped.stdout
+        forced = run(name, "--micro-batch-size", "16", FITS="yes", **job)  # on larger GPUs
+        assert forced.returncode == 0 and "srun" in forced.stdout.splitlines()
 
-    forced = run(name, "--micro-batch-size", "16", FITS="yes", **job)  # on larger GPUs
-    assert forced.returncode == 0 and "srun" in forced.stdout.splitlines()
-
-    done = run(name, CONTAINER="weft.sqsh", DATA="/data/a b", **job)
+    done = run(name, CONTAINER="weft.sqsh", OUT="/a b", **job)
     assert done.returncode == 0, done.stderr
-    assert "restart 2, rendezvous at node7" in done.stdout
-    words = done.stdout.splitlines()[1:]
-    assert words[:2] == ["srun", "--kill-on-bad-exit=1"]
+    assert "restart 2, last checkpoint: none; ranks meet at node7:23456" in done.stdout
+    assert done.stdout.endswith("job 123456: exit code 0, last checkpoint: none\n")
+    words = done.stdout.splitlines()[1:-1]
+    assert words[:3] == ["srun", "--kill-on-bad-exit=0", "--wait=60"]
     assert "--container-image=weft.sqsh" in words
     after = {word: words[i + 1] for i, word in enumerate(words[:-1])}
-    assert (after["--nnodes"], after["--nproc-per-node"]) == (str(nodes), "8")
-    assert after["--rdzv-endpoint"] == f"node7:{20000 + 123456 % 20000}"
-    assert after["--rdzv-id"] == "123456.2"
-    assert after["--data-path"] == "/data/a b"
+    assert after["python3"] == "pretrain_llama.py"
+    assert after["--save"] == after["--load"] == "/a b/checkpoints"
     directives = [w for w in (ROOT / "examples" / name).read_text().splitlines() if "#SBATCH" in w]
-    assert f"#SBATCH --nodes={nodes}" in directives and "#SBATCH --requeue" in directives
+    wanted = {f"--nodes={nodes}", f"--ntasks-per-node={each}", "--requeue", "--open-mode=append"}
+    assert wanted <= {line.removeprefix("#SBATCH ") for line in directives}
+    assert not any("--array" in line for line in directives)
+    (warning,) = [line.split("USR1@")[1] for line in directives if "--signal" in line]
+    # not B:, or only the script would hear it; the step under way, one more and the save fit in
+    assert f"#SBATCH --signal=USR1@{warning}" in directives
+    assert int(warning) >= 2 * STEP_SECONDS.get(name, 1) + 60

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreeing on stopping and on skipped updates: one step late, without waiting for a step."""
+"""Signals, and agreeing on stopping and on skipped updates: one step late, without waiting for a
+step.
+"""
 
 import contextlib
+import os
+import signal
+import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from mpu.grid import Axis
 from training import control
-from training.control import Agreement, _Flags
+from training.control import Agreement, StopSignal, _Flags
 
 STEPS = [
     (False, 0.0),
@@ -70,3 +77,81 @@ def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
     flags.fill_(7.0)  # the device may go on with its memory
     assert asked.read() == (False, True)
     assert told[len(queued) :] == ["host waits for the event"]
+
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Signals to this process, which may follow one another sooner than a person's."""
+    monkeypatch.setattr(StopSignal, "ECHO", 0.1)
+    with StopSignal() as stop:
+        yield stop
+
+
+def send(*numbers):
+    """Send signals to this process, each long after the one before."""
+    for number in numbers:
+        time.sleep(0.15)
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [USR1, TERM, INT])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
+    with pytest.raises(SystemExit) as ended:
+        send(number)
+        time.sleep(5)
+    assert ended.value.code == 128 + number and not stop.received
+
+
+@pytest.mark.parametrize(
+    "numbers, name",
+    [
+        ((TERM, TERM, USR1, TERM), "SIGTERM"),  # srun, slurmstepd, torchrun
+        ((USR1, TERM, TERM), "SIGUSR1"),
+        ((TERM, INT, USR1), "SIGTERM"),  # one Ctrl-C is not two
+    ],
+)
+def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd):
+    stop.begin(speak=True)
+    send(*numbers)
+    time.sleep(0.15)
+    assert stop.received
+    said = capfd.readouterr().err
+    assert said == f"\n{name}: stopping after this step\n"
+    where = SimpleNamespace(save="runs/a", load="runs/a")
+    note = stop.end(True, "iteration 12 of 40", where)
+    more = "; saved: the same command goes on from there"
+    assert note == f"stopped by {name} after iteration 12 of 40{more}"
+    assert stop.code == 75
+
+
+def test_a_second_ctrl_c_ends_the_run_and_its_echo_does_not(stop, capfd):
+    stop.begin(speak=True)
+    os.kill(os.getpid(), INT)
+    os.kill(os.getpid(), INT)  # what torchrun passes on of the same one
+    time.sleep(0.05)
+    assert stop.received
+    assert capfd.readouterr().err.endswith("this step; a second Ctrl-C stops at once\n")
+    with pytest.raises(SystemExit) as ended:
+        send(TERM, INT)
+        time.sleep(5)
+    assert ended.value.code == 130
+
+
+def test_how_a_run_that_ends_early_is_told_and_its_exit_code():
+    saved, elsewhere = SimpleNamespace(save="a", load="a"), SimpleNamespace(save="a", load="b")
+    stop = StopSignal()
+    assert stop.end(False, "iteration 3 of 9", saved) == "stopped after iteration 3 of 9"
+    assert stop.code == 0  # --exit-interval: nothing is left to do
+    told = stop.end(True, "iteration 3 of 9", elsewhere)
+    assert told.startswith(
+        "stopped by a signal to another rank after iteration 3 of 9; saved: with"
+    )
+    assert "--load a the same command" in told and stop.code == 75
+    nowhere = SimpleNamespace(save=None, load=None)
+    assert stop.end(True, "x", nowhere).endswith("nothing was saved, as there is no --save")
+    under_torchrun = StopSignal(os.getppid(), stopped=0)
+    under_torchrun.end(True, "x", saved)
+    assert under_torchrun.code == 0
