@@ -182,6 +182,7 @@ def _commit(
         "version": VERSION,
         "step": state["step"],
         "consumed_samples": state.get("consumed_samples", 0),
+        "consumed_tokens": state.get("consumed_tokens", 0),
         "config_digest": state.get("config_digest", ""),
         "layout": state["layout"],
         "torch_version": state["torch_version"],
