@@ -198,8 +198,9 @@ def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed:
             fault = dict(point=point, rank=victim, call=rng.randint(1, calls), how="kill")
         argv = [*oracle.flags, *way.flags(), "--save-interval", str(EVERY)]
         argv += ["--save", "{dir}/saved", "--load", "{dir}/saved"]
-        saved = [] if folder is None else Result([], [], False, folder).saved()
-        begin = int(saved[-1].removeprefix("step_")) if saved else 0
+        names = [] if folder is None else Result([], [], False, folder).saved()
+        whole = [name for name in names if "." not in name]
+        begin = int(whole[-1].removeprefix("step_")) if whole else 0
         result = recorder.run(ranks, argv, folder, fault=fault, watch=PATIENCE)
         folder = result.folder
         done |= check_ledger(oracle, result, way, begin)
@@ -207,7 +208,7 @@ def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed:
         if -9 not in result.codes:
             assert result.codes == [0] * ranks, [result.said(rank) for rank in range(ranks)]
             break
-    assert done == set(range(1, STEPS + 1)) and killed >= kills - 1, (done, killed)
+    assert done == set(range(1, STEPS + 1)) and killed > 1, (done, killed)
     last = json.loads((folder / "saved" / f"step_{STEPS:08d}" / "state.json").read_text())
     assert last["consumed_samples"] == samples_after(oracle.config, STEPS)
 
