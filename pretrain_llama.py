@@ -263,7 +263,8 @@ def train(
             if ended:
                 stop_at_nan(settings.on_nan, agreement.close()[1], run.iteration)
                 if run.iteration < total:
-                    log.note(stop_signal.end(stop, f"iteration {run.iteration} of {total}", save))
+                    told, done = stop and not saver.failed, f"iteration {run.iteration} of {total}"
+                    log.note(stop_signal.end(told, done, save))
                 return
 
 

@@ -82,7 +82,11 @@ EXAMPLES = [
     ),
 ]
 
-BIG = [example for example in EXAMPLES if example[1] > 8]
+BIG = [example for example in EXAMPLES if example[0].endswith("nodes.slurm") and example[1] > 2]
+SIZES = {  # parameters, ranks
+    "llama3_70b_16_nodes.slurm": (70_553_706_496, 128),
+    "llama3_405b_64_nodes.slurm": (405_853_388_800, 512),
+}
 STEP_SECONDS = {"llama3_70b_16_nodes.slurm": 37, "llama3_405b_64_nodes.slurm": 103}
 
 
@@ -113,6 +117,24 @@ def test_dry_run_and_header_agree(name, world, said):
         assert in_report in done.stdout
         assert in_header in header
     assert f"WORLD_SIZE={world} LAUNCH=python3 bash examples/{name} --dry-run" in header
+
+
+@pytest.mark.parametrize("name, parameters, ranks", [(e[0], *SIZES[e[0]]) for e in BIG])
+def test_what_a_checkpoint_takes(name, parameters, ranks):
+    """bf16 weights, fp32 masters and two moments; as often as the script says."""
+    text = (ROOT / "examples" / name).read_text()
+    words = text.split()
+    interval, kept = (
+        int(words[words.index(flag) + 1]) for flag in ("--save-interval", "--save-retain-interval")
+    )
+    size, minutes = 14 * parameters, interval * STEP_SECONDS[name] / 60
+    per_rank = size / ranks / 1e9
+    header = text.replace("\n#  ", "")
+    assert f"{size / 1e12:.1f} TB: {per_rank:.1f} GB a rank, {8 * per_rank:.0f} GB of a" in header
+    assert (
+        f"One each {interval} steps, {minutes:.0f} minutes; 3 and every {kept:,}th stay" in header
+    )
+    assert "--async-save" in words and words[words.index("--keep-last-k") + 1] == "3"
 
 
 @pytest.mark.prove
