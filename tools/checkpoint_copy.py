@@ -2,7 +2,8 @@
 """Open a checkpoint for the tools, and stream its tensors, one at a time, into a new one."""
 
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ def warn(line: str) -> None:
     print(f"checkpoint: {line.removeprefix('checkpoint ')}", file=sys.stderr)
 
 
+class Room:
+    """Memory that one tensor after another uses: a C library's malloc, asked for thousands of a few
+    MB each, would leave holes that add up to the whole model."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor, of arbitrary values, in the place of the one before."""
+        size = prod(shape) * dtype.itemsize
+        if size > len(self._bytes):
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view(*shape)
+
+
 def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
     """Open a step's directory, the newest whole one of a run's, or a Hugging Face directory.
 
@@ -54,16 +70,20 @@ def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
 def stream(
     checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None = None
 ) -> list[NamedPiece]:
-    """List whole tensors, each read when it is written, in `dtype` or the stored one."""
+    """List whole tensors, each read when it is written, in `dtype` or the stored one; what is read
+    lasts until the next one is."""
+    read, converted = Room(), Room()
 
     def piece(name: str) -> NamedPiece:
         entry = checkpoint.index[name]
         shape, stored = tuple(entry["shape"]), BY_NAME[entry["dtype"]]
 
         def fetch() -> Tensor:
-            target = whole(name, torch.empty(shape, dtype=stored))
+            target = whole(name, read.tensor(shape, stored))
             checkpoint.read([target])
-            return target.tensor.to(dtype or stored)
+            if dtype in (None, stored):
+                return target.tensor
+            return converted.tensor(shape, dtype).copy_(target.tensor)
 
         return whole(name, torch.empty(shape, dtype=dtype or stored, device="meta"), fetch)
 

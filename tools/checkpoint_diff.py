@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.checkpoint_copy import Room
 from training.checkpoint import Checkpoint, NamedPiece
 from training.checkpoint.huggingface import BY_NAME
 
-BLOCK = 1 << 22  # elements of each side in memory
+BLOCK = 1 << 20  # elements of each side in memory
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element
 OF_A_SAVE = ("layout", "torch_version")  # who wrote it, not what
 
@@ -48,19 +49,25 @@ def compare_states(a: Checkpoint, b: Checkpoint) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def compare_tensors(a: Checkpoint, b: Checkpoint, name: str) -> Difference | None:
+def compare_tensors(
+    a: Checkpoint, b: Checkpoint, name: str, rooms: Sequence[Room]
+) -> Difference | None:
     """Compare a tensor that both have in the same shape; None where all bits are equal (or, between
     two dtypes, all values)."""
     shape = a.index[name]["shape"]
     dtypes = [BY_NAME[side.index[name]["dtype"]] for side in (a, b)]
     count, largest, found = 0, 0.0, None
     for starts, sizes in blocks(shape):
-        x, y = (read(side, name, starts, sizes, d) for side, d in zip((a, b), dtypes, strict=True))
+        x, y = (
+            read(side, name, starts, room.tensor(sizes, dtype))
+            for side, dtype, room in zip((a, b), dtypes, rooms[:2], strict=True)
+        )
+        differ = rooms[2].tensor(sizes, torch.bool)
         if dtypes[0] == dtypes[1]:
             bits = BITS[x.element_size()]
-            differ = x.view(bits) != y.view(bits)
+            torch.ne(x.view(bits), y.view(bits), out=differ)
         else:
-            differ = x.double() != y.double()
+            torch.ne(x.double(), y.double(), out=differ)
         if not differ.any():
             continue
         where = differ.nonzero()
@@ -85,17 +92,11 @@ def blocks(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, .
         yield (row, *rest), (min(rows, shape[0] - row), *shape[1:])
 
 
-def read(
-    side: Checkpoint,
-    name: str,
-    starts: tuple[int, ...],
-    sizes: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Read a rectangle of a tensor."""
-    data = torch.empty(sizes, dtype=dtype)
-    side.read([NamedPiece(name, tuple(side.index[name]["shape"]), starts, sizes, data)])
-    return data
+def read(side: Checkpoint, name: str, starts: tuple[int, ...], target: Tensor) -> Tensor:
+    """Fill `target` with the rectangle of a tensor that begins at `starts`."""
+    shape = tuple(side.index[name]["shape"])
+    side.read([NamedPiece(name, shape, starts, tuple(target.shape), target)])
+    return target
 
 
 def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
@@ -107,6 +108,7 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
         for name in side.index:
             if name not in other.index:
                 yield f"tensor  {name}: only in {sign}"
+    rooms = (Room(), Room(), Room())
     for name, entry in a.index.items():
         if name not in b.index:
             continue
@@ -114,7 +116,7 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
         if entry["shape"] != other["shape"]:
             yield f"tensor  {name}: shape {entry['shape']} | {other['shape']}"
             continue
-        found = compare_tensors(a, b, name)
+        found = compare_tensors(a, b, name, rooms)
         kinds = f"{entry['dtype']} | {other['dtype']}, "
         if found is not None:
             yield (

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/checkpoint.py says of checkpoints what is so, and refuses in a sentence."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.checkpoint import main
+from tools.checkpoint_show import size_of
+from training.checkpoint.lock import DirectoryLock
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARD = "rank_00000-000.safetensors"
+NORM, WIDE = "model.norm.weight", "model.embed_tokens.weight"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_list(tmp_path: Path, tool: Any, write: Any) -> None:
+    for step in (5, 20, 100):
+        write(tmp_path, step)
+    os.truncate(tmp_path / "step_00000020" / SHARD, 9)
+    (tmp_path / "step_00000100" / "manifest.json").unlink()
+    for name in ("step_00000101.tmp-ab", "step_00000004.trash-cd"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(tmp_path / "step_00000005", tmp_path / "step_00000007.old-ef")
+    code, (head, *rows), err = tool("list", tmp_path)
+    assert code == 0 and not err
+    assert head.split() == "step saved samples tokens size written by files".split()
+    cells = [row.split() for row in rows]
+    assert [c[0] for c in cells] == ["5", "7.old-ef", "20", "100", "4.trash-cd", "101.tmp-ab"]
+    assert cells[0][3:5] == ["5,000", "320,000"] and cells[0][7:] == "1 rank all there".split()
+    size = sum(p.stat().st_size for p in (tmp_path / "step_00000005").iterdir())
+    manifest = (tmp_path / "step_00000005" / "manifest.json").stat().st_size
+    assert " ".join(cells[0][5:7]) == size_of(size - manifest)
+    # step 7's directory says that it is step 5's: a copy under another name
+    assert "DAMAGED: manifest.json says step 5" in rows[1]
+    assert f"DAMAGED: {SHARD} has 9 bytes" in rows[2]
+    assert "DAMAGED: manifest.json: No such file" in rows[3]
+    assert rows[4].endswith("unfinished removal") and rows[5].endswith("unfinished save")
+    assert len({row.index("DAMAGED") for row in rows[1:4]}) == 1, "one column"
+
+
+def test_sizes_for_people() -> None:
+    assert [size_of(n) for n in (0, 999, 1000, 1234567, 5 * 10**9)] == [
+        *("0 B", "999 B", "1.0 kB", "1.2 MB", "5.0 GB")
+    ]
+
+
+def test_verify(tmp_path: Path, tool: Any, write: Any) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    code, lines, _ = tool("verify", tmp_path)
+    assert code == 0
+    assert [line.split()[:2] for line in lines] == [[f"step_0000000{n}", "whole"] for n in "123"]
+    assert all("4 files, " in line for line in lines)
+    flip(tmp_path / "step_00000002" / SHARD)
+    (tmp_path / "step_00000002" / "tokenizer.json").unlink()
+    flip(tmp_path / "step_00000003" / "index.json", 5)
+    code, lines, _ = tool("verify", tmp_path)
+    assert code == 1 and [line.split()[1] for line in lines] == ["whole", "DAMAGED", "DAMAGED"]
+    assert f"{SHARD} does not have the SHA-256" in lines[1]
+    assert "tokenizer.json: No such file" in lines[1], "all that is wrong"
+    assert "index.json does not have the SHA-256" in lines[2]
+    assert tool("verify", tmp_path / "step_00000001")[0] == 0
+    assert tool("verify", tmp_path / "step_00000002")[0] == 1
+
+
+def test_show(tmp_path: Path, tool: Any, write: Any) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 12345)
+    (write(tmp_path, 12346) / "state.json").unlink()
+    code, lines, err = tool("show", tmp_path, "--tensors")
+    assert code == 0 and lines[0] == str(tmp_path / "step_00012345")
+    assert len(err) == 1 and "step_00012346 is passed over: " in err[0] and "state.json" in err[0]
+    facts = dict(re.split("  +", line) for line in lines[1 : lines.index("")])
+    assert facts["step"].startswith("12345, saved 20") and facts["written by"] == "1 rank"
+    assert facts["consumed_samples"] == "12,345,000"
+    assert facts["weights"] == "52 numbers in 2 tensors, F32"
+    assert facts["optimizer"] == "7 numbers in 1 tensors, F32"
+    assert facts["config.model.num_layers"] == "2" and facts["hf_config.vocab_size"] == "250"
+    table = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert table[1:] == [
+        [NORM, "F32", "7", "28", "1", "rank", "0"],
+        [WIDE, "F32", "9x5", "180", "1", "rank", "0"],
+        [f"{NORM}.exp_avg", "F32", "7", "28", "1", "rank", "0"],
+    ]
+    assert "" not in tool("show", tmp_path)[1], "no table of tensors unless asked"
+
+
+def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+    flip(tmp_path / "step_00000040" / SHARD)
+    (tmp_path / "step_00000050.tmp-ab").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    flags = ["--keep-last-k", 1, "--save-retain-interval", 20]
+    code, lines, err = tool("prune", tmp_path, *flags, "--dry-run")
+    assert code == 0 and sorted(os.listdir(tmp_path)) == before
+    stay = "3 stay: step_00000020, step_00000030, step_00000040"
+    assert lines == [f"would remove {tmp_path / 'step_00000010'}", stay]
+    assert len(err) == 1 and "step_00000040 is left and not counted" in err[0]
+    code, lines, _ = tool("prune", tmp_path, *flags)
+    assert code == 0 and lines == [f"removed {tmp_path / 'step_00000010'}", stay]
+    assert {n for n in os.listdir(tmp_path) if n.startswith("step")} == {
+        *("step_00000020", "step_00000030", "step_00000040")
+    }
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training.checkpoint.lock import DirectoryLock
+
+lock = DirectoryLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_prune_keeps_out_while_a_run_writes(tmp_path: Path, tool: Any, write: Any) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        code, _, err = tool("prune", tmp_path, "--keep-last-k", 1)
+        assert code == 2 and f"is being written by another run: process {holder.pid}" in err[0]
+        assert (tmp_path / "step_00000001").exists()
+        assert tool("list", tmp_path)[0] == tool("verify", tmp_path)[0] == 0, "looking is free"
+        assert holder.stdin is not None
+        holder.stdin.close()
+    assert tool("prune", tmp_path, "--keep-last-k", 1)[0] == 0
+    assert not (tmp_path / "step_00000001").exists()
+    DirectoryLock(tmp_path).close()
+
+
+REFUSED = [
+    (["list", "{dir}/no"], "{dir}/no is not a directory"),
+    (["list", "{dir}"], "{dir}: there is no checkpoint"),
+    (["list", "{dir}/run/step_00000001"], "is one step: give the directory of the run, {dir}/run"),
+    (["list", "{dir}/hf"], "is a Hugging Face directory: only show, diff and convert read it"),
+    (["verify", "{dir}/no"], "{dir}/no is not a directory"),
+    (["verify", "{dir}/megatron"], "holds a Megatron-LM checkpoint"),
+    (["show", "{dir}/no"], "{dir}/no: there is no checkpoint"),
+    (["show", "{dir}/file"], "{dir}/file is not a directory"),
+    (["show", "{dir}/megatron"], "checkpoint: {dir}/megatron holds a Megatron-LM checkpoint"),
+    (["diff", "{dir}/run", "{dir}/no"], "{dir}/no: there is no checkpoint"),
+    (["consolidate", "{dir}/no", "--save", "{dir}/x"], "{dir}/no: there is no checkpoint"),
+    (["prune", "{dir}/run"], "prune needs --keep-last-k or --save-retain-interval"),
+    (["prune", "{dir}/no", "--keep-last-k", "1"], "{dir}/no is not a directory"),
+    (["prune", "{dir}/run/step_00000001", "--keep-last-k", "1"], "is one step"),
+    (["convert", "--from-hf", "{dir}/hf"], "--from-hf needs --save"),
+    (["convert", "--to-hf", "{dir}/x"], "--to-hf needs --load"),
+    (["convert", "--from-hf", "{dir}/no", "--save", "{dir}/x"], "{dir}/no is not a directory"),
+    (["convert", "--from-hf", "a", "--save", "b", "--dtype", "float32"], "goes with --to-hf only"),
+    (["convert", "--from-hf", "a", "--save", "b", "--max-shard-size", "1"], "with --to-hf only"),
+    (["convert", "--to-hf", "a", "--load", "b", "--save", "c"], "--save goes with --from-hf only"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "sentence"), REFUSED)
+def test_bad_input_is_a_sentence(
+    tmp_path: Path, tool: Any, write: Any, argv: list[str], sentence: str
+) -> None:
+    write(tmp_path / "run", 1)
+    for name, file in (("hf", "config.json"), ("megatron", "common.pt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    (tmp_path / "file").write_text("")
+    there = sorted(tmp_path.rglob("*"))
+    code, out, err = tool(*(word.format(dir=tmp_path) for word in argv))
+    assert code == 2 and not out and len(err) == 1
+    assert err[0].startswith("checkpoint: ") and sentence.format(dir=tmp_path) in err[0]
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["rename", "x"],
+        ["list"],
+        ["prune", "x", "--keep-last-k", "0"],
+        ["prune", "x", "--keep-last", "1"],
+        ["consolidate", "x", "--save", "y", "--max-file-size", "0"],
+        ["convert", "--save", "x"],
+        ["convert", "--to-hf", "x", "--load", "y", "--max-shard-size", "nan"],
+    ],
+)
+def test_bad_flags(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2 and "usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["", *"list verify show diff convert consolidate prune".split()]
+)
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*([command] if command else []), "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and len(said.splitlines()) > 5
+    if not command:
+        for each in ("list", "verify", "show", "diff", "convert", "consolidate", "prune"):
+            assert f"tools/checkpoint.py {each} " in said
