@@ -133,15 +133,14 @@ def _verified(
         (checkpoint,) = opened
         files = checkpoint.manifest["files"]
         asked = zip(*(o.value[0] for o in outcomes), strict=True)  # a column a file
-        needed = [n for n, bits in zip(sorted(files), asked, strict=True) if "1" in bits]
-        needed.sort(key=lambda name: -files[name]["size"])
-        loads = [0] * grid.world.size
-        mine = []
-        for name in needed:
-            rank = loads.index(min(loads))
-            loads[rank] += files[name]["size"]
-            if rank == grid.world.rank:
-                mine.append(name)
+        readers = dict(zip(sorted(files), asked, strict=True))
+        loads, mine = [0] * grid.world.size, []
+        for name in sorted(files, key=lambda name: -files[name]["size"]):
+            ranks = [rank for rank, bit in enumerate(readers[name]) if bit == "1"]
+            if ranks:  # of those who read it, so that it is in their host's cache by then
+                rank = min(ranks, key=loads.__getitem__)
+                loads[rank] += files[name]["size"]
+                mine += [name] if rank == grid.world.rank else []
         model = {name for o in outcomes for name in o.value[1]}
 
         def verify() -> None:
@@ -163,11 +162,11 @@ def is_hugging_face(
 
 def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[str]:
     """Name the directories of later steps whose files all have their sizes, oldest first."""
-    found = []
+    found, known = [], {Path(name).resolve() for name in apart_from}
     for name in reversed(candidates(root, None, "--save")[0]):
         with suppress(CheckpointError):
             checkpoint = Checkpoint(Path(name))
-            if checkpoint.step > step and name not in apart_from:
+            if checkpoint.step > step and Path(name).resolve() not in known:
                 checkpoint.check_sizes()
                 found.append(Path(name).name)
     return found
