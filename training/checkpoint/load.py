@@ -66,7 +66,7 @@ class Checkpoint:
         self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
         self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
         if self.state.get("step") != self.step:
-            raise CheckpointError(f"{STATE} is of step {self.state.get('step')!r}")
+            raise CheckpointError(f"{STATE} is not of step {self.step}")
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
@@ -147,7 +147,7 @@ class Checkpoint:
                             opened = safe_open(str(self.directory / file), framework="pt")
                             files[file] = stack.enter_context(opened)
                         filled += _fill(piece, files[file], key, starts, sizes, dtype)
-                    except (OSError, SafetensorError) as error:
+                    except (OSError, SafetensorError, CheckpointError) as error:
                         raise CheckpointError(f"{self.directory / file}: {key}: {error}") from None
                 if filled != piece.tensor.numel():
                     raise CheckpointError(
@@ -162,9 +162,9 @@ def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any, dtype
     assert shared is not None
     stored = file.get_slice(key)
     if list(stored.get_shape()) != list(sizes):
-        raise CheckpointError(f"{key} has shape {stored.get_shape()} where {INDEX} says {sizes}")
+        raise CheckpointError(f"its shape is {stored.get_shape()} where {INDEX} says {sizes}")
     if stored.get_dtype() != dtype:
-        raise CheckpointError(f"{key} is {stored.get_dtype()} where {INDEX} says {dtype}")
+        raise CheckpointError(f"it is {stored.get_dtype()} where {INDEX} says {dtype}")
     if list(shared[1]) == list(sizes):  # all of it: no copy in between
         data: Tensor = file.get_tensor(key)
     else:
