@@ -242,9 +242,7 @@ MISTAKES = [
     mistake(
         "Megatron's checkpoint", {"--load": "megatron"}, "a Megatron-LM checkpoint .*Hugging Face"
     ),
-    mistake(
-        "Hugging Face directory", {"--load": "hf"}, "Hugging Face directory: run tools/convert"
-    ),
+    mistake("empty Hugging Face directory", {"--load": "hf"}, "hf: there is no model.safetensors"),
     mistake("broken checkpoint", {"--load": "broken"}, "--load broken: none of its 1 checkpoints"),
     mistake(
         "checkpoint that must be there",
