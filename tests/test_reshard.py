@@ -233,13 +233,13 @@ def sample(count: int, sizes: Sequence[int]) -> list[Case]:
     for case in every_case():
         if ranks(case) in sizes:
             groups.setdefault(sums(case), []).append(case)
-    rng = random.Random(6)
+    rng = random.Random(2)
     pairs = [rng.sample(group, 2) for group in groups.values() if len(group) > 1]
     return [case for pair in rng.sample(pairs, count // 2) for case in pair]
 
 
 def test_a_sample_of_the_layouts(prover, capsys):
-    cases = sample(24, (2, 4))
+    cases = sample(12, (2, 4))
     prover.prove(cases)
     with capsys.disabled():
         print(f"\n{2 * prover.count} cases: {prover.count} layouts save and load", end=" ")
