@@ -92,6 +92,7 @@ class Job:
 
     def go_on(self) -> float:
         """Start a waiting job now; return the seconds until it has made a step."""
+        time.sleep(5.0)  # sooner, SLURM may still revoke the job's credential, and ends it
         began, before = time.monotonic(), len(self.rows())
         self.cluster.ask(
             "scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=30"
@@ -99,7 +100,10 @@ class Job:
         return self._first_row(began, before)
 
     def _first_row(self, began: float, before: int) -> float:
-        wait_for(f"{self.folder.name} goes on", PATIENCE, lambda: len(self.rows()) > before)
+        name = self.folder.name
+        wait_for(f"{name} goes on", PATIENCE, lambda: len(self.rows()) > before or self._over())
+        if len(self.rows()) == before:
+            raise CheckError(f"{name} ended where it had to go on")
         return time.monotonic() - began
 
     def start_again(self) -> float:
