@@ -39,6 +39,16 @@ BANNED = (
     "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "pickle",
     "yaml",
 )  # fmt: skip
+# what runs code that comes as data: calls, and keywords with the value that makes them do so
+RUNS_DATA = {
+    "eval", "exec", "__import__", "torch.load", "torch.save", "os.system", "os.popen",
+    "torch.hub.load", "yaml.load", "marshal.load", "marshal.loads", "shelve.open",
+    "dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object",
+    "dist.scatter_object_list", "dist.send_object_list", "dist.recv_object_list",
+}  # fmt: skip
+RUNS_WITH = {
+    ("weights_only", False), ("allow_pickle", True), ("shell", True), ("trust_remote_code", True),
+}  # fmt: skip
 PRODUCT = [
     p for d in ("mpu", "model", "training", "tools") for p in sorted((ROOT / d).rglob("*.py"))
 ]
@@ -106,6 +116,30 @@ def test_collectives_argparse_and_environment_stay_in_their_rooms(path):
             if module == "argparse":
                 assert door, f"{name} imports argparse"
             assert not (module or "").startswith(BANNED), f"{name} imports {module}"
+
+
+def is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant)
+
+
+def what_runs_data(path: Path) -> list[str]:
+    """List the calls in a file that may run what they read."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {(k.arg, k.value.value) for k in node.keywords if is_constant(k.value)}
+            found += [name] * (name in RUNS_DATA)
+            found += [f"{name}({key}={value})" for key, value in given & RUNS_WITH]
+    return found
+
+
+def test_nothing_runs_what_it_reads(tmp_path):
+    for path in PRODUCT:
+        assert not what_runs_data(path), path
+    bad = tmp_path / "x.py"
+    bad.write_text("torch.load(f, weights_only=False)\neval('1')\nnp.load(f, allow_pickle=True)\n")
+    assert len(what_runs_data(bad)) == 4
 
 
 def test_no_module_level_state():

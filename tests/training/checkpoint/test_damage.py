@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,17 @@ import pytest
 import torch
 
 from mpu.grid import Grid
-from training.checkpoint import CheckpointError, SaveError, check_writable, find_latest, save
+from training.checkpoint import (
+    CheckpointError,
+    SaveError,
+    check_writable,
+    find_latest,
+    load,
+    save,
+)
 from training.checkpoint.pieces import NamedPiece, whole
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def flip(path: Path, at: int) -> None:
@@ -187,3 +198,69 @@ def test_ranks_agree_on_the_directory(world: Any, tmp_path: Path) -> None:
     assert step0 == step1 == 1
     assert len(notes0) == 1 and "rank 1: rank_00001-000.safetensors" in notes0[0]
     assert notes1 == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from mpu.grid import Grid
+from training.checkpoint import SaveError, save
+from training.checkpoint.pieces import whole
+
+root, me, steps = Path(sys.argv[1]), int(sys.argv[2]), [int(n) for n in sys.argv[3:]]
+torch.set_num_threads(1)
+print("ready", flush=True)
+sys.stdin.readline()
+for step in steps:
+    value = float(100 * me + step)
+    pieces = [whole(n, torch.full((50, 30), value)) for n in ("a", "b")]
+    try:
+        save(root, step=step, pieces=pieces, state={"value": value}, grid=Grid(), file_bytes=6000)
+        print("saved", flush=True)
+    except SaveError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "steps", [((7,) * 12, (7,) * 12), ((1, 2, 3, 4, 5, 6), (6, 5, 4, 3, 2, 1))], ids=str
+)
+def test_two_writers_at_once_never_mix(tmp_path: Path, steps: Any) -> None:
+    """Runs are kept apart by a lock; should two write all the same, each checkpoint is one's."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(me), *map(str, own)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for me, own in enumerate(steps)
+    ]  # fmt: skip
+    assert [writer.stdout.readline() for writer in writers] == ["ready\n"] * 2
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        try:
+            seen.add(value_of(tmp_path))
+        except CheckpointError:
+            pass  # it was replaced while it was read
+    for writer in writers:
+        lines = writer.communicate()[0].splitlines()
+        assert writer.returncode == 0 and "saved" in lines
+        assert all(line == "saved" or "was not saved" in line for line in lines), lines
+    seen.add(value_of(tmp_path))
+    assert seen - {None} and value_of(tmp_path) is not None
+
+
+def value_of(root: Path) -> float | None:
+    """Load the newest, which must be of one writer alone; return its number."""
+    pieces = [whole(n, torch.zeros(50, 30)) for n in ("a", "b")]
+    found = find_latest(root, Grid(), pieces=pieces, note=lambda line: None)
+    if found is None:
+        return None
+    load(found, pieces, Grid())
+    values = {v for p in pieces for v in p.tensor.flatten().tolist()}
+    assert values == {found.state["value"]}, "two writers' numbers in one checkpoint"
+    return found.state["value"]
