@@ -93,7 +93,9 @@ def test_logits_equal_transformers(world: Any, tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_round_trip_keeps_every_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_a_round_trip_keeps_every_bit(
+    tmp_path: Path, kind: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import LlamaForCausalLM
 
     theirs = hugging_face(kind).to(dtype)
@@ -104,6 +106,10 @@ def test_a_round_trip_keeps_every_bit(tmp_path: Path, kind: str, dtype: torch.dt
     main(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft"), *shards])
     many = [p.name for p in (tmp_path / "out").glob("*.safetensors")]
     assert (len(many) > 3 and "model.safetensors" not in many) if shards else len(many) == 1
+    for other in ("hf", "out"):
+        assert main(["diff", str(tmp_path / "weft"), str(tmp_path / other), "--tensors"]) == 0
+        assert main(["show", str(tmp_path / other), "--tensors"]) == 0
+        assert "model.norm.weight" in capsys.readouterr().out
     back = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert back.dtype == dtype
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": "b"}'
@@ -164,13 +170,14 @@ def test_a_run_takes_up_an_imported_model_at_any_size(tmp_path: Path) -> None:
         "--num-layers 3 --hidden-size 96 --ffn-hidden-size 136 --num-attention-heads 8 "
         "--norm-epsilon 1e-6 --untie-embeddings-and-output-weights --seq-length 64 "
         "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 2 --log-interval 1 "
-        f"--num-workers 0 --device cpu --finetune --load {tmp_path / 'weft'}"
+        "--num-workers 0 --device cpu --finetune"
     ).split()
     losses = []
-    for tp in (1, 2):
-        log = tmp_path / f"log{tp}.jsonl"
+    for tp, place in ((1, "weft"), (2, "weft"), (2, "hf")):
+        log = tmp_path / f"log-{tp}-{place}.jsonl"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
         more = ["--tensor-model-parallel-size", str(tp), "--log-json", str(log)]
+        more += ["--load", str(tmp_path / place)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, *launcher, *flags, *more],
@@ -182,9 +189,9 @@ def test_a_run_takes_up_an_imported_model_at_any_size(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "step_00000000: at iteration 0" in done.stdout
+        assert f"loaded the weights of {tmp_path / place}" in done.stdout
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         losses.append([row["loss"] for row in rows if "loss" in row])
-    assert len(losses[0]) == len(losses[1]) == 2
+    assert [len(each) for each in losses] == [2, 2, 2] and losses[1] == losses[2]
     assert losses[0][0] > 5.7  # the imported weights (std 0.1), not a fresh model at ln 251 = 5.5
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+    assert max(abs(a - b) for a, b in zip(*losses[:2], strict=True)) < 1e-4

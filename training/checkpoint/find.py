@@ -144,7 +144,7 @@ def _verified(
         model = {name for o in outcomes for name in o.value[1]}
 
         def verify() -> None:
-            if isinstance(checkpoint, HuggingFaceDirectory):
+            if model and isinstance(checkpoint, HuggingFaceDirectory):  # else nothing is loaded yet
                 checkpoint.check_names(model)
             checkpoint.verify(mine)
 
