@@ -43,8 +43,8 @@ from training.failure import meet  # noqa: E402
 
 WAIT = timedelta(minutes=10)
 HIDDEN, FFN, VOCAB = 1024, 2816, 32000
-BLOCK = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN // 4, HIDDEN), "v_proj": (HIDDEN // 4, HIDDEN),
-         "o_proj": (HIDDEN, HIDDEN), "gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN),
+BLOCK = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN // 4, HIDDEN),
+         "v_proj": (HIDDEN // 4, HIDDEN), "o_proj": (HIDDEN, HIDDEN), "gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN),
          "down_proj": (HIDDEN, FFN), "input_layernorm": (HIDDEN,),
          "post_attention_layernorm": (HIDDEN,)}  # fmt: skip
 SIDES = ("weft", "torch")

@@ -113,7 +113,7 @@ CHECKED = """
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
 --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | the tokenizer is always the one of --tokenizer-model
 --no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | a checkpoint holds no tokenizer
---ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face (tools/convert.py)
+--ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
 --use-persistent-ckpt-worker | switch | any | --async-save writes in a thread of each rank

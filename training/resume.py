@@ -119,9 +119,15 @@ class Saver:
         pieces, state = self.pieces(), self._state(iteration, consumed)
         if self._staging is not None and not must:
             staged = self._staging.copy(pieces)
-            self._background.start(lambda: self._write(iteration, staged, state, True))
+
+            def behind() -> None:
+                self._write(iteration, staged, state, True)
+                self._prune()
+
+            self._background.start(behind)
         else:
             self._settle(lambda: self._write(iteration, pieces, state, False), must)
+            self._background.start(self._prune)  # it may have much to hash and to remove
 
     def poll(self) -> None:
         """Learn whether the save under way has failed; never wait for it."""
@@ -144,7 +150,7 @@ class Saver:
         state: Mapping[str, Any],
         behind: bool,
     ) -> None:
-        """Write a checkpoint, in whichever thread, then remove those that need not stay."""
+        """Write a checkpoint, in whichever thread."""
         c, grid = self.config.checkpoint, self.ctx.grid
         path = checkpoint.save(
             c.save,
@@ -158,8 +164,13 @@ class Saver:
         )
         self.note(f"saved {path}")
         self._good.add(path.name)
-        if grid.rank == 0:
-            gone = prune(path.parent, c.keep_last_k, c.save_retain_interval, self._good, self.note)
+
+    def _prune(self) -> None:
+        """Remove the checkpoints that need not stay."""
+        c = self.config.checkpoint
+        if self.ctx.grid.rank == 0:
+            root = Path(c.save)
+            gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
             if gone:
                 self.note(f"removed {', '.join(gone)}")
 

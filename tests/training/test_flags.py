@@ -16,33 +16,32 @@ from training.megatron_flags import CHECKED, DIFFERENCES
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
---adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad --data-cache-path --data-path
---ddp-bucket-size --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
---decoupled-lr --decoupled-min-lr --deterministic-mode --device --distributed-backend
---distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval --eval-iters
---exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint --ffn-hidden-size --finetune
---fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size --init-method-std --keep-last-k
---kv-channels
---load --log-interval --log-json --log-params-norm --lr --lr-decay-iters --lr-decay-samples
---lr-decay-style --lr-warmup-fraction --lr-warmup-init --lr-warmup-iters --lr-warmup-samples
---lr-wsd-decay-iters --lr-wsd-decay-samples --lr-wsd-decay-style --main-grads-dtype
---make-vocab-size-divisible-by --manual-gc --manual-gc-interval --max-position-embeddings
---micro-batch-size --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
+--adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
+--data-cache-path --data-path --ddp-bucket-size --decoder-first-pipeline-num-layers
+--decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr --deterministic-mode --device
+--distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
+--eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
+--ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
+--init-method-std --keep-last-k --kv-channels --load --log-interval --log-json --log-params-norm
+--lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
+--lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
+--lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
+--manual-gc-interval --max-position-embeddings --micro-batch-size
+--microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
---num-attention-heads
---num-distributed-optimizer-instances --num-layers --num-layers-per-virtual-pipeline-stage
---num-query-groups --num-virtual-stages-per-pipeline-rank --num-workers --on-nan --on-save-failure
---optimizer-backend --optimizer-cpu-offload --overlap-grad-reduce --overlap-param-gather
---pipeline-model-parallel-layout --pipeline-model-parallel-size --pipeline-schedule --pretrained-checkpoint --profile
+--num-attention-heads --num-distributed-optimizer-instances --num-layers
+--num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
+--num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
+--overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-layout
+--pipeline-model-parallel-size --pipeline-schedule --pretrained-checkpoint --profile
 --profile-ranks --profile-step-end --profile-step-start --recompute-granularity --recompute-method
 --recompute-num-layers --reset-attention-mask --reset-position-ids --rope-scaling-factor
---rotary-base --save --save-interval --save-retain-interval --seed --seq-length --sequence-parallel --split
---step-batch-size-schedule --tensor-model-parallel-size --tensorboard-dir --test-data-path
---tokenizer-model --tokenizer-type --tp-comm-overlap --tp-comm-overlap-cache --train-data-path
---train-iters --train-samples
---untie-embeddings-and-output-weights --use-checkpoint-args
---use-distributed-optimizer --use-rope-scaling
---valid-data-path --vocab-size --wandb-exp-name --wandb-project --weight-decay
+--rotary-base --save --save-interval --save-retain-interval --seed --seq-length
+--sequence-parallel --split --step-batch-size-schedule --tensor-model-parallel-size
+--tensorboard-dir --test-data-path --tokenizer-model --tokenizer-type --tp-comm-overlap
+--tp-comm-overlap-cache --train-data-path --train-iters --train-samples
+--untie-embeddings-and-output-weights --use-checkpoint-args --use-distributed-optimizer
+--use-rope-scaling --valid-data-path --vocab-size --wandb-exp-name --wandb-project --weight-decay
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
