@@ -43,10 +43,13 @@ from training.failure import meet  # noqa: E402
 
 WAIT = timedelta(minutes=10)
 HIDDEN, FFN, VOCAB = 1024, 2816, 32000
-BLOCK = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN // 4, HIDDEN),
-         "v_proj": (HIDDEN // 4, HIDDEN), "o_proj": (HIDDEN, HIDDEN), "gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN),
-         "down_proj": (HIDDEN, FFN), "input_layernorm": (HIDDEN,),
-         "post_attention_layernorm": (HIDDEN,)}  # fmt: skip
+BLOCK = {
+    **{name: (HIDDEN, HIDDEN) for name in ("q_proj", "o_proj")},
+    **{name: (HIDDEN // 4, HIDDEN) for name in ("k_proj", "v_proj")},
+    **{name: (FFN, HIDDEN) for name in ("gate_proj", "up_proj")},
+    "down_proj": (HIDDEN, FFN),
+    **{name: (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")},
+}
 SIDES = ("weft", "torch")
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from tools.checkpoint_copy import consolidate, open_newest, warn
 from tools.checkpoint_diff import diff
 from tools.checkpoint_hf import export_hf, import_hf

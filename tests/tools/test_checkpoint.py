@@ -219,3 +219,10 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not command:
         for each in ("list", "verify", "show", "diff", "convert", "consolidate", "prune"):
             assert f"tools/checkpoint.py {each} " in said
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
+    words = [sys.executable, str(script), "list", str(tmp_path / "nothing")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and "nothing" in done.stderr and "Traceback" not in done.stderr
