@@ -61,7 +61,7 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 
