@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved comes back bit for bit, in the layout that saved it and in others."""
+"""What is saved comes back bit for bit. (Other layouts: tests/test_reshard.py.)"""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 
 from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
-from mpu.grid import Axis, Grid
+from mpu.grid import Grid
 from mpu.param import draw_normal, unique_parameters
 from training.checkpoint import (
     NamedPiece,
@@ -28,13 +28,8 @@ from training.checkpoint.pieces import whole
 CONFIG = LlamaConfig(250, 64, 96, 2, 8, 4, make_vocab_size_divisible_by=16)
 
 
-def model_and_state(
-    grid: Grid, seed: int, dtype: torch.dtype, sharded: bool = False
-) -> list[NamedPiece]:
-    """Draw weights, moments and masters that are the same in every layout, and list them.
-
-    sharded: a data-parallel rank has its part of each flattened state, cut within rows.
-    """
+def model_and_state(grid: Grid, seed: int, dtype: torch.dtype) -> list[NamedPiece]:
+    """Draw weights, moments and masters that are the same in every layout, and list them."""
     model = Llama(CONFIG, LayerContext(grid, dtype=dtype)).initialize(seed)
     params, names, state = list(unique_parameters(model)), hf_names(model), []
     for i, kind in enumerate(("master", "exp_avg", "exp_avg_sq")):
@@ -42,23 +37,21 @@ def model_and_state(
             t = torch.nn.Parameter(torch.empty(p.shape), requires_grad=False)
             t.placement = p.placement  # type: ignore[attr-defined]
             draw_normal(t, names[name], 1.0, seed + 100 * (i + 1))
-            n, r, values = grid.data.size, grid.data.rank, t.data.flatten()
-            low, high = (len(values) * r // n, len(values) * (r + 1) // n) if sharded else (0, None)
-            state.append((name, kind, low, values[low:high]))
+            state.append((name, kind, 0, t.data.flatten()))
     with torch.no_grad():
         for name, p in params:
             if p.dim() == 1:
                 draw_normal(p, names[name], 1.0, seed)
     pieces = parameter_pieces(params, names, grid)
-    return pieces + state_pieces(state, params, names, grid, Axis("replica") if sharded else None)
+    return pieces + state_pieces(state, params, names, grid)
 
 
-def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype, sharded: bool = False) -> list[str]:
+def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype) -> list[str]:
     grid = comm.grid(tp)
     path = save(
         root,
         step=7,
-        pieces=model_and_state(grid, 1, dtype, sharded),
+        pieces=model_and_state(grid, 1, dtype),
         state={"hf_config": hf_config(CONFIG), "consumed_samples": 56, "lr": 0.1},
         grid=grid,
         file_bytes=200_000,  # several files a rank
@@ -66,12 +59,10 @@ def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype, sharded: bool = F
     return sorted(p.name for p in path.iterdir())
 
 
-def load_in(
-    comm: Any, root: str, tp: int, dtype: torch.dtype, sharded: bool = False
-) -> tuple[int, float]:
+def load_in(comm: Any, root: str, tp: int, dtype: torch.dtype) -> tuple[int, float]:
     """Fill zeros and compare with what was drawn for this layout; any bit counts."""
     grid = comm.grid(tp)
-    wanted = model_and_state(grid, 1, dtype, sharded)
+    wanted = model_and_state(grid, 1, dtype)
     blank = [
         NamedPiece(p.name, p.shape, p.starts, p.sizes, torch.full_like(p.tensor, float("nan")))
         for p in wanted
@@ -95,35 +86,6 @@ def test_the_same_layout_gives_the_same_bits(
         f"rank_{r:05d}" for r in range(size)
     }
     assert world(size).run(load_in, root, tp, dtype) == [(7, 0.1)] * size
-
-
-@pytest.mark.parametrize(("wrote", "reads"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2))])
-def test_another_layout_reads_the_same_numbers(
-    world: Any, tmp_path: Path, wrote: tuple[int, int], reads: tuple[int, int]
-) -> None:
-    world(wrote[0]).run(save_in, str(tmp_path), wrote[1], torch.bfloat16)
-    world(reads[0]).run(load_in, str(tmp_path), reads[1], torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("wrote", "reads"),
-    [((4, 2, True), (2, 1, True)), ((2, 1, True), (1, 1, False)), ((1, 1, False), (4, 1, True))],
-)
-def test_shards_of_a_state_are_rectangles_to_any_layout(
-    world: Any, tmp_path: Path, wrote: tuple[int, int, bool], reads: tuple[int, int, bool]
-) -> None:
-    for (size, tp, sharded), job in ((wrote, save_in), (reads, load_in)):
-        world(size).run(job, str(tmp_path), tp, torch.bfloat16, sharded)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("wrote", [(4, 1), (4, 2), (4, 4), (2, 2)])
-@pytest.mark.parametrize("reads", [(4, 1), (4, 2), (4, 4), (1, 1)])
-def test_all_pairs_of_layouts(
-    world: Any, tmp_path: Path, wrote: tuple[int, int], reads: tuple[int, int]
-) -> None:
-    world(wrote[0]).run(save_in, str(tmp_path), wrote[1], torch.float32)
-    world(reads[0]).run(load_in, str(tmp_path), reads[1], torch.float32)
 
 
 def test_what_stands_on_the_disk(tmp_path: Path) -> None:
