@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = "munged slurmctld slurmd sbatch srun scontrol scancel squeue".split()
-NODES = ("n1", "n2")
+NODES, SCRIPT = ("n1", "n2"), b"pretrain_llama.py"
 CONFIGURATION = """\
 ClusterName=weft
 SlurmctldHost={host}(127.0.0.1)
@@ -194,7 +194,8 @@ class Cluster:
 
     def ranks(self) -> list[int]:
         """List the processes that train."""
-        return [p for p in self.processes() if b"python3\0pretrain_llama.py" in command_line(p)]
+        words = {process: command_line(process).split(b"\0") for process in self.processes()}
+        return [p for p, w in words.items() if w[0].endswith(b"python3") and SCRIPT in w[1:2]]
 
     def no_jobs(self) -> bool:
         """Return whether nothing runs but the daemons."""
