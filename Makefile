@@ -51,5 +51,5 @@ bench-zero: setup ## the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CA
 gpu-check: setup ## the whole trainer on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu
 
-slurm-check: setup ## a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 6 minutes
+slurm-check: setup ## a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tools/slurm_check.py
