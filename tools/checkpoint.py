@@ -121,7 +121,7 @@ def do_prune(args: argparse.Namespace) -> int:
     if args.dry_run:
         gone = choose(root, keep, interval, good, warn)
     else:
-        lock = DirectoryLock(root, warn)
+        lock = DirectoryLock(root, warn, patience=0)
         try:
             clear_rubbish(root, good, warn)
             gone = prune(root, keep, interval, good, warn)

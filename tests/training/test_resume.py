@@ -133,7 +133,10 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     assert "step_00000005 is passed over" in capsys.readouterr().out
 
 
-def test_a_second_run_on_the_directory_is_refused(begun: Path, capsys: Any) -> None:
+def test_a_second_run_on_the_directory_is_refused(
+    begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryLock.__init__, "__defaults__", (print, 0.0))
     child = os.fork()
     if child == 0:  # another process holds it
         DirectoryLock(begun / "saved")

@@ -20,32 +20,50 @@ from training.checkpoint.errors import SaveError
 
 NAME = "lock"
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+HELD = (errno.EACCES, errno.EAGAIN)
+PATIENCE = 120.0  # seconds: a job that was put back may begin while its old ranks still save
 
 
 class DirectoryLock:
     """The right to write to `root`, from here to close() or the process's end. One a directory and
     process: the kernel drops all of a process's locks on a file when any of its handles closes.
 
-    Raises SaveError naming the other process; OSError where `root` cannot be written.
+    Waits for another process for so many seconds. Raises SaveError naming it; OSError where `root`
+    cannot be written.
     """
 
-    def __init__(self, root: Path, note: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, root: Path, note: Callable[[str], None] = print, patience: float = PATIENCE
+    ) -> None:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         self._fd = os.open(root / NAME, flags, 0o600)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            who = os.read(self._fd, 1000).decode(errors="replace")
+        until, told = time.monotonic() + patience, False
+        while (failed := self._try()) in HELD:
+            who = f"{root} is being written by another run: {_told(os.pread(self._fd, 1000, 0))}"
+            if time.monotonic() > until:
+                self.close()
+                raise SaveError(who)
+            if not told:
+                note(f"{who}; waiting for its end")
+            told = True
+            time.sleep(min(1.0, patience / 2))
+        if failed is not None and failed not in WITHOUT:
             self.close()
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise SaveError(f"{root} is being written by another run: {_told(who)}") from None
-            if error.errno not in WITHOUT:
-                raise
+            raise OSError(failed, os.strerror(failed), str(root / NAME))
+        if failed is not None:
             note(f"{root}: the file system knows no locks; keep other runs away from it")
             return
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         os.ftruncate(self._fd, 0)
-        os.write(self._fd, json.dumps(about).encode())
+        os.pwrite(self._fd, json.dumps(about).encode(), 0)
+
+    def _try(self) -> int | None:
+        """Ask for the lock; return None or what stood in the way."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno
+        return None
 
     def close(self) -> None:
         """Give the right back."""
@@ -54,10 +72,10 @@ class DirectoryLock:
         self._fd = -1
 
 
-def _told(text: str) -> str:
+def _told(data: bytes) -> str:
     """Say who holds a lock, by what stands in its file."""
     try:
-        who = json.loads(text)
+        who = json.loads(data)
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
     except (ValueError, KeyError, TypeError):
         return "its file `lock` does not say by which"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from training.checkpoint.lock import DirectoryLock
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = """
 import sys
+import threading
 from pathlib import Path
 from training.checkpoint.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
@@ -42,10 +44,12 @@ def hold(root: Path) -> subprocess.Popen[str]:
 def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_none(tmp_path: Path) -> None:
     other = hold(tmp_path)
     with pytest.raises(SaveError, match=f"written by another run: process {other.pid} on .*since"):
-        DirectoryLock(tmp_path)
-    other.kill()
+        DirectoryLock(tmp_path, patience=0)
+    notes: list[str] = []
+    threading.Timer(0.5, other.kill).start()
+    lock = DirectoryLock(tmp_path, notes.append, patience=20)
+    assert len(notes) == 1 and f"process {other.pid}" in notes[0] and "waiting" in notes[0]
     other.wait()
-    lock = DirectoryLock(tmp_path)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     lock.close()
     other = hold(tmp_path)  # and closing gives it back
