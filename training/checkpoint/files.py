@@ -125,10 +125,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a directory, no link, that belongs to us or to root
-    and that not everybody may write to.
+    """Raise CheckpointError unless `path` is a directory, no link, that belongs to us or to root.
 
-    In such a directory nobody else can replace what was checked.
+    In such a directory nobody else can replace what was checked, if its mode is the one we gave it.
+    The mode is not looked at: some file systems show one that everybody may write to for all.
     """
     try:
         found = os.lstat(path)
@@ -145,13 +145,10 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
             f"{path.name} belongs to the user with number {found.st_uid}, neither to this one nor "
             "to root: copy it if you trust it"
         )
-    if found.st_mode & stat.S_IWOTH:
-        raise CheckpointError(f"{path.name} can be written by anybody: chmod o-w, if you trust it")
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file to read: a plain one, reached by no link of its own name, ours or root's, that
-    not everybody may write to.
+    """Open a file to read: a plain one, reached by no link of its own name, ours or root's.
 
     Raises CheckpointError naming the file. Never waits, as opening a pipe would.
     """

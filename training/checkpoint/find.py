@@ -123,6 +123,8 @@ def _verified(
             checkpoint.check_sizes()
         opened.append(checkpoint)
         needed = set(checkpoint.files_of(pieces))
+        if grid.rank == 0:  # and what is kept beside the tensors
+            needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.data.rank
         return bits, [piece.name for piece in pieces] if first else []

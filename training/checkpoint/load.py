@@ -47,6 +47,9 @@ FLAGS = {
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
 }
+# what the state's entries are where a run goes on from them
+STATE_TYPES = dict.fromkeys(("iteration", "consumed_samples", "optimizer_steps"), int)
+STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
 
 
 class Checkpoint:
@@ -67,6 +70,10 @@ class Checkpoint:
         self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
+        for name, kind in STATE_TYPES.items():
+            value = self.state.get(name, kind())
+            if type(value) is not kind or (kind is int and value < 0):
+                raise CheckpointError(f"{STATE}: {name} is no {kind.__name__} that can be")
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:

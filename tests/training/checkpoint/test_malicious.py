@@ -366,13 +366,6 @@ def test_a_foreign_owner_is_refused(bad: Path, newest: Any, what: str) -> None:
     check_passed_over(newest, bad.parent, "belongs to the user with number 54321")
 
 
-@pytest.mark.parametrize("what", ["", *JSONS, SHARD])
-def test_what_anybody_may_write_is_refused(bad: Path, newest: Any, what: str) -> None:
-    path = bad / what
-    path.chmod(path.stat().st_mode | 0o002)
-    check_passed_over(newest, bad.parent, "can be written by anybody")
-
-
 def test_saves_are_nobody_else_s_to_read(tmp_path: Path, write: Any) -> None:
     before = os.umask(0)
     try:
