@@ -12,7 +12,6 @@
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
-from training.control import Agreement, StopSignal, time_is_up
+from training.control import Agreement, StopSignal, due, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
@@ -226,7 +225,8 @@ def train(
             decoupled = decoupled_learning_rate(config, run.consumed)
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
-            stop, skipped = agreement.ask(stop_signal.received or bool(saver.failed), found_inf)
+            over = time_is_up(settings, started) or bool(saver.failed)
+            told, over, skipped = agreement.ask(stop_signal.received, over, found_inf)
             run.iteration += 1
             run.consumed += size
             values = {}
@@ -247,24 +247,28 @@ def train(
                     log.note(line)
             stop_at_nan(settings.on_nan, skipped, run.iteration - 1)
             profile.step()
-            if settings.manual_gc and settings.manual_gc_interval:
-                if run.iteration % settings.manual_gc_interval == 0:
-                    gc.collect()
-            ended = stop or run.iteration == total or time_is_up(settings, run.iteration, started)
-            if loaders.valid and settings.eval_interval:
-                if run.iteration == total or run.iteration % settings.eval_interval == 0:
-                    log.validation(run.iteration, evaluate(run, loaders.valid))
+            if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
+                gc.collect()
+            last, save = run.iteration == total, config.checkpoint
+            ended = told or over or last or due(settings.exit_interval, run.iteration)
+            saving = save.save and (ended or due(save.save_interval, run.iteration))
+            if ended or saving:  # hear of this very step: what was skipped is not saved
+                now_told, now_over, skipped = agreement.close()
+                stop_at_nan(settings.on_nan, skipped, run.iteration)
+                told, ended = told or now_told, ended or now_told or now_over
+            checking = due(settings.eval_interval, run.iteration, last) and loaders.valid
+            if checking and not told:
+                log.validation(run.iteration, evaluate(run, checking))
             for line in unchosen(run.model.ctx.overlap):
                 log.note(line)
-            save = config.checkpoint
-            if save.save and (ended or run.iteration % (save.save_interval or total) == 0):
+            if saving:
                 run.watch.action = f"saving iteration {run.iteration}"
-                saver.save(run.iteration, run.consumed, must=ended)
+                saver.save(run.iteration, run.consumed, must=ended, hurry=told)
+            if checking and told:  # after the save: a signal's grace may be short
+                log.validation(run.iteration, evaluate(run, checking))
             if ended:
-                stop_at_nan(settings.on_nan, agreement.close()[1], run.iteration)
-                if run.iteration < total:
-                    told, done = stop and not saver.failed, f"iteration {run.iteration} of {total}"
-                    log.note(stop_signal.end(told, done, save))
+                if not last:
+                    log.note(stop_signal.end(told, f"iteration {run.iteration} of {total}", save))
                 return
 
 
@@ -290,8 +294,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            words = sys.argv[1:] if argv is None else argv
-            config = parse(words, launch.world, from_hf=from_hf_config)
+            config = parse(argv, launch.world, from_hf=from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, meta_model(config, grid)))
@@ -344,7 +347,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
-    digests["train_data_digest"] = loaders.train.dataset.digest
+    digests["corpus_digest"] = loaders.train.dataset.corpus
     return config, device, loaders, digests
 
 
@@ -354,9 +357,8 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 
 def meta_model(config: Config, grid: Grid) -> Llama:
     """Build one rank's model without memory, to show its shapes."""
-    ctx = LayerContext(
-        grid, config.parallel.sequence_parallel, config.run.dtype, device=torch.device("meta")
-    )
+    sp, meta = config.parallel.sequence_parallel, torch.device("meta")
+    ctx = LayerContext(grid, sp, config.run.dtype, device=meta)
     return Llama(llama_config(config), ctx, stages=rank_stages(config, grid.pp.rank))
 
 
@@ -371,11 +373,10 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         note(f"without fused operations, so slower: {native.reason()}")
     model, ctx, hf = run.model, run.model.ctx, (hf_config, from_hf_config)
     saver = Saver(config, ctx, model, run.optimizer, hf_names(model), *hf, digests, note)
-    run.iteration, run.consumed = saver.load()
-    saver.open(run.iteration)
+    run.iteration, run.consumed = saver.begin()
     run.watch.action = "measuring what overlaps"
     settle(run.model, ctx, config, note)
-    total = total_iterations(config)
+    total = total_iterations(config, run.iteration, run.consumed)
     log = Log(
         config.log,
         rank=grid.rank,

@@ -86,7 +86,7 @@ def saver_of(run: pretrain_llama.Run, root: str, behind: bool = False) -> Saver:
     """
     places = CheckpointConfig(save=root, load=root, allow_change=("seed",), async_save=behind)
     config, ctx, names = replace(run.config, checkpoint=places), run.model.ctx, hf_names(run.model)
-    digests = {"tokenizer_digest": "a tokenizer", "train_data_digest": "a corpus"}
+    digests = {"tokenizer_digest": "a tokenizer", "corpus_digest": "a corpus"}
     notes: list[str] = []
     hf = hf_config, from_hf_config
     return Saver(config, ctx, run.model, run.optimizer, names, *hf, digests, notes.append)

@@ -69,6 +69,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     pretrain_llama.Watch.__init__.__kwdefaults__.update(job.get("watch", {}))
     if job.get("timeout"):
         shorten(job["timeout"])
+    if job.get("late") == rank:  # by this rank's clock alone the time is up
+        pretrain_llama.time_is_up = lambda settings, started: True
     if job.get("no_step"):
         pretrain_llama.train = load_and_save
     if job.get("save_first"):

@@ -141,6 +141,15 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the
     assert set(whole.losses()) == set(resumed.losses())
 
 
+def test_time_is_up_for_all_when_it_is_for_one(ranks: Ranks) -> None:
+    """Clocks differ; a rank that saves while another one trains would wait for it for ever."""
+    result = ranks.run(2, 1, late=1)
+    assert result.codes == [0, 0]
+    assert result.saved() == ["step_00000002"] and "stopped after iteration 2" in result.said(
+        0, "out"
+    )
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Ranks) -> None:
     result = ranks.run(2, 2, fault("backward", -1, "int twice"))
     assert result.codes == [130, 130]

@@ -6,6 +6,7 @@ The flags are Megatron-LM's, classed in `training.flags`; what one flag demands 
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -33,18 +34,18 @@ Extra = Callable[[argparse.ArgumentParser], None]
 
 
 def parse(
-    argv: Sequence[str],
+    argv: Sequence[str] | None,
     world_size: int,
     extra: Extra | None = None,
     from_hf: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Config:
-    """Read the flags of a run over `world_size` ranks.
+    """Read the flags of a run over `world_size` ranks; None: those of this program.
 
     `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
     makes the model's config of Hugging Face's, for --use-checkpoint-args. Raises UsageError naming
     the flag, its value and the rule; `--help` prints and exits.
     """
-    given, notes, own = _read(argv, extra)
+    given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
     if "--use-checkpoint-args" in given:
         assert from_hf is not None
         given = sizes.from_checkpoint(given, from_hf)

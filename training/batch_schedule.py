@@ -87,9 +87,9 @@ def samples_after(config: Config, iterations: int) -> int:
     return consumed
 
 
-def iterations_at(config: Config, samples: int) -> int:
-    """Return how many steps it takes to consume at least `samples`."""
-    consumed = iterations = 0
+def iterations_at(config: Config, samples: int, consumed: int = 0) -> int:
+    """Return how many steps it takes from `consumed` samples to at least `samples`."""
+    iterations = 0
     steps = schedule(config)
     for (_, size), following in zip(steps, [*steps[1:], (None, 0)], strict=True):
         end = samples if following[0] is None else min(samples, following[0])
@@ -98,8 +98,8 @@ def iterations_at(config: Config, samples: int) -> int:
     return iterations
 
 
-def total_iterations(config: Config) -> int:
-    """Return the number of steps of the run.
+def total_iterations(config: Config, iteration: int = 0, consumed: int = 0) -> int:
+    """Return the number of steps of a run that stands at `iteration`, after so many samples.
 
     --train-samples with a constant batch leaves out an incomplete last step, as in Megatron-LM;
     with a schedule the last step may go past it, as there.
@@ -109,8 +109,9 @@ def total_iterations(config: Config) -> int:
         return batch.train_iters
     assert batch.train_samples is not None, "parse() lets no run through without a length"
     if batch.step_batch_size_schedule is None:
-        return batch.train_samples // batch.global_batch_size
-    return iterations_at(config, batch.train_samples)
+        left = max(0, batch.train_samples - consumed)
+        return iteration + left // batch.global_batch_size
+    return iteration + iterations_at(config, batch.train_samples, consumed)
 
 
 def total_samples(config: Config) -> int:

@@ -54,7 +54,8 @@ class StopSignal:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in zip(self.NUMBERS, self._before, strict=True):
-            signal.signal(number, handler)
+            # a repeated signal must not change the exit code of a run that the first one ended
+            signal.signal(number, signal.SIG_IGN if self.received else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._sockets[0].close()
 
@@ -130,19 +131,25 @@ class Agreement:
         self._asked: _Flags | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def ask(self, stop: bool, found_inf: Tensor) -> tuple[bool, bool]:
-        """Give this step's flags; return last step's: (a rank was told to stop, update skipped)."""
+    def ask(self, told: bool, over: bool, found_inf: Tensor) -> tuple[bool, bool, bool]:
+        """Give this step's flags; return last step's, each true where it is on any rank.
+
+        told: a signal asks to stop. over: time is up, or a save failed that must not. found_inf:
+        the update was skipped.
+        """
         if self._stream is None and found_inf.is_cuda and not self.world.staged:
             self._stream = torch.cuda.Stream(found_inf.device)
         last = self._asked
-        flags = torch.stack([found_inf.new_full((), float(stop)), found_inf])
+        mine = [found_inf.new_full((), float(flag)) for flag in (told, over)]
+        flags = torch.stack([*mine, found_inf])
         self._asked = _Flags(flags, self.world, self._stream)
-        return last.read() if last else (False, False)
+        return last.read() if last else (False, False, False)
 
-    def close(self) -> tuple[bool, bool]:
-        """Return the last step's flags. Waits for them: a process group must not be destroyed under
-        what is in flight."""
-        return self._asked.read() if self._asked else (False, False)
+    def close(self) -> tuple[bool, bool, bool]:
+        """Return the last step's flags, once. Waits for them: before a save, which must not hold a
+        step that was skipped, and before the process group goes."""
+        last, self._asked = self._asked, None
+        return last.read() if last else (False, False, False)
 
 
 class _Flags:
@@ -163,17 +170,21 @@ class _Flags:
                 self._host.copy_(self._sum, non_blocking=True)
                 self._arrived = stream.record_event()
 
-    def read(self) -> tuple[bool, bool]:
+    def read(self) -> tuple[bool, bool, bool]:
         if self._arrived is None:
             self._handle.wait()
         else:
             self._arrived.synchronize()
-        told, skipped = self._host.tolist()
-        return told > 0, skipped > 0
+        told, over, skipped = self._host.tolist()
+        return told > 0, over > 0, skipped > 0
 
 
-def time_is_up(settings: RunConfig, iteration: int, started: float) -> bool:
-    """Apply --exit-interval and --exit-duration-in-mins; `started` is a time.monotonic()."""
+def due(interval: int | None, iteration: int, last: bool = False) -> bool:
+    """Return whether what is done every `interval` steps, and perhaps after the last, is now."""
+    return bool(interval) and (last or iteration % interval == 0)
+
+
+def time_is_up(settings: RunConfig, started: float) -> bool:
+    """Apply --exit-duration-in-mins by this rank's clock; `started` is a time.monotonic()."""
     minutes = settings.exit_duration_in_mins
-    late = minutes is not None and time.monotonic() - started > 60 * minutes
-    return late or (settings.exit_interval is not None and iteration % settings.exit_interval == 0)
+    return minutes is not None and time.monotonic() - started > 60 * minutes

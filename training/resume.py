@@ -3,7 +3,7 @@
 asked of one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,12 @@ from mpu.context import LayerContext
 from mpu.param import unique_parameters
 from mpu.zero.optimizer import Optimizer
 from training import checkpoint
-from training.checkpoint.lock import DirectoryLock
+from training.checkpoint.lock import PATIENCE, DirectoryLock
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.lr import learning_rate
-
-# What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
-# of the config, and hashes kept in the state.
-SHARED = {
-    "seed": ("run.seed",),
-    "tokenizer": ("tokenizer_digest",),
-    "data": (
-        *("model.seq_length", "data.reset_position_ids", "data.reset_attention_mask"),
-        *("data.eod_mask_loss", "train_data_digest"),
-    ),
-    "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
-}
+from training.same_run import changes
 
 
 class Saver:
@@ -60,10 +49,13 @@ class Saver:
         self.failed: checkpoint.SaveError | None = None  # and the run is to end for it
         self._good: set[str] = set()  # directories known to be whole
         self._later: list[str] = []  # directories under --load that were passed over
-        self._background, self._staging = Background(), None
+        self._background, self._pruning = Background(), Background()
+        self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
-        tokenizer = Path(config.data.tokenizer_model or "")
-        self._attach = {tokenizer.name: tokenizer.read_bytes()} if tokenizer.is_file() else {}
+        self._hurry = False  # a signal ends the run: leave as soon as it is saved
+        tokenizer, self._attach = Path(config.data.tokenizer_model or ""), {}
+        if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
+            self._attach[checkpoint.plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
@@ -80,41 +72,57 @@ class Saver:
             parts, parameters, self.names, self.ctx.grid, holders
         )
 
-    def open(self, iteration: int) -> None:
-        """Find out, before step `iteration` + 1, whether --save can be written, and take its lock.
+    def begin(self) -> tuple[int, int]:
+        """Find out whether --save can be written, take its lock, load; return (iteration, samples).
 
-        Raises SaveError, also where the directory holds whole checkpoints of later steps: a resume
-        would take one of those for this run's.
+        The lock comes before the look at what is there: who held it may have been saving. Raises
+        what load() does, and SaveError, also where --save holds whole checkpoints of later steps
+        than this run begins at: a resume would take one of those for its own.
         """
-        c, grid = self.config.checkpoint, self.ctx.grid
+        c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
         if c.save is None:
-            return
-        pieces = self.pieces()
-        checkpoint.check_writable(c.save, grid, pieces, self.ctx.device)
+            return self.load()
+        root, pieces = Path(c.save), self.pieces()
+        checkpoint.check_writable(root, self.ctx.grid, pieces, device)
+        patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
 
-        def check() -> None:
-            if grid.rank == 0:
-                self._lock = DirectoryLock(Path(c.save), self.note)
-                later = checkpoint.later_steps(Path(c.save), iteration, self._later)
-                if later:
-                    raise checkpoint.SaveError(
-                        f"it holds checkpoints of later steps than {iteration}, where this run "
-                        f"begins ({', '.join(later)}), and a resume would take the newest: name "
-                        "another --save, or move them away"
-                    )
+        def claim() -> None:
+            if world.rank == 0:
+                self._lock = DirectoryLock(root, self.note, patience)
 
-        failed = checkpoint.first_error(checkpoint.together(check, grid.world, self.ctx.device))
-        if failed is not None:
-            raise checkpoint.SaveError(f"--save {c.save}: {failed.error}")
+        self._together(claim)
+        iteration, consumed = self.load()
+
+        def compare() -> None:
+            later = []
+            if world.rank == 0:
+                later = checkpoint.later_steps(root, iteration, self._later)
+            if later:
+                raise checkpoint.SaveError(
+                    f"it holds checkpoints of later steps than {iteration}, where this run begins "
+                    f"({', '.join(later)}), and a resume would take the newest: name another "
+                    "--save, or move them away"
+                )
+
+        self._together(compare)
         if c.async_save:
             self._staging = Staging(pieces)
+        return iteration, consumed
 
-    def save(self, iteration: int, consumed: int, must: bool) -> None:
+    def _together(self, work: Callable[[], None]) -> None:
+        world, device = self.ctx.grid.world, self.ctx.device
+        failed = checkpoint.first_error(checkpoint.together(work, world, device))
+        if failed is not None:
+            raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+
+    def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
         """Save, in the background with --async-save unless it is the last one (`must`).
 
         A failure is told and training goes on, unless --on-save-failure or `must` say otherwise.
-        One save is under way at a time: this waits for the one before.
+        One save is under way at a time: this waits for the one before. hurry: nothing is to follow
+        it, as a signal's grace may be short.
         """
+        self._hurry = hurry
         self._settle(self._background.wait)
         pieces, state = self.pieces(), self._state(iteration, consumed)
         if self._staging is not None and not must:
@@ -127,7 +135,7 @@ class Saver:
             self._background.start(behind)
         else:
             self._settle(lambda: self._write(iteration, pieces, state, False), must)
-            self._background.start(self._prune)  # it may have much to hash and to remove
+            self._prune()
 
     def poll(self) -> None:
         """Learn whether the save under way has failed; never wait for it."""
@@ -166,13 +174,21 @@ class Saver:
         self._good.add(path.name)
 
     def _prune(self) -> None:
-        """Remove the checkpoints that need not stay."""
+        """Let a thread remove the checkpoints that need not stay: there may be much to hash first.
+
+        No save waits for it; while one is at it, and where the run is to end, none begins.
+        """
         c = self.config.checkpoint
-        if self.ctx.grid.rank == 0:
+
+        def work() -> None:
             root = Path(c.save)
             gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
             if gone:
                 self.note(f"removed {', '.join(gone)}")
+
+        self._pruning.poll()
+        if self.ctx.grid.rank == 0 and not self._hurry and not self._pruning.busy:
+            self._pruning.start(work)
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         config, plan = self.config, self.ctx.overlap
@@ -186,7 +202,6 @@ class Saver:
             "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": dict(plan.choices)},
             "tokenizer_type": config.data.tokenizer_type,
-            # kept inside, so that the checkpoint can be moved
             "tokenizer_model": next(iter(self._attach), config.data.tokenizer_model),
             **self.digests,
             "config": config.flat(),
@@ -247,7 +262,8 @@ class Saver:
             self.optimizer.masters_from_weights()
         else:
             self.optimizer.loaded(found.state["optimizer_steps"])
-        if c.save and found.directory.parent == Path(c.save).resolve():
+        here = c.save and found.directory.resolve().parent == Path(c.save).resolve()
+        if here and not weights_only:  # then every file was hashed
             self._good.add(found.directory.name)
         self._later = found.passed_over
         if fresh:
@@ -256,7 +272,7 @@ class Saver:
         plan, chosen = self.ctx.overlap, found.state.get("tp_comm_overlap", {})
         if plan.mode == "auto" and chosen.get("tp") == self.ctx.tp.size:
             plan.choices |= chosen["choices"]
-        for _, line in self._changes(found):
+        for _, line in changes(found, self.config, self.digests):
             self.note(f"{line}; going on as --allow-change says")
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self.note(
@@ -266,26 +282,12 @@ class Saver:
 
     def _check_resume(self, found: checkpoint.Checkpoint) -> None:
         """Raise MismatchError where going on would not be the same run, unless that was allowed."""
-        for what, line in self._changes(found):
+        for what, line in changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(
                     f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "
                     f"--allow-change {what} to go on all the same"
                 )
-
-    def _changes(self, found: checkpoint.Checkpoint) -> Iterator[tuple[str, str]]:
-        """Yield (what changed, a sentence about it); a new seed or tokenizer moves all samples."""
-        there = {**found.state.get("config", {}), **found.state}
-        here = {**self.config.flat(), **self.digests}
-        moved = False
-        for what, keys in SHARED.items():
-            for key in keys:
-                if key not in there or key not in here or there[key] == here[key]:
-                    continue
-                if key == "train_data_digest" and moved:
-                    continue
-                moved |= what in ("seed", "tokenizer")
-                yield what, f"{found.directory} {_told(key, there[key], here[key])}"
 
     def __enter__(self) -> "Saver":
         return self
@@ -293,17 +295,9 @@ class Saver:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None or issubclass(kind, FloatingPointError):  # every rank comes here
             self._settle(self._background.wait)
-        if self._lock is not None:
-            self._lock.close()
+            if not self._hurry:  # else it dies with the process, which harms nothing
+                self._pruning.wait()
+            if self._lock is not None:  # on other ways out the threads may still write
+                self._lock.close()
         if kind is None and self.failed is not None:
             raise self.failed
-
-
-def _told(key: str, there: Any, here: Any) -> str:
-    """Say how a checkpoint differs from this run."""
-    if key == "tokenizer_digest":
-        return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
-    if key == "train_data_digest":
-        return "was made with other samples or another order of them (--data-path, --split)"
-    flag = "--" + key.rpartition(".")[2].replace("_", "-")
-    return f"was made with {flag} {there!r} and this run has {here!r}"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn flags into the model's sizes, and sizes that a checkpoint knows back into flags."""
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import open_plain
-from training.checkpoint.find import candidates
-from training.checkpoint.huggingface import read_json
-from training.checkpoint.manifest import STATE, read_manifest, read_part
+from training.checkpoint.find import candidates, open_checkpoint
+from training.checkpoint.huggingface import HuggingFaceDirectory
+from training.checkpoint.load import Checkpoint
 from training.config import ModelConfig, UsageError
 from training.tokenizer import tokenizer_of
 
@@ -43,9 +42,9 @@ def from_checkpoint(given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]]
         found = _read(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
         if found is None:
             continue
-        directory, state = found
+        directory = found.directory
         try:
-            taken = _flags(from_hf(state["hf_config"]), state, directory)
+            taken = _flags(from_hf(found.state["hf_config"]), found)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{flag} {directory}: {type(error).__name__}: {error}") from None
         for name, value in taken.items():
@@ -62,24 +61,16 @@ def from_checkpoint(given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]]
     )
 
 
-def _read(flag: str, root: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest directory whose state can be read, and that state."""
+def _read(flag: str, root: Path, step: int | None) -> Checkpoint | None:
+    """Return the newest checkpoint that opens; find_latest will say why it passes over others."""
     for name in candidates(root, step, flag)[0]:
-        directory = Path(name)
-        if (directory / "config.json").is_file():
-            config, files = read_json(directory / "config.json"), {}
-            for file in ("tokenizer.json", "tokenizer.model"):
-                if (directory / file).exists():
-                    with open_plain(directory / file) as opened:
-                        files[file] = opened.read(1000)
-            return directory, {"hf_config": config, **tokenizer_of(files)}
-        with suppress(CheckpointError):  # find_latest passes over it, and says so
-            return directory, read_part(directory, read_manifest(directory), STATE)
+        with suppress(CheckpointError):
+            return open_checkpoint(Path(name))
     return None
 
 
-def _flags(sizes: Any, state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Say a model's config and a checkpoint's state in flags."""
+def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
+    """Say a model's config, and what else a checkpoint knows, in flags."""
     out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
@@ -92,11 +83,28 @@ def _flags(sizes: Any, state: Mapping[str, Any], directory: Path) -> dict[str, A
         out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
     if not sizes.tied:
         out["--untie-embeddings-and-output-weights"] = True
-    if (length := state.get("config", {}).get("model.seq_length")) is not None:
+    if (length := found.state.get("config", {}).get("model.seq_length")) is not None:
         out["--seq-length"] = length
-    if state.get("tokenizer_type"):
-        out["--tokenizer-type"] = state["tokenizer_type"]
-        if model := state.get("tokenizer_model"):
-            inside = directory / model
-            out["--tokenizer-model"] = str(inside) if os.path.exists(inside) else model
+    kind, file = _tokenizer(found)
+    if kind:
+        out["--tokenizer-type"] = kind
+    if file:
+        out["--tokenizer-model"] = str(found.directory / file)
     return out
+
+
+def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
+    """Return the type of the tokenizer that lies in a checkpoint, and its file; it is verified."""
+    if isinstance(found, HuggingFaceDirectory):
+        heads = {}
+        for file in ("tokenizer.json", "tokenizer.model"):
+            if (found.directory / file).exists():
+                with open_plain(found.directory / file) as opened:
+                    heads[file] = opened.read(1000)
+        told = tokenizer_of(heads)
+        return told.get("tokenizer_type"), told.get("tokenizer_model")
+    kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
+    if file not in found.manifest["files"]:  # elsewhere: --tokenizer-model must say where
+        return kind, None
+    found.verify([file])
+    return kind, file

@@ -5,6 +5,7 @@ Each by the program itself, one process, a few steps.
 """
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -19,7 +20,9 @@ import pretrain_llama
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
 from tests import saved
+from training import resume
 from training.checkpoint.lock import DirectoryLock
+from training.checkpoint.manifest import PLAIN, plain_name
 from training.data.indexed import IndexedWriter, token_dtype
 
 SIZES = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16".split()
@@ -100,7 +103,7 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
     go(f"{load} {data} 0.5 {a} 0.5 {b}")
     for other in (f"0.4 {a} 0.6 {b}", f"0.5 {b} 0.5 {a}", f"{a}"):
         told = go(f"{load} {data} {other}", 2)
-        assert "other samples or another order of them (--data-path, --split)" in told
+        assert "other data or another blend of them (--data-path, --split)" in told
         assert "--allow-change data" in told
     os.rename(a + ".bin", tmp_path / "c.bin")  # the same data elsewhere is the same data
     os.rename(a + ".idx", tmp_path / "c.idx")
@@ -136,7 +139,7 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
 def test_a_second_run_on_the_directory_is_refused(
     begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectoryLock.__init__, "__defaults__", (print, 0.0))
+    monkeypatch.setattr(resume, "PATIENCE", 0.0)
     child = os.fork()
     if child == 0:  # another process holds it
         DirectoryLock(begun / "saved")
@@ -223,6 +226,93 @@ def test_the_last_save_must_succeed(
     run(tmp_path, "--train-iters 4 --save-interval 2 --save {tmp}/saved --async-save", code=1)
     assert "step 4 was not saved" in capsys.readouterr().err
     assert steps(tmp_path) == [2]
+
+
+def test_a_tokenizer_of_any_name_is_kept_and_found(tmp_path: Path) -> None:
+    """A checkpoint knows plain names only; what cannot be read again must not be written."""
+    for name in ("llama 3.model", "_tok.model", "tok+1.model", "state.json", "a.safetensors"):
+        kept = plain_name(Path(name), "tokenizer")
+        assert PLAIN.fullmatch(kept) and kept not in ("state.json", "index.json", "manifest.json")
+        assert not kept.endswith(".safetensors")
+    assert plain_name(Path("x/tokenizer.json"), "tokenizer") == "tokenizer.json"
+
+
+def test_a_step_that_was_skipped_is_not_saved(tmp_path: Path, capsys: Any) -> None:
+    """Going on from it would leave its batch out without a word."""
+    inner, count = pretrain_llama.Optimizer.step, []
+
+    def step(self: Any, *args: Any) -> Any:
+        count.append(1)
+        if len(count) == 4:
+            self.sink.buckets[0].own_grad[0] = float("nan")
+        return inner(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain_llama.Optimizer, "step", step)
+        more = "--train-iters 8 --save-interval 2 --save {tmp}/saved --load {tmp}/saved"
+        run(tmp_path, more, code=1)
+    assert "not finite at iteration 4" in capsys.readouterr().err and steps(tmp_path) == [2]
+    assert len(run(tmp_path, more)) == 6
+
+
+def test_another_batch_ends_after_the_same_samples(tmp_path: Path) -> None:
+    def go(size: int, more: str) -> list[int]:
+        words = f"--global-batch-size {size} --train-samples 40 {more}"
+        run(tmp_path, words + " --save {tmp}/saved --load {tmp}/saved")
+        rows = (tmp_path / "log.json").read_text().splitlines()
+        return [json.loads(row)["consumed_samples"] for row in rows]
+
+    assert go(4, "--exit-interval 5") == [4, 8, 12, 16, 20]
+    assert go(10, "--allow-change batch") == [30, 40]
+
+
+def test_another_corpus_is_seen_through_another_seed(tmp_path: Path, capsys: Any) -> None:
+    a, b = corpus(tmp_path / "a", 1), corpus(tmp_path / "b", 2)
+    flags = [*SIZES, *(f for f in FLAGS if f != "--mock-data"), "--split", "1,0,0"]
+    flags += ["--tokenizer-type", "NullTokenizer", "--train-iters", "2"]
+    assert pretrain_llama.main([*flags, "--data-path", a, "--save", f"{tmp_path}/saved"]) == 0
+    more = ["--load", f"{tmp_path}/saved", "--seed", "7", "--allow-change", "seed"]
+    assert pretrain_llama.main([*flags, *more, "--data-path", b]) == 2
+    assert "other data or another blend" in capsys.readouterr().err
+    assert pretrain_llama.main([*flags, *more, "--data-path", a]) == 0
+
+
+def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
+    from training.checkpoint.manifest import self_digest
+
+    step = begun / "saved" / "step_00000003"
+    state = json.loads((step / "state.json").read_text())
+    state |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "../../secret.json"}
+    (begun / "secret.json").write_text("{}")
+    text = json.dumps(state).encode()
+    (step / "state.json").write_bytes(text)
+    manifest = json.loads((step / "manifest.json").read_text())
+    sha = hashlib.sha256(text).hexdigest()
+    manifest["files"]["state.json"] = {"size": len(text), "sha256": sha}
+    manifest["digest"] = self_digest(manifest)
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    run(begun, "--train-iters 5 --use-checkpoint-args --load {tmp}/saved", code=2, sizes=[])
+    assert "--tokenizer-model is missing" in capsys.readouterr().err
+
+
+def test_the_lock_comes_before_the_look(begun: Path, capsys: Any) -> None:
+    """Who held it was saving: the run must go on from that save, not stumble over it."""
+    child = os.fork()
+    if child == 0:  # the old ranks: they save step 5 and leave
+        lock = DirectoryLock(begun / "saved")
+        (begun / "held").touch()
+        threading.Event().wait(1.5)
+        os.rename(begun / "later" / "step_00000005", begun / "saved" / "step_00000005")
+        lock.close()
+        os._exit(0)
+    run(begun, "--train-iters 5 --save {tmp}/later --load {tmp}/saved")
+    while not (begun / "held").exists():
+        threading.Event().wait(0.05)
+    losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
+    assert os.waitpid(child, 0)[1] == 0
+    told = capsys.readouterr().out
+    assert "waiting for its end" in told and len(losses) == 1
+    assert steps(begun) == [3, 5, 6]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
 from training.checkpoint.find import find_latest, is_hugging_face, later_steps
 from training.checkpoint.load import Checkpoint, load
+from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.save import check_writable, save
 
@@ -40,6 +41,7 @@ __all__ = [
     "later_steps",
     "load",
     "parameter_pieces",
+    "plain_name",
     "save",
     "state_pieces",
     "together",

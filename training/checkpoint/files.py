@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,19 +125,24 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def check_directory(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a directory, no link, that belongs to us or to root.
+def hold_directory(path: Path, holder: object) -> Path:
+    """Open a directory, no link, that belongs to us or to root; return a path to read it by.
 
-    In such a directory nobody else can replace what was checked, if its mode is the one we gave it.
-    The mode is not looked at: some file systems show one that everybody may write to for all.
+    While `holder` lives that path leads to this very directory (on Linux), also when another one
+    takes its name. Its mode is not looked at: some file systems show all as everybody's to write.
+    Raises CheckpointError.
     """
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
-        found = os.lstat(path)
+        fd = os.open(path, flags)
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {error.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise CheckpointError(f"{path.name} is a link or not a directory")
-    _check_owner(path, found)
+        linked = error.errno in (errno.ELOOP, errno.ENOTDIR)
+        why = " is a link or not a directory" if linked else f": {error.strerror}"
+        raise CheckpointError(f"{path.name}{why}") from None
+    weakref.finalize(holder, os.close, fd)
+    _check_owner(path, os.fstat(fd))
+    held = Path(f"/proc/self/fd/{fd}")
+    return held if held.exists() else path
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

@@ -117,7 +117,7 @@ def _verified(
     """
     opened: list[Checkpoint] = []
 
-    def check() -> tuple[str, list[str]]:
+    def check() -> tuple[str, list[str], str]:
         checkpoint = read()
         if grid.rank == 0:
             checkpoint.check_sizes()
@@ -127,10 +127,13 @@ def _verified(
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.data.rank
-        return bits, [piece.name for piece in pieces] if first else []
+        names = [piece.name for piece in pieces] if first else []
+        return bits, names, checkpoint.manifest.get("digest", "")
 
     outcomes = together(check, grid.world, device)
     failed = first_error(outcomes)
+    if failed is None and len({o.value[2] for o in outcomes}) > 1:
+        failed = Outcome(0, error="it was replaced while the ranks opened it")
     if failed is None:
         (checkpoint,) = opened
         files = checkpoint.manifest["files"]
@@ -166,11 +169,12 @@ def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[s
     """Name the directories of later steps whose files all have their sizes, oldest first."""
     found, known = [], {Path(name).resolve() for name in apart_from}
     for name in reversed(candidates(root, None, "--save")[0]):
+        match = STEP.fullmatch(Path(name).name)
+        if match is None or int(match[1]) <= step or Path(name).resolve() in known:
+            continue
         with suppress(CheckpointError):
-            checkpoint = Checkpoint(Path(name))
-            if checkpoint.step > step and Path(name).resolve() not in known:
-                checkpoint.check_sizes()
-                found.append(Path(name).name)
+            Checkpoint(Path(name)).check_sizes()
+            found.append(Path(name).name)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import check_directory, check_size, open_plain
+from training.checkpoint.files import check_size, hold_directory, open_plain
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import LIMIT, parse
 from training.checkpoint.pieces import DTYPES
@@ -46,7 +46,7 @@ class HuggingFaceDirectory(Checkpoint):
         self.directory, self.step = directory.resolve(), 0
         self._boxes = {}
         try:
-            check_directory(self.directory)
+            self._at = hold_directory(self.directory, self)
             self.config = read_json(self.directory / CONFIG)
             self.index, self.manifest = {}, {"step": 0, "files": {}}
             self._read_headers()

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.files import check_file, check_size
+from training.checkpoint.files import check_file, check_size, hold_directory
 from training.checkpoint.manifest import (
     INDEX,
     STATE,
@@ -64,10 +64,11 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._boxes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.manifest = read_manifest(directory)
+        self._at = hold_directory(directory, self)
+        self.manifest = read_manifest(directory, self._at)
         self.step: int = self.manifest["step"]
-        self.index: dict[str, Any] = read_part(directory, self.manifest, INDEX)
-        self.state: dict[str, Any] = read_part(directory, self.manifest, STATE)
+        self.index: dict[str, Any] = read_part(self._at, self.manifest, INDEX)
+        self.state: dict[str, Any] = read_part(self._at, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
         for name, kind in STATE_TYPES.items():
@@ -79,7 +80,7 @@ class Checkpoint:
     def check_sizes(self) -> None:
         """Compare every file's size with the manifest: cheap, so one rank does it for all files."""
         for name, info in self.manifest["files"].items():
-            check_size(self.directory / name, info["size"])
+            check_size(self._at / name, info["size"])
 
     def check_model(self, expect: Mapping[str, Any]) -> None:
         """Raise MismatchError at the first field in which the saved model differs from `expect`."""
@@ -136,7 +137,7 @@ class Checkpoint:
         """Hash files, several at a time. Raises CheckpointError naming the first bad one."""
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             files = self.manifest["files"]
-            tasks = [pool.submit(check_file, self.directory / n, files[n]) for n in names]
+            tasks = [pool.submit(check_file, self._at / n, files[n]) for n in names]
             for task in tasks:
                 task.result()
 
@@ -151,7 +152,7 @@ class Checkpoint:
                 for file, key, starts, sizes in self.parts(piece):
                     try:
                         if file not in files:
-                            opened = safe_open(str(self.directory / file), framework="pt")
+                            opened = safe_open(str(self._at / file), framework="pt")
                             files[file] = stack.enter_context(opened)
                         filled += _fill(piece, files[file], key, starts, sizes, dtype)
                     except (OSError, SafetensorError, CheckpointError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.files import check_directory, open_plain, read_checked
+from training.checkpoint.files import open_plain, read_checked
 
 FORMAT, VERSION = "weft-checkpoint", 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -29,6 +29,14 @@ LIMIT = 1 << 28  # bytes of JSON anyone may make us read
 def step_name(step: int) -> str:
     """Name the directory of a step."""
     return f"step_{step:08d}"
+
+
+def plain_name(path: Path, otherwise: str) -> str:
+    """Name a file as it can be named in a checkpoint, which knows plain names only."""
+    taken = path.name in (MANIFEST, INDEX, STATE) or path.suffix == ".safetensors"
+    if PLAIN.fullmatch(path.name) and not taken:
+        return path.name
+    return otherwise + (path.suffix if PLAIN.fullmatch("a" + path.suffix) and not taken else "")
 
 
 def self_digest(manifest: dict[str, Any]) -> str:
@@ -53,10 +61,12 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     return value
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read and check manifest.json. Raises CheckpointError; MismatchError for a newer format."""
-    check_directory(directory)
-    with open_plain(directory / MANIFEST) as file:
+def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
+    """Read and check manifest.json. Raises CheckpointError; MismatchError for a newer format.
+
+    at: the path by which `directory` is read.
+    """
+    with open_plain(at / MANIFEST) as file:
         data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
         raise CheckpointError(f"{MANIFEST} is larger than {LIMIT} bytes")

@@ -37,6 +37,7 @@ from training.checkpoint.manifest import (
     FORMAT,
     INDEX,
     MANIFEST,
+    PLAIN,
     STATE,
     VERSION,
     merge_index,
@@ -173,6 +174,7 @@ def _commit(
     for file, info in files.items():
         check_size(aside / file, info["size"])
     for file, data in attach.items():
+        assert PLAIN.fullmatch(file) and file not in files, file
         files[file] = write_bytes(aside / file, data)
     index = merge_index([answer["rows"] for answer in answers])
     files[INDEX] = write_bytes(aside / INDEX, json.dumps(index, separators=(",", ":")).encode())

@@ -56,6 +56,11 @@ class Background:
         self._pool = ThreadPoolExecutor(1, "save")
         self._future: Future[None] | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        return self._future is not None and not self._future.done()
+
     def start(self, work: Callable[[], None]) -> None:
         """Begin with `work`; what was begun before must have been waited for."""
         assert self._future is None

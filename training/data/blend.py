@@ -45,6 +45,12 @@ class Blend:
         facts = [self.weights, [dataset.digest for dataset in self.datasets]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    @property
+    def corpus(self) -> str:
+        """Return a SHA-256 of the weights and of every dataset, but for the seed."""
+        facts = [self.weights, [dataset.corpus for dataset in self.datasets]]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         dataset, inner = self._locate_one(i)

@@ -15,6 +15,10 @@ class Dataset(Protocol):
     def digest(self) -> str:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
 
+    @property
+    def corpus(self) -> str:
+        """Return a SHA-256 of the same but for the seed: what is drawn from, and how it is cut."""
+
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
 

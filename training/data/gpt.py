@@ -74,6 +74,12 @@ class GPTDataset:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
         return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def corpus(self) -> str:
+        """Return a SHA-256 of the same but for the seed: what is drawn from, and how it is cut."""
+        facts = {key: value for key, value in self._facts.items() if key != "seed"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         out = np.empty(self.seq_length + 1, np.int64)

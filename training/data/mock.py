@@ -30,6 +30,11 @@ class MockDataset:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
         return hashlib.sha256(json.dumps(self._facts).encode()).hexdigest()
 
+    @property
+    def corpus(self) -> str:
+        """Return a SHA-256 of the same but for the seed and the vocabulary, which are asked for."""
+        return hashlib.sha256(json.dumps(self._facts[:3]).encode()).hexdigest()
+
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         n = self.seq_length + 1

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say in what a checkpoint is of another run than this one: seed, tokenizer, data, batch.
+
+Layout, micro-batch, workers, learning-rate flags and length may change; these would repeat samples
+or leave some out.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from training.checkpoint import Checkpoint
+from training.config import Config
+
+# What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
+# of the config, and hashes kept in the state.
+SHARED = {
+    "seed": ("run.seed",),
+    "tokenizer": ("tokenizer_digest",),
+    "data": (
+        *("model.seq_length", "data.reset_position_ids", "data.reset_attention_mask"),
+        *("data.eod_mask_loss", "corpus_digest"),
+    ),
+    "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
+}
+
+
+def changes(
+    found: Checkpoint, config: Config, digests: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (what changed, a sentence about it)."""
+    there = {**found.state.get("config", {}), **found.state}
+    here = {**config.flat(), **digests}
+    for what, keys in SHARED.items():
+        for key in keys:
+            if key in there and key in here and there[key] != here[key]:
+                yield what, f"{found.directory} {_told(key, there[key], here[key])}"
+
+
+def _told(key: str, there: Any, here: Any) -> str:
+    """Say how a checkpoint differs from this run."""
+    if key == "tokenizer_digest":
+        return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
+    if key == "corpus_digest":
+        return "was made with other data or another blend of them (--data-path, --split)"
+    flag = "--" + key.rpartition(".")[2].replace("_", "-")
+    return f"was made with {flag} {there!r} and this run has {here!r}"
