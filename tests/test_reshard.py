@@ -137,7 +137,7 @@ def stop_and_go_on(comm, case: Case, root: str, behind: bool) -> list[float]:
         grid.add_background(timedelta(seconds=60))
     state, straight = Canonical(case), canonical.build(grid, case)
     with saver_of(straight, root, behind) as saver:
-        saver.open(0)
+        assert saver.begin() == (0, 0)
         losses = train(straight, range(2))
         after_a_step, start = Event(), saver._background.start
         saver._background.start = lambda work: start(lambda: after_a_step.wait(60) and work())

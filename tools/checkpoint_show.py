@@ -69,7 +69,7 @@ def list_steps(root: Path) -> Iterator[str]:
             row += [size_of(bytes_of(found)), layout_of(found.state)]
             found.check_sizes()
             row.append("all there" if final else "all there, set aside")
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             row += [""] * (6 - len(row)) + [f"DAMAGED: {error}"]
         rows.append(tuple(row))
     for name in leftovers(root):
@@ -95,7 +95,7 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
     for directory in directories:
         try:
             found = Checkpoint(directory)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             yield False, f"{directory.name}  DAMAGED  {error}"
             continue
         errors = []
