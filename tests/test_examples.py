@@ -150,7 +150,14 @@ def test_the_quick_start_trains():
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("name", [e[0] for e in EXAMPLES if e[0].endswith(".slurm")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(e[0], marks=[pytest.mark.prove] if "70b" in e[0] else [])
+        for e in EXAMPLES
+        if e[0].endswith(".slurm")
+    ],
+)
 def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     """Run the job script itself with stand-ins for SLURM's commands."""
     for command, body in {

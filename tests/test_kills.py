@@ -68,10 +68,8 @@ DRAW = random.Random(9)
 SAMPLE = [
     DRAW.choice([kill for kill in KILLS if kill[0] == layout and kill[1] in places])
     for layout, places in (
-        ("pp", MESSAGES),
-        ("pp", SAVE),
-        ("dp, in the background", LATER),
-        ("dp, in the background", STEP),
+        ("pp, in the background", SAVE),
+        ("pp, in the background", MESSAGES),
     )
 ]
 

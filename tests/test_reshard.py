@@ -239,7 +239,7 @@ def sample(count: int, sizes: Sequence[int]) -> list[Case]:
 
 
 def test_a_sample_of_the_layouts(prover, capsys):
-    cases = sample(12, (2, 4))
+    cases = sample(8, (2, 4))
     prover.prove(cases)
     with capsys.disabled():
         print(f"\n{2 * prover.count} cases: {prover.count} layouts save and load", end=" ")
@@ -309,7 +309,7 @@ def resumes(sizes: Sequence[int], count: int) -> list[tuple[Case, bool]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [resumes((2, 4), 2), pytest.param(resumes((2, 3, 4, 6, 8), 40), marks=pytest.mark.prove)],
+    [resumes((2,), 1), pytest.param(resumes((2, 3, 4, 6, 8), 40), marks=pytest.mark.prove)],
     ids=["few", "many"],
 )
 def test_a_run_goes_on_in_its_own_layout_as_if_it_had_never_stopped(world, tmp_path, cases):

@@ -34,7 +34,7 @@ def state(result: Result, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name, kills, steps, seed",
     [
-        ("dp 2, zero 2, saves behind the training, two kept", 5, 30, 1),
+        ("dp 2, zero 2, saves behind the training, two kept", 3, 24, 1),
         *(pytest.param(name, 50, 200, 2, marks=pytest.mark.prove) for name in STORMS),
     ],
 )

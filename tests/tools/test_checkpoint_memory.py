@@ -55,6 +55,7 @@ for argv in (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.prove
 def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path) -> None:
     """184 MB of weights, 8 MB the largest tensor."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -97,7 +97,6 @@ CASES = [
 ]
 SAMPLE = [
     ("a file may not grow, rank 1", 1, ""),
-    ("fsync of a shard, rank 1", 1, BACKGROUND),
 ]
 
 
@@ -195,7 +194,7 @@ def test_a_directory_that_nothing_can_be_made_in_any_more(
 @pytest.mark.parametrize(
     "when, flags",
     [
-        ("save: piece", ""),
+        pytest.param("save: piece", "", marks=LATER),
         pytest.param("save: start", "", marks=LATER),
         pytest.param("save: shards", "", marks=LATER),
         pytest.param("save: piece", BACKGROUND, marks=LATER),
@@ -214,7 +213,7 @@ def test_the_directory_is_gone(
         check_survived(result, oracle, "No such file or directory", kept=(8,))
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(BACKGROUND, marks=LATER)])
+@pytest.mark.parametrize("flags", [pytest.param("", marks=LATER), BACKGROUND])
 def test_a_failed_save_ends_the_run_where_that_was_asked_for(
     ranks: Ranks, oracle: Result, flags: str
 ) -> None:
