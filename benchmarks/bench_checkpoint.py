@@ -7,13 +7,15 @@
 The state is that of a Llama in fp32: weights and both moments, every tensor cut by rows over the
 ranks, one thread a rank. Both sides write one file a rank and fsync it. Ours also hashes what it
 writes and, before it loads, hashes it all again; the peer keeps no sums. A round saves with each
-side in turn, then loads what was saved (it is still in the host's page cache), then saves with each
-side in the background and notes how long the call kept the trainer waiting. A time is that of the
-slowest rank, a figure the median over rounds. What was loaded is compared to the bit.
+side in turn, then loads what was saved, first from the host's page cache, then without it, then
+saves with each side in the background and notes how long the call kept the trainer waiting. A time
+is that of the slowest rank, a figure the median over rounds. What was loaded is compared to the
+bit.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -106,7 +108,7 @@ def rows(ranks: int, found: dict[str, Any]) -> list[str]:
     """Return the lines of the table for one number of ranks."""
     size, out = found.pop("bytes") / 1e9, []
     median = {key: statistics.median(seconds) for key, seconds in found.items()}
-    for what in ("save", "load", "stall"):
+    for what in ("save", "load cached", "load from disk", "stall"):
         ours, theirs = (median[f"{what} {side}"] for side in SIDES)
         out.append(
             f"| {ranks}, {size:.2f} GB | {what} | {ours:.3f} | {theirs:.3f} | {size / ours:.2f} | "
@@ -158,6 +160,12 @@ def be_rank(args: argparse.Namespace) -> None:
             state.dtensors, checkpoint_id=root["torch"], process_group=behind
         )
 
+    def evict(side: str) -> None:
+        for path in [p for p in root[side].rglob("*") if p.is_file()]:
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
     def clear(side: str) -> None:
         if grid.rank == 0:
             shutil.rmtree(root[side], ignore_errors=True)
@@ -175,12 +183,15 @@ def be_rank(args: argparse.Namespace) -> None:
         for side, save in (("weft", save_weft), ("torch", save_torch)):
             clear(side)
             timed(f"save {side}", save, turn > 0)
-        for side, load in (("weft", load_weft), ("torch", load_torch)):
-            for tensor in empty.local.values():
-                tensor.zero_()
-            timed(f"load {side}", load, turn > 0)
-            wrong = [n for n, t in state.local.items() if not torch.equal(t, empty.local[n])]
-            assert not wrong, (side, wrong)
+        for what in ("cached", "from disk"):
+            for side, load in (("weft", load_weft), ("torch", load_torch)):
+                for tensor in empty.local.values():
+                    tensor.zero_()
+                if what == "from disk":
+                    evict(side)
+                timed(f"load {what} {side}", load, turn > 0)
+                wrong = [n for n, t in state.local.items() if not torch.equal(t, empty.local[n])]
+                assert not wrong, (side, wrong)
         for side, stall in (("weft", stall_weft), ("torch", stall_torch)):
             clear(side)
             timed(f"stall {side}", stall, turn > 0)

@@ -14,7 +14,7 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,47 +29,53 @@ Hook = Callable[[str], None]
 class _Hashed:
     """A new file that hashes what goes through it; leaving the block without error fsyncs it.
 
-    Of large data the hash is computed in a thread while it is written, and the disk begins with it
-    at once instead of at the fsync.
+    Of large data the hash is computed in a thread while it is written, and another one lets the
+    disk begin with it before the end.
     """
 
-    CHUNK = 16 << 20  # bytes
+    CHUNK, AHEAD = 16 << 20, 64 << 20  # bytes: of a write; written between two syncs
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         self._file: BinaryIO = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
         self._sha = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, "hash")
+        self._hashing, self._syncing = (ThreadPoolExecutor(1, name) for name in ("hash", "sync"))
+        self._synced, self._sync = 0, Future[None]()
+        self._sync.set_result(None)
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        hashing = None
+        hashed = None
         if len(data) < self.CHUNK:
             self._sha.update(data)
         else:
-            hashing = self._pool.submit(self._sha.update, data)
+            hashed = self._hashing.submit(self._sha.update, data)
         view = memoryview(data)
         try:
             while view:
                 done = self._file.write(view[: self.CHUNK])
-                if done == self.CHUNK and hasattr(os, "posix_fadvise"):  # Linux writes it out now
-                    os.posix_fadvise(self._file.fileno(), self.size, done, os.POSIX_FADV_DONTNEED)
                 self.size += done
                 view = view[done:]
+                if self.size - self._synced >= self.AHEAD and self._sync.done():
+                    self._synced, before = self.size, self._sync
+                    self._sync = self._syncing.submit(os.fsync, self._file.fileno())
+                    before.result()
         finally:
-            if hashing is not None:
-                hashing.result()
+            if hashed is not None:
+                hashed.result()
 
     def __enter__(self) -> "_Hashed":
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
+            self._hashing.shutdown()
+            self._syncing.shutdown()  # before the file is closed under it
             if error is None:
+                self._sync.result()
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
-            self._pool.shutdown()
 
     def info(self) -> dict[str, Any]:
         return {"size": self.size, "sha256": self._sha.hexdigest()}
