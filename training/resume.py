@@ -4,6 +4,7 @@ asked of one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Saver:
         if c.save is None:
             return self.load()
         root, pieces = Path(c.save), self.pieces()
-        checkpoint.check_writable(root, self.ctx.grid, pieces, device)
+        made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
         patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
 
         def claim() -> None:
@@ -91,23 +92,30 @@ class Saver:
                 self._lock = DirectoryLock(root, self.note, patience)
 
         self._together(claim)
-        iteration, consumed = self.load()
-
-        def compare() -> None:
-            later = []
-            if world.rank == 0:
-                later = checkpoint.later_steps(root, iteration, self._later)
-            if later:
-                raise checkpoint.SaveError(
-                    f"it holds checkpoints of later steps than {iteration}, where this run begins "
-                    f"({', '.join(later)}), and a resume would take the newest: name another "
-                    "--save, or move them away"
-                )
-
-        self._together(compare)
+        try:
+            iteration, consumed = self.load()
+            self._together(lambda: self._refuse_later(root, iteration))
+        except ValueError:  # a mistake leaves nothing behind
+            if self._lock is not None:
+                self._lock.close(undo=True)
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
+            raise
         if c.async_save:
             self._staging = Staging(pieces)
         return iteration, consumed
+
+    def _refuse_later(self, root: Path, iteration: int) -> None:
+        later = []
+        if self.ctx.grid.rank == 0:
+            later = checkpoint.later_steps(root, iteration, self._later)
+        if later:
+            raise checkpoint.SaveError(
+                f"it holds checkpoints of later steps than {iteration}, where this run begins "
+                f"({', '.join(later)}), and a resume would take the newest: name another --save, "
+                "or move them away"
+            )
 
     def _together(self, work: Callable[[], None]) -> None:
         world, device = self.ctx.grid.world, self.ctx.device

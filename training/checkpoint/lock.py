@@ -36,7 +36,9 @@ class DirectoryLock:
         self, root: Path, note: Callable[[str], None] = print, patience: float = PATIENCE
     ) -> None:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        self._fd = os.open(root / NAME, flags, 0o600)
+        self._path = root / NAME
+        self._new = not self._path.exists()
+        self._fd = os.open(self._path, flags, 0o600)
         until, told = time.monotonic() + patience, False
         while (failed := self._try()) in HELD:
             who = f"{root} is being written by another run: {_told(os.pread(self._fd, 1000, 0))}"
@@ -65,8 +67,10 @@ class DirectoryLock:
             return error.errno
         return None
 
-    def close(self) -> None:
-        """Give the right back."""
+    def close(self, undo: bool = False) -> None:
+        """Give the right back; with `undo`, leave no file that was not there."""
+        if undo and self._new and self._fd >= 0:
+            self._path.unlink(missing_ok=True)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -227,11 +227,11 @@ def check_writable(
     grid: Grid,
     pieces: Sequence[NamedPiece] = (),
     device: torch.device | None = None,
-) -> None:
+) -> list[Path]:
     """Find out before the first step whether a checkpoint of `pieces` could be saved under `root`.
 
     Rank 0 makes the directory; one rank a node makes and removes a file in it. Where that fails,
-    nothing is left. Collective. Raises SaveError.
+    nothing is left. Collective. Returns the directories that this rank made. Raises SaveError.
     """
     directory = Path(root)
     made: list[Path] = []
@@ -265,3 +265,4 @@ def check_writable(
     need = sum(check(lambda: sum(p.nbytes for p in share(pieces))))
     check(lambda: make() if grid.rank == 0 else None)
     check(lambda: probe() if grid.launch.local_rank == 0 else None)
+    return made
