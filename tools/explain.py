@@ -149,7 +149,7 @@ def explain(config: Config, grid: Grid) -> Explained:
             _, _, found_inf = train_step(run, batches, config.optimizer.lr)
             run.watch.action = f"the end of iteration {run.iteration + 1}"
             agreement = Agreement(grid.world)
-            agreement.ask(False, found_inf)
+            agreement.ask(False, False, found_inf)
             agreement.close()
     finally:
         grid.traced(None)
