@@ -150,6 +150,7 @@ def test_time_is_up_for_all_when_it_is_for_one(ranks: Ranks) -> None:
     )
 
 
+@pytest.mark.prove
 def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Ranks) -> None:
     result = ranks.run(2, 2, fault("backward", -1, "int twice"))
     assert result.codes == [130, 130]

@@ -67,10 +67,7 @@ KILLS = [
 DRAW = random.Random(9)
 SAMPLE = [
     DRAW.choice([kill for kill in KILLS if kill[0] == layout and kill[1] in places])
-    for layout, places in (
-        ("pp, in the background", SAVE),
-        ("pp, in the background", MESSAGES),
-    )
+    for layout, places in (("pp, in the background", SAVE | LATER),)
 ]
 
 

@@ -72,6 +72,7 @@ def test_an_error_in_one_stage_is_what_all_report(
     check_blame(result, rank, "broken on purpose")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "pipeline, point, call, victim, first, stuck",
     [

@@ -213,6 +213,7 @@ def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed:
     assert last["consumed_samples"] == samples_after(oracle.config, STEPS)
 
 
+@pytest.mark.prove
 def test_runs_that_are_killed_and_resumed_elsewhere_train_on_the_same_tokens(oracle, recorder):
     storm(oracle, recorder, [way for way in WAYS if way.dp < 8], kills=3, seed=1)
 

@@ -35,7 +35,7 @@ def same(world, size: int, cases: list[dict], steps: int) -> None:
     "dp, m, dtype, ways",
     [
         (2, 3, "float32", WAYS[:4]),
-        (2, 1, "bfloat16", WAYS),
+        (2, 1, "bfloat16", WAYS[::2]),
         (4, 3, "bfloat16", WAYS[:4:2]),
         *(
             pytest.param(dp, m, dtype, WAYS, marks=pytest.mark.prove)
@@ -49,7 +49,7 @@ def test_levels_change_no_bit(world, dp, m, dtype, ways):
     same(world, dp, [BASE | dict(dp=dp, m=m, dtype=dtype) | way for way in ways], 20)
 
 
-@pytest.mark.parametrize("ways", [WAYS[:3], pytest.param(WAYS, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("ways", [WAYS[1:3], pytest.param(WAYS, marks=pytest.mark.prove)])
 @pytest.mark.parametrize(
     "more",
     [

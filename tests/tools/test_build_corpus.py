@@ -73,6 +73,7 @@ def test_given_files_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     assert len(found) == 5 and all(piece.endswith("\n") for piece in found[:-2])
 
 
+@pytest.mark.prove
 def test_this_python_has_a_corpus_worth_training_on(tmp_path):
     command = [sys.executable, "tools/build_corpus.py", "--output-dir", str(tmp_path)]
     done = subprocess.run(

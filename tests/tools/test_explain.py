@@ -240,6 +240,7 @@ def test_the_command(capsys):
     assert capsys.readouterr().out.endswith("All equal.\n")
 
 
+@pytest.mark.prove
 def test_the_command_for_a_pipeline(capsys):
     assert main(["--pp", "2", "--schedule", "zb-v", "--tied"]) == 0
     assert capsys.readouterr().out.endswith("All equal.\n")

@@ -148,6 +148,7 @@ def test_from_the_command_line(checkpoint: Path, capsys: pytest.CaptureFixture[s
     assert texts[0].splitlines()[::2] == ["--- 1 of 2", "--- 2 of 2"]
 
 
+@pytest.mark.prove
 def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
     flags = [
         "tools/generate.py",
