@@ -31,6 +31,7 @@ def ranks(launcher: Launcher) -> Ranks:
     return Ranks(launcher)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "pipeline, point, rank",
     [pytest.param(*k, marks=[] if k in SAMPLED else LATER) for k in STAGES],
@@ -60,6 +61,7 @@ def test_a_stopped_stage_is_named_by_all_others(
     check_blame(result, rank, "no sign of life")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("pipeline, rank", [(CHUNKS, 1), pytest.param(LONG, 2, marks=LATER)])
 def test_an_error_in_one_stage_is_what_all_report(
     ranks: Ranks, pipeline: tuple[int, int, str], rank: int

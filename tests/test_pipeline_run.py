@@ -132,6 +132,7 @@ def test_a_pipeline_changes_no_bit_of_a_run(runs: Runs, serial: str, name: str, 
     check_same(one, other)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "name, more",
     [
@@ -157,6 +158,7 @@ def test_every_layout_loads_every_bit_of_what_a_pipeline_saved(
     check_equal(tensors(saved, 3), tensors(again.folder / "saved", 3))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "first, then, more",
     [

@@ -52,7 +52,7 @@ KILLS = [
     for victim in (0, count - 1)
 ]
 DRAW = random.Random(6)
-SAMPLE = [DRAW.choice([kill for kill in KILLS if kill[1:] == (z, 2, 1)]) for z in (1, 2, 3)]
+SAMPLE = [DRAW.choice([kill for kill in KILLS if kill[1:] == (z, 2, 1)]) for z in (3,)]
 
 
 @pytest.fixture

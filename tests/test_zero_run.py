@@ -117,6 +117,7 @@ PAIRS += [(Way(3, 2), Way(3, 2, PP, 2)), (Way(3, 2, f"{PP} {AHEAD}", 2), Way(0, 
 CASES = [pytest.param(*pair, dtype, marks=LATER) for pair in PAIRS for dtype in (BF16, FP32)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "first, then, dtype",
     [(Way(0, 2), Way(3, 2, AHEAD), BF16), *CASES],

@@ -235,6 +235,7 @@ def test_what_a_user_is_told(capsys, argv, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_the_command(capsys):
     assert main(["--dp", "2", "--layers", "1"]) == 0
     assert capsys.readouterr().out.endswith("All equal.\n")

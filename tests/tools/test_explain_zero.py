@@ -166,6 +166,7 @@ def test_the_formulas_count_what_the_order_of_uses_gathers():
     assert count > 150
 
 
+@pytest.mark.prove
 def test_the_command(capsys):
     assert main(["--dp", "2", "--layers", "1", "--zero", "3"]) == 0
     out = capsys.readouterr().out

@@ -42,6 +42,7 @@ def read(capsys, monkeypatch, given, world=1, first=1, steps=40, rows=()):
     return out.splitlines()
 
 
+@pytest.mark.prove
 def test_layout_and_resume_change_nothing(capsys, monkeypatch, data):
     """Over 40 steps: several epochs of the second file, three batch sizes."""
     serial = read(capsys, monkeypatch, flags(data))
