@@ -55,6 +55,7 @@ class Torchrun:
         return self.process.returncode, out, err
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "world, point, rank, how",
     [

@@ -269,6 +269,7 @@ def check_follows(result, other):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+@pytest.mark.prove
 def test_a_run_with_auto_follows_none_and_a_resumed_one_replays(launcher):
     plain, _ = run(launcher, "--train-iters 4")
     auto = "--train-iters 4 --tp-comm-overlap"
