@@ -109,6 +109,7 @@ def test_a_save_that_fails_on_one_rank_ends_the_run_only_if_it_is_the_last(
             assert line.startswith("pretrain_llama.py: the checkpoint of step 8 was not saved")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "world, tp, how, rank",
     [

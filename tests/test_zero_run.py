@@ -83,6 +83,7 @@ def check_rows(here: list[tuple[Any, ...]], there: list[tuple[Any, ...]], digits
         assert values[0] == (pytest.approx(values[1], rel=digits) if digits else values[1])
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "way, dtype",
     [
