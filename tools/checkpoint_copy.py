@@ -59,9 +59,7 @@ def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
         if hashed:
             found.verify(found.manifest["files"])
 
-    found = find_latest(
-        place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, step=None, note=note
-    )
+    found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:
         raise CheckpointError(f"{place}: there is no checkpoint")
     return found

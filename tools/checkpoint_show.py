@@ -14,11 +14,10 @@ from training.checkpoint.files import check_file
 from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.pieces import KINDS
-from training.checkpoint.retain import step_directories
+from training.checkpoint.retain import TRASH, UNFINISHED, step_directories
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
 PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")
-LEFT = re.compile(r"step_\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
@@ -82,7 +81,8 @@ def list_steps(root: Path) -> Iterator[str]:
 
 def leftovers(root: Path) -> list[str]:
     """Name what killed saves and removals left."""
-    return sorted(path.name for path in root.iterdir() if LEFT.fullmatch(path.name))
+    names = (path.name for path in root.iterdir())
+    return sorted(name for name in names if UNFINISHED.fullmatch(name) or TRASH.fullmatch(name))
 
 
 def bytes_of(found: Checkpoint) -> int:

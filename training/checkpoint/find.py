@@ -17,7 +17,7 @@ import torch
 from mpu.grid import Grid
 from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.huggingface import HuggingFaceDirectory
+from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import NamedPiece
@@ -97,7 +97,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a directory of ours, or of Hugging Face's. Raises CheckpointError, which for the latter
     is a MismatchError."""
-    if not (directory / "config.json").exists() or (directory / MANIFEST).exists():
+    if not (directory / CONFIG).exists() or (directory / MANIFEST).exists():
         return Checkpoint(directory)
     try:
         return HuggingFaceDirectory(directory, from_hf)
@@ -119,11 +119,11 @@ def _verified(
 
     def check() -> tuple[str, list[str], str]:
         checkpoint = read()
-        if grid.rank == 0:
-            checkpoint.check_sizes()
         opened.append(checkpoint)
         needed = set(checkpoint.files_of(pieces))
-        if grid.rank == 0:  # and what is kept beside the tensors
+        if grid.rank == 0:
+            checkpoint.check_sizes()
+            # and what is kept beside the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.data.rank
@@ -161,7 +161,7 @@ def is_hugging_face(
     root: str | os.PathLike[str], grid: Grid, device: torch.device | None = None
 ) -> bool:
     """Return, the same on every rank, whether `root` is a Hugging Face directory."""
-    found = together(lambda: (Path(root) / "config.json").is_file(), grid.world, device)[0].value
+    found = together(lambda: (Path(root) / CONFIG).is_file(), grid.world, device)[0].value
     return bool(found)
 
 
@@ -194,7 +194,7 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         return [str(root.resolve())], []
     entries = sorted(entry.name for entry in os.scandir(root))
     refuse_foreign(root, entries, flag)
-    if "config.json" in entries:  # Hugging Face's
+    if CONFIG in entries:  # Hugging Face's
         return [str(root.resolve())], []
     found: list[tuple[int, bool, str]] = []
     leftovers = []

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import Hook, check_file, fsync_directory
+from training.checkpoint.files import Hook, fsync_directory
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import STEP
 
@@ -112,8 +112,7 @@ def check_whole(directory: Path, good: set[str]) -> None:
     checkpoint = Checkpoint(directory)
     checkpoint.check_sizes()
     if directory.name not in good:
-        for name, info in checkpoint.manifest["files"].items():
-            check_file(directory / name, info)
+        checkpoint.verify(checkpoint.manifest["files"])
         good.add(directory.name)
 
 

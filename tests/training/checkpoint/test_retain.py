@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpu.grid import Grid
-from training.checkpoint import find_latest, retain, save
+from training.checkpoint import Checkpoint, find_latest, save
 from training.checkpoint.manifest import step_name
 from training.checkpoint.pieces import whole
 from training.checkpoint.retain import clear_rubbish, prune
@@ -134,9 +134,9 @@ def test_nothing_goes_before_enough_are_whole(run: Any) -> None:
 
 def test_a_directory_is_hashed_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     root, hashed = run(1, 2, 3, 4), []
-    check_file = retain.check_file
+    verify = Checkpoint.verify
     monkeypatch.setattr(
-        retain, "check_file", lambda p, i: (hashed.append(p.parent.name), check_file(p, i))
+        Checkpoint, "verify", lambda c, names: (hashed.append(c.directory.name), verify(c, names))
     )
     good = known(4)
     prune(root, 2, None, good, silent)
