@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import resource, sys, torch
@@ -28,6 +30,7 @@ def faults(how: str, warm: int) -> int:
     return int(subprocess.check_output(words, text=True, cwd=ROOT))
 
 
+@pytest.mark.prove
 def test_freed_memory_is_kept():
     # Until every block has found its place, a dozen steps at most, the heap may still grow; the C
     # library by itself gives back for a while, too, until it has learned how large blocks are.
