@@ -101,7 +101,7 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
         errors = []
         for name, info in found.manifest["files"].items():
             try:
-                check_file(directory / name, info)
+                check_file(directory / name, info, sha256=True)
             except (CheckpointError, OSError) as error:
                 errors.append(str(error))
         files = f"{len(found.manifest['files'])} files, {size_of(bytes_of(found))}"

@@ -118,7 +118,7 @@ CHECKED = """
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
 --use-persistent-ckpt-worker | switch | any | --async-save writes in a thread of each rank
 --async-strategy | text | nvrx,mcore | --async-save writes in a thread of each rank
---verify-integrity | switch | any | a checkpoint's SHA-256 sums are always kept and compared
+--verify-integrity | switch | any | sums are always kept and compared: XXH3-128 at a load, SHA-256 by tools/checkpoint.py verify
 --no-save-rng --no-load-rng | switch | any | no random state is needed: every draw is a function of the seed and the sample number
 --no-save-optim | switch | any | ! the optimizer state is saved all the same; --no-load-optim leaves it out when loading
 --replication-factor --replication-jump | int>=1 | any | there is no local checkpoint to replicate

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/checkpoint.py says of checkpoints what is so, and refuses in a sentence."""
 
+import json
 import os
 import re
 import shutil
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tools.checkpoint import main
 from tools.checkpoint_show import size_of
+from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
+from training.checkpoint.manifest import self_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "rank_00000-000.safetensors"
@@ -76,6 +80,22 @@ def test_verify(tmp_path: Path, tool: Any, write: Any) -> None:
     assert tool("verify", tmp_path / "step_00000002")[0] == 1
 
 
+def test_verify_compares_the_sum_that_cannot_be_forged(
+    tmp_path: Path, tool: Any, write: Any
+) -> None:
+    """Who wants to deceive can make other bytes of the same XXH3-128, not of the same SHA-256."""
+    directory = write(tmp_path, 1)
+    flip(directory / SHARD)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    changed = xxhash.xxh3_128((directory / SHARD).read_bytes()).hexdigest()
+    manifest["files"][SHARD]["xxh3_128"] = changed
+    manifest["digest"] = self_digest(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    Checkpoint(directory).verify([SHARD])
+    code, lines, _ = tool("verify", tmp_path)
+    assert code == 1 and f"{SHARD} does not have the SHA-256" in lines[0]
+
+
 def test_show(tmp_path: Path, tool: Any, write: Any) -> None:
     write(tmp_path, 1)
     write(tmp_path, 12345)
@@ -120,7 +140,9 @@ def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
+from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
+from training.checkpoint.manifest import self_digest
 
 lock = DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)

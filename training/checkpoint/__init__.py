@@ -2,13 +2,13 @@
 """Save a run and find it again: a directory that is complete or absent, in safetensors and JSON.
 
     step_00000123/
-      manifest.json     format version, step, samples, layout; size and SHA-256 of every other file
+      manifest.json     format version, step, samples, layout; size and sums of every other file
       index.json        each canonical tensor: dtype, full shape, which file holds which rectangle
       state.json        all that is not a tensor: progress, config, tokenizer, model sizes
       rank_00000-000.safetensors ...
 
 pieces       what a rank holds, as rectangles of canonical tensors; which holder writes one
-files        bytes that are on disk when the call returns, with their SHA-256
+files        bytes that are on disk when the call returns, with their sums
 manifest     what the three JSON files say, checked when read
 agree        one failure on one rank becomes everybody's
 lock         one writer a directory

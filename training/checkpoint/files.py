@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put bytes on disk so that they are there after a crash, and know their SHA-256.
+"""Put bytes on disk so that they are there after a crash, and know their sums.
 
 Files are made with mode 0600 and never through a link or over an existing file. A safetensors file
 is 8 bytes of header length, a JSON header, then the tensors one after another; it is written here
-piece by piece, hashed on the way, so that a save holds one tensor in host memory at a time. Reading
+piece by piece, summed on the way, so that a save holds one tensor in host memory at a time. Reading
 uses the safetensors library.
+
+There are two sums. XXH3-128 (https://xxhash.com) runs as fast as memory: it is what a load
+compares, and an accident escapes it once in 2^128. SHA-256, several times slower, is what
+`tools/checkpoint.py verify` and sha256sum compare, where somebody might have wanted to deceive.
 """
 
 import errno
@@ -19,17 +23,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import xxhash
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.pieces import NamedPiece, dtype_name
 
 Hook = Callable[[str], None]
+SUMS: dict[str, tuple[Any, str]] = {  # as they stand in a manifest
+    "sha256": (hashlib.sha256, "SHA-256"),
+    "xxh3_128": (xxhash.xxh3_128, "XXH3-128"),
+}
 
 
 class _Hashed:
-    """A new file that hashes what goes through it; leaving the block without error fsyncs it.
+    """A new file that sums what goes through it; leaving the block without error fsyncs it.
 
-    Of large data the hash is computed in a thread while it is written, and another one lets the
+    Of large data SHA-256 is computed in a thread while it is written, and another one lets the
     disk begin with it before the end.
     """
 
@@ -38,7 +47,7 @@ class _Hashed:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         self._file: BinaryIO = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
-        self._sha = hashlib.sha256()
+        self._sha, self._xxh3 = hashlib.sha256(), xxhash.xxh3_128()
         self._hashing, self._syncing = (ThreadPoolExecutor(1, name) for name in ("hash", "sync"))
         self._synced, self._sync = 0, Future[None]()
         self._sync.set_result(None)
@@ -54,6 +63,7 @@ class _Hashed:
         try:
             while view:
                 done = self._file.write(view[: self.CHUNK])
+                self._xxh3.update(view[:done])
                 self.size += done
                 view = view[done:]
                 if self.size - self._synced >= self.AHEAD and self._sync.done():
@@ -78,18 +88,19 @@ class _Hashed:
             self._file.close()
 
     def info(self) -> dict[str, Any]:
-        return {"size": self.size, "sha256": self._sha.hexdigest()}
+        sums = {"sha256": self._sha.hexdigest(), "xxh3_128": self._xxh3.hexdigest()}
+        return {"size": self.size, **sums}
 
 
 def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
-    """Write a new file. Returns {"size", "sha256"}."""
+    """Write a new file. Returns its size and sums."""
     with _Hashed(path) as out:
         out.write(data)
     return out.info()
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Write a new JSON file. Returns {"size", "sha256"}."""
+    """Write a new JSON file. Returns its size and sums."""
     return write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
@@ -99,8 +110,7 @@ def write_safetensors(
     hook: Hook = lambda phase: None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Write pieces under their keys. Returns {"size", "sha256"}; calls hook("piece") before
-    each."""
+    """Write pieces under their keys. Returns size and sums; calls hook("piece") before each."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for piece in pieces:
@@ -196,20 +206,22 @@ def open_sized(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def check_file(path: Path, info: dict[str, Any]) -> None:
-    """Raise CheckpointError unless `path` has the size and the SHA-256 of `info`."""
+def check_file(path: Path, info: dict[str, Any], sha256: bool = False) -> None:
+    """Raise CheckpointError unless `path` has the size of `info` and its XXH3-128 or, where that is
+    asked for or the only one there, its SHA-256."""
+    kind = "sha256" if sha256 or "xxh3_128" not in info else "xxh3_128"
     with open_sized(path, info["size"]) as file:
-        _check_sum(path, hashlib.file_digest(file, "sha256"), info)
+        _check_sum(path, hashlib.file_digest(file, SUMS[kind][0]), kind, info)
 
 
 def read_checked(path: Path, info: dict[str, Any]) -> bytes:
     """Return the bytes of a small file after checking size and SHA-256."""
     with open_sized(path, info["size"]) as file:
         data = file.read(info["size"] + 1)
-    _check_sum(path, hashlib.sha256(data), info)
+    _check_sum(path, hashlib.sha256(data), "sha256", info)
     return data
 
 
-def _check_sum(path: Path, found: Any, info: dict[str, Any]) -> None:
-    if found.hexdigest() != info["sha256"]:
-        raise CheckpointError(f"{path.name} does not have the SHA-256 it was written with")
+def _check_sum(path: Path, found: Any, kind: str, info: dict[str, Any]) -> None:
+    if found.hexdigest() != info[kind]:
+        raise CheckpointError(f"{path.name} does not have the {SUMS[kind][1]} it was written with")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what a checkpoint's JSON files hold, and read them back without trusting them.
 
-The manifest names every other file with its size and SHA-256 and carries a SHA-256 of itself, so an
-edit, a flipped bit or a lost tail anywhere is found. (Hashes beside the data prove that it is
-whole, not who wrote it.)
+The manifest names every other file with its size and sums (files.py) and carries a SHA-256 of
+itself, so an edit, a flipped bit or a lost tail anywhere is found. (Sums beside the data prove that
+it is whole, not who wrote it.)
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
 
 
 def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
-    """Read index.json or state.json after checking its hash."""
+    """Read index.json or state.json after checking its SHA-256."""
     if manifest["files"][name]["size"] > LIMIT:
         raise CheckpointError(f"{name} is larger than {LIMIT} bytes")
     return parse(read_checked(directory / name, manifest["files"][name]), name)

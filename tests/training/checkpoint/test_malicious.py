@@ -5,7 +5,6 @@ The attacker can compute hashes and digests, so every JSON file and every header
 rules. Nothing waits for a pipe, nothing grows beyond what the files have, nothing is unpickled.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -22,6 +21,7 @@ import torch
 
 from mpu.grid import Grid
 from training.checkpoint import CheckpointError, SaveError, check_writable, find_latest, save
+from training.checkpoint.files import SUMS
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import self_digest
 
@@ -85,7 +85,8 @@ def sign(directory: Path, **changes: Any) -> None:
     for name, info in manifest["files"].items():
         if (directory / name).is_file():
             data = (directory / name).read_bytes()
-            info |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            info |= {kind: new(data).hexdigest() for kind, (new, _) in SUMS.items()}
+            info["size"] = len(data)
     path.write_text(json.dumps({**manifest, "digest": self_digest(manifest)}))
 
 
@@ -285,7 +286,8 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a negative size": lambda files: files[SHARD].update(size=-1),
     "a size that is true": lambda files: files[SHARD].update(size=True),
     "a size of 1 TB of JSON": lambda files: files["index.json"].update(size=10**12),
-    "a hash that is none": lambda files: files[SHARD].update(sha256=None),
+    "a hash that is none": lambda files: files["index.json"].update(sha256=None),
+    "a quick one that is none": lambda files: files[SHARD].update(xxh3_128=None),
     "a hash of another file": lambda files: files[SHARD].update(files["state.json"]),
     "a file too many": lambda files: files.update(more={"size": 0, "sha256": ""}),
     "no shard": lambda files: files.pop(SHARD),
