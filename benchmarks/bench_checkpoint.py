@@ -5,8 +5,8 @@
     python benchmarks/bench_checkpoint.py [--ranks 1 2] [--gigabytes 1.5] [--dir DIR]
 
 The state is that of a Llama in fp32: weights and both moments, every tensor cut by rows over the
-ranks, one thread a rank. Both sides write one file a rank and fsync it. Ours also hashes what it
-writes and, before it loads, hashes it all again; the peer keeps no sums. A round saves with each
+ranks, which share out the cores. Both sides write one file a rank and fsync it. Ours also sums what
+it writes and, before it loads, sums it all again; the peer keeps no sums. A round saves with each
 side in turn, then loads what was saved, first from the host's page cache, then without it, then
 saves with each side in the background and notes how long the call kept the trainer waiting. A time
 is that of the slowest rank, a figure the median over rounds. What was loaded is compared to the
@@ -121,7 +121,6 @@ def rows(ranks: int, found: dict[str, Any]) -> list[str]:
 
 def be_rank(args: argparse.Namespace) -> None:
     """Be one rank: save and load, each side in turn."""
-    torch.set_num_threads(1)
     launch = Launch.from_env()
     grid = Grid(launch.world, launch=launch)
     if launch.world > 1:
