@@ -14,7 +14,9 @@ from mpu.context import LayerContext
 from mpu.param import unique_parameters
 from mpu.zero.optimizer import Optimizer
 from training import checkpoint
+from training.checkpoint.load import COUNTS
 from training.checkpoint.lock import PATIENCE, DirectoryLock
+from training.checkpoint.manifest import STATE
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
@@ -50,6 +52,7 @@ class Saver:
         self.failed: checkpoint.SaveError | None = None  # and the run is to end for it
         self._good: set[str] = set()  # directories known to be whole
         self._later: list[str] = []  # directories under --load that were passed over
+        self._before = (0, 0)  # samples and tokens that earlier runs consumed
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
@@ -200,10 +203,11 @@ class Saver:
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         config, plan = self.config, self.ctx.overlap
+        samples, tokens = self._before
         return {
             "iteration": iteration,
             "consumed_samples": consumed,
-            "consumed_tokens": consumed * config.model.seq_length,
+            "consumed_tokens": tokens + (consumed - samples) * config.model.seq_length,
             "optimizer_steps": self.optimizer.steps,
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
@@ -283,13 +287,18 @@ class Saver:
         for _, line in changes(found, self.config, self.digests):
             self.note(f"{line}; going on as --allow-change says")
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
+        self._before = (consumed, found.state["consumed_tokens"])
         self.note(
             f"loaded {found.directory}: at iteration {iteration}, {consumed} samples consumed"
         )
         return iteration, consumed
 
     def _check_resume(self, found: checkpoint.Checkpoint) -> None:
-        """Raise MismatchError where going on would not be the same run, unless that was allowed."""
+        """Raise MismatchError where going on would not be the same run, unless that was allowed;
+        CheckpointError where it is not known at what point to go on."""
+        missing = [name for name in COUNTS if name not in found.state]
+        if missing:
+            raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")
         for what, line in changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mpu.grid import Grid
 from tests import saved
 from training import resume
 from training.checkpoint.lock import DirectoryLock
-from training.checkpoint.manifest import PLAIN, plain_name
+from training.checkpoint.manifest import PLAIN, plain_name, self_digest, step_name
 from training.data.indexed import IndexedWriter, token_dtype
 
 SIZES = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16".split()
@@ -136,21 +137,39 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     assert "step_00000005 is passed over" in capsys.readouterr().out
 
 
+def fork(work: Callable[[], None]) -> int:
+    """Do it in a child that never comes back into the tests."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if there():
+            return
+        threading.Event().wait(0.05)
+    raise TimeoutError
+
+
 def test_a_second_run_on_the_directory_is_refused(
     begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "PATIENCE", 0.0)
-    child = os.fork()
-    if child == 0:  # another process holds it
-        DirectoryLock(begun / "saved")
-        os.close(1)
-        threading.Event().wait(30)
+
+    def hold() -> None:
+        lock = DirectoryLock(begun / "saved")
+        (begun / "held").touch()
+        threading.Event().wait(600)
+        lock.close()
+
+    child = fork(hold)
     try:
-        deadline = threading.Event()
-        while not (begun / "saved" / "lock").exists() or (
-            f'"pid": {child}' not in (begun / "saved" / "lock").read_text()
-        ):
-            deadline.wait(0.05)
+        wait_for((begun / "held").exists)
         run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved", code=2)
         assert f"written by another run: process {child}" in capsys.readouterr().err
     finally:
@@ -277,39 +296,75 @@ def test_another_corpus_is_seen_through_another_seed(tmp_path: Path, capsys: Any
     assert pretrain_llama.main([*flags, *more, "--data-path", a]) == 0
 
 
-def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
-    from training.checkpoint.manifest import self_digest
+def state_of(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / "saved" / step_name(step) / "state.json").read_text())
 
-    step = begun / "saved" / "step_00000003"
-    state = json.loads((step / "state.json").read_text())
-    state |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "../../secret.json"}
-    (begun / "secret.json").write_text("{}")
-    text = json.dumps(state).encode()
-    (step / "state.json").write_bytes(text)
-    manifest = json.loads((step / "manifest.json").read_text())
+
+def put_state(folder: Path, step: int, state: dict[str, Any]) -> None:
+    """Replace the state as someone does who can also compute hashes and digests."""
+    directory, text = folder / "saved" / step_name(step), json.dumps(state).encode()
+    (directory / "state.json").write_bytes(text)
+    manifest = json.loads((directory / "manifest.json").read_text())
     sha = hashlib.sha256(text).hexdigest()
     manifest["files"]["state.json"] = {"size": len(text), "sha256": sha}
     manifest["digest"] = self_digest(manifest)
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_tokens_are_counted_by_the_length_they_came_in(begun: Path) -> None:
+    more = "--train-iters 5 --seq-length 8 --max-position-embeddings 16 --allow-change data"
+    run(begun, more + " --save {tmp}/saved --load {tmp}/saved")
+    counts = [
+        (s["consumed_samples"], s["consumed_tokens"])
+        for s in (state_of(begun, 3), state_of(begun, 5))
+    ]
+    assert counts == [(12, 12 * 16), (20, 12 * 16 + 8 * 8)]
+
+
+@pytest.mark.parametrize("lost", ["iteration", "consumed_samples", "optimizer_steps"])
+def test_a_state_that_says_not_where_to_go_on_is_passed_over(
+    begun: Path, capsys: Any, lost: str
+) -> None:
+    run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved")
+    put_state(begun, 5, {k: v for k, v in state_of(begun, 5).items() if k != lost})
+    assert len(run(begun, "--train-iters 5 --load {tmp}/saved")) == 2
+    told = capsys.readouterr().out
+    assert "step_00000005 is passed over" in told and f"state.json lacks {lost}" in told
+
+
+def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
+    state = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "../../secret.json"}
+    (begun / "secret.json").write_text("{}")
+    put_state(begun, 3, state_of(begun, 3) | state)
     run(begun, "--train-iters 5 --use-checkpoint-args --load {tmp}/saved", code=2, sizes=[])
     assert "--tokenizer-model is missing" in capsys.readouterr().err
 
 
-def test_the_lock_comes_before_the_look(begun: Path, capsys: Any) -> None:
+def test_the_lock_comes_before_the_look(
+    begun: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who held it was saving: the run must go on from that save, not stumble over it."""
-    child = os.fork()
-    if child == 0:  # the old ranks: they save step 5 and leave
+    run(begun, "--train-iters 5 --save {tmp}/later --load {tmp}/saved")
+
+    def old_ranks() -> None:
         lock = DirectoryLock(begun / "saved")
         (begun / "held").touch()
-        threading.Event().wait(1.5)
+        wait_for((begun / "waiting").exists)
         os.rename(begun / "later" / "step_00000005", begun / "saved" / "step_00000005")
         lock.close()
-        os._exit(0)
-    run(begun, "--train-iters 5 --save {tmp}/later --load {tmp}/saved")
-    while not (begun / "held").exists():
-        threading.Event().wait(0.05)
+
+    def lock(root: Path, note: Callable[[str], None], patience: float) -> DirectoryLock:
+        def tell(line: str) -> None:
+            note(line)
+            (begun / "waiting").touch()
+
+        return DirectoryLock(root, tell, patience)
+
+    child = fork(old_ranks)
+    wait_for((begun / "held").exists)
+    monkeypatch.setattr(resume, "DirectoryLock", lock)
     losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
-    assert os.waitpid(child, 0)[1] == 0
+    os.waitpid(child, 0)
     told = capsys.readouterr().out
     assert "waiting for its end" in told and len(losses) == 1
     assert steps(begun) == [3, 5, 6]

@@ -48,7 +48,8 @@ FLAGS = {
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
 }
 # what the state's entries are where a run goes on from them
-STATE_TYPES = dict.fromkeys(("iteration", "consumed_samples", "optimizer_steps"), int)
+COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
+STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
 STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
 
 
