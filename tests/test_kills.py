@@ -121,13 +121,16 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_bit(
     assert killed.orphans() == []
 
     committed = [name for name in killed.saved() if "." not in name]
-    if victim <= 0:  # where another rank dies, rank 0 may commit what all had written
-        assert committed[-1] == f"step_{PLACES[place][2]:08d}"
+    newest = [f"step_{PLACES[place][2]:08d}"]
+    if "background" in layout and place not in SAVE | LATER:  # step 3's save may be under way
+        assert committed in ([], newest)
+    elif victim <= 0:  # where another rank dies, rank 0 may commit what all had written
+        assert committed[-1:] == newest
 
     resumed = run(ranks, layout, folder=killed.folder)
     assert set(resumed.codes) == {0}, resumed.said(0)
-    (loaded,) = re.findall(r"^loaded (\S+): at iteration", resumed.said(0, "out"), re.M)
-    assert loaded == str(killed.folder / "saved" / committed[-1])
+    loaded = re.findall(r"^loaded (\S+): at iteration", resumed.said(0, "out"), re.M)
+    assert loaded == [str(killed.folder / "saved" / name) for name in committed[-1:]]
     assert weights(resumed) == weights(whole)
     assert set(resumed.losses()) == set(whole.losses())
     assert [name for name in resumed.saved() if "." in name] == [], "the rubbish is gone"
