@@ -114,10 +114,10 @@ def test_a_save_that_fails_on_one_rank_ends_the_run_only_if_it_is_the_last(
     "world, tp, how, rank",
     [
         (2, 2, "term", 1),
-        pytest.param(2, 1, "int", -1, marks=pytest.mark.prove),
-        pytest.param(2, 1, "term", 0, marks=pytest.mark.prove),
-        pytest.param(4, 2, "term", 3, marks=pytest.mark.prove),
-        pytest.param(1, 1, "int", 0, marks=pytest.mark.prove),
+        (2, 1, "int", -1),
+        (2, 1, "term", 0),
+        (4, 2, "term", 3),
+        (1, 1, "int", 0),
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the_bit(

@@ -36,7 +36,7 @@ def state(result: Result, step: int) -> dict[str, Any]:
     "name, kills, steps, seed",
     [
         ("dp 2, zero 2, saves behind the training, two kept", 2, 16, 1),
-        *(pytest.param(name, 50, 200, 2, marks=pytest.mark.prove) for name in STORMS),
+        *((name, 50, 200, 2) for name in STORMS),
     ],
 )
 def test_a_storm_of_kills_ends_like_a_run_that_nobody_disturbed(

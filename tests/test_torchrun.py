@@ -60,11 +60,11 @@ class Torchrun:
     "world, point, rank, how",
     [
         (2, "build", 1, "kill"),
-        pytest.param(4, "backward", 3, "kill", marks=pytest.mark.prove),
-        pytest.param(4, "update", 0, "kill", marks=pytest.mark.prove),
-        pytest.param(4, "connect", 0, "kill", marks=pytest.mark.prove),
-        pytest.param(4, "forward", 1, "raise", marks=pytest.mark.prove),
-        pytest.param(4, "send", 2, "kill", marks=pytest.mark.prove),
+        (4, "backward", 3, "kill"),
+        (4, "update", 0, "kill"),
+        (4, "connect", 0, "kill"),
+        (4, "forward", 1, "raise"),
+        (4, "send", 2, "kill"),
     ],
 )
 def test_under_torchrun_the_cause_is_said_before_the_launcher_ends_the_others(

@@ -140,9 +140,7 @@ def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
-from training.checkpoint.manifest import self_digest
 
 lock = DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)

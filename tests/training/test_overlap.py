@@ -290,7 +290,6 @@ def test_a_run_with_auto_follows_none_and_a_resumed_one_replays(launcher):
 
 
 @pytest.mark.prove
-@pytest.mark.prove
 def test_runs_of_every_mode_follow_none(launcher):
     """With a pipeline, whose stages have layers of their own, at ZeRO level 3, and resumed with
     another micro-batch.

@@ -141,10 +141,12 @@ def fork(work: Callable[[], None]) -> int:
     """Do it in a child that never comes back into the tests."""
     child = os.fork()
     if child == 0:
+        code = 1
         try:
             work()
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     return child
 
 
@@ -364,7 +366,7 @@ def test_the_lock_comes_before_the_look(
     wait_for((begun / "held").exists)
     monkeypatch.setattr(resume, "DirectoryLock", lock)
     losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     told = capsys.readouterr().out
     assert "waiting for its end" in told and len(losses) == 1
     assert steps(begun) == [3, 5, 6]

@@ -213,8 +213,8 @@ def test_the_directory_is_gone(
         check_survived(result, oracle, "No such file or directory", kept=(8,))
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("flags", [pytest.param("", marks=LATER), BACKGROUND])
+@LATER
+@pytest.mark.parametrize("flags", ["", BACKGROUND])
 def test_a_failed_save_ends_the_run_where_that_was_asked_for(
     ranks: Ranks, oracle: Result, flags: str
 ) -> None:
