@@ -85,7 +85,7 @@ class Recorder:
     def _begin(self, action: str) -> None:
         self.action = action.partition(" in stage")[0]
 
-    def issued(self, verb, axis, tensor, nbytes, is_async):
+    def issued(self, verb, axis, tensor, nbytes, is_async, label=None):
         memory = _storage(tensor)
         if self.sink is None or axis.name != "data":
             return None

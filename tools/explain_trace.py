@@ -171,7 +171,9 @@ class Explainer:
         if not words.startswith("waiting for"):  # that is told of the message
             self.actions.append(words)
 
-    def issued(self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool) -> Seen:
+    def issued(
+        self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool, label: Any = None
+    ) -> Seen:
         """Record a collective or message that is about to start, and where it stands."""
         place, memory = self.look(), tensor.untyped_storage().data_ptr()
         event = Seen(

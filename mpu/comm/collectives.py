@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.comm import in_memory
-from mpu.comm.handle import DONE, Handle, start
+from mpu.comm.handle import DONE, Handle, Label, start
 from mpu.grid import Axis
 
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
@@ -41,23 +41,31 @@ def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
 
 
 def all_reduce(
-    x: Tensor, axis: Axis, async_op: bool = False, op: Any = dist.ReduceOp.SUM
+    x: Tensor,
+    axis: Axis,
+    async_op: bool = False,
+    op: Any = dist.ReduceOp.SUM,
+    label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
     """Sum x over the axis, in place. The order of the sum is the backend's own."""
     if axis.size == 1:
         return x, DONE
     if op == dist.ReduceOp.SUM and x.is_contiguous() and in_memory.shares(axis, x):
-        return in_memory.all_reduce(x, axis, async_op)
+        return in_memory.all_reduce(x, axis, async_op, label)
     wire = to_wire(x, axis)
 
     def call() -> Any:
         return dist.all_reduce(wire, op=op, group=axis.group, async_op=True)
 
-    return x, start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op)
+    return x, start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op, label)
 
 
 def all_gather(
-    x: Tensor, axis: Axis, async_op: bool = False, into: Tensor | None = None
+    x: Tensor,
+    axis: Axis,
+    async_op: bool = False,
+    into: Tensor | None = None,
+    label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
     """Concatenate the ranks' x along dim 0: [n, ...] -> [t*n, ...].
 
@@ -66,7 +74,7 @@ def all_gather(
     if axis.size == 1:
         return x, DONE
     if in_memory.shares(axis, x):
-        return in_memory.all_gather(x, axis, async_op, into)
+        return in_memory.all_gather(x, axis, async_op, into, label)
     wire = to_wire(x, axis)
     result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     out = torch.empty_like(result, device=wire.device) if axis.staged else result
@@ -78,11 +86,15 @@ def all_gather(
     def call() -> Any:
         return _all_gather(out, wire, group=axis.group, async_op=True)
 
-    return result, start("all_gather", axis, x, call, (wire, out), finish, async_op)
+    return result, start("all_gather", axis, x, call, (wire, out), finish, async_op, label)
 
 
 def reduce_scatter(
-    x: Tensor, axis: Axis, async_op: bool = False, into: Tensor | None = None
+    x: Tensor,
+    axis: Axis,
+    async_op: bool = False,
+    into: Tensor | None = None,
+    label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
     """Sum x over the axis and keep this rank's slice of dim 0: [t*n, ...] -> [n, ...].
 
@@ -101,10 +113,10 @@ def reduce_scatter(
         def call() -> Any:
             return _reduce_scatter(out, wire, group=axis.group, async_op=True)
 
-        return out, start("reduce_scatter", axis, x, call, (wire, out), None, async_op)
+        return out, start("reduce_scatter", axis, x, call, (wire, out), None, async_op, label)
 
     if in_memory.shares(axis, x):
-        return in_memory.reduce_scatter(x, axis, async_op, out)
+        return in_memory.reduce_scatter(x, axis, async_op, out, label)
     parts = torch.empty_like(wire)
 
     def exchange() -> Any:
@@ -113,10 +125,10 @@ def reduce_scatter(
     def finish() -> None:
         in_memory.sum_of_parts(parts.view(axis.size, *shape), out)
 
-    return out, start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op)
+    return out, start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op, label)
 
 
-def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:
+def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
     """Sum x over the axis in place, in rank order on CPU: the same bits however x is cut or
     batched.
 
@@ -125,20 +137,20 @@ def all_reduce_in_order(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     if x.is_cuda and not axis.staged:
-        return all_reduce(x, axis)[0]
+        return all_reduce(x, axis, label=label)[0]
     flat = x.reshape(-1)
     pad = -flat.numel() % axis.size
     padded = torch.cat([flat, flat.new_zeros(pad)]) if pad else flat
-    shard, _ = reduce_scatter(padded, axis)
-    full, _ = all_gather(shard, axis)
+    shard, _ = reduce_scatter(padded, axis, label=label)
+    full, _ = all_gather(shard, axis, label=label)
     return x.copy_(full[: flat.numel()].view_as(x))
 
 
-def sum_in_order(x: Tensor, axis: Axis) -> Tensor:
+def sum_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
     """Return the sum of a few numbers over the axis, in rank order: one all-gather, no more."""
     if axis.size == 1:
         return x
-    every = all_gather(x[None], axis)[0]
+    every = all_gather(x[None], axis, label=label)[0]
     total = every[0].clone()
     for part in every[1:]:
         total += part

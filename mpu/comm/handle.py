@@ -2,7 +2,7 @@
 """Hold a collective or a message that is on its way: issued, recorded, waited for once."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,17 @@ from mpu.grid import Axis
 
 class CommunicationError(RuntimeError):
     """A collective failed; the cause is usually a peer (mpu/comm/watch.py finds the first one)."""
+
+
+class Label(NamedTuple):
+    """Who starts a collective, and for which part of the step: what a trace is told.
+
+    who: the layer, the bucket, the pipeline message or the name that it belongs to.
+    phase: "forward", "backward", "wgrad", "grad sum", "gather", "norm", "update", ...
+    """
+
+    who: object
+    phase: str
 
 
 class Handle:
@@ -70,12 +81,16 @@ def start(
     keep: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
     async_op: bool = False,
+    label: Label | None = None,
 ) -> Handle:
-    """Issue one collective or message, record it, and wait for it unless `async_op`."""
+    """Issue one collective or message, record it, and wait for it unless `async_op`.
+
+    label: who asks for it, for the axis' trace.
+    """
     event = None
     if axis.trace is not None:
         event = axis.trace.issued(
-            verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op
+            verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op, label
         )
     what = f"{verb} over {axis.name} (ranks {list(axis.ranks)})"
     try:

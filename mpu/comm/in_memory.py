@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm.handle import Handle, start
+from mpu.comm.handle import Handle, Label, start
 from mpu.grid import Axis
 
 
@@ -27,6 +27,7 @@ def _begin(
     write: Callable[[Any], None],
     read: Callable[[Any], None],
     async_op: bool,
+    label: Label | None,
 ) -> Handle:
     """Call write(turn), which signals; once all ranks have, the handle's wait calls read(turn)."""
     turns: list[Any] = []
@@ -40,12 +41,14 @@ def _begin(
         read(turns[0])
         turns[0].close()
 
-    handle = start(verb, axis, x, call, (x,), finish, async_op)
+    handle = start(verb, axis, x, call, (x,), finish, async_op, label)
     turns[0].complete = handle.wait
     return handle
 
 
-def all_gather(x: Tensor, axis: Axis, async_op: bool, into: Tensor | None) -> tuple[Tensor, Handle]:
+def all_gather(
+    x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
+) -> tuple[Tensor, Handle]:
     """Write x; copy the other ranks' parts out."""
     n, x = x.shape[0], x.detach()
     shape = (axis.size * n, *x.shape[1:])
@@ -59,10 +62,12 @@ def all_gather(x: Tensor, axis: Axis, async_op: bool, into: Tensor | None) -> tu
         if out[low:high].data_ptr() != x.data_ptr():
             turn.copy(out[low:high], x)
 
-    return out, _begin("all_gather", axis, x, lambda turn: turn.put(x), read, async_op)
+    return out, _begin("all_gather", axis, x, lambda turn: turn.put(x), read, async_op, label)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[Tensor, Handle]:
+def reduce_scatter(
+    x: Tensor, axis: Axis, async_op: bool, out: Tensor, label: Label | None
+) -> tuple[Tensor, Handle]:
     """Write each other rank its slice of x, the next rank's first; add, in rank order, what they
     wrote for this one.
     """
@@ -84,10 +89,12 @@ def reduce_scatter(x: Tensor, axis: Axis, async_op: bool, out: Tensor) -> tuple[
         parts[rank] = own.clone() if aside else own
         sum_of_parts(parts, out)
 
-    return out, _begin("reduce_scatter", axis, x, write, read, async_op)
+    return out, _begin("reduce_scatter", axis, x, write, read, async_op, label)
 
 
-def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
+def all_reduce(
+    x: Tensor, axis: Axis, async_op: bool, label: Label | None
+) -> tuple[Tensor, Handle]:
     """Sum x (contiguous) in place: two ranks add all of it, more of them a piece each.
 
     The pieces are exchanged at once, async_op or not: flags only go up, so the second phase must be
@@ -111,7 +118,7 @@ def all_reduce(x: Tensor, axis: Axis, async_op: bool) -> tuple[Tensor, Handle]:
             flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
     write, once = (lambda turn: turn.put(x.detach())), axis.size > 2
-    return x, _begin("all_reduce", axis, x, write, read, async_op and not once)
+    return x, _begin("all_reduce", axis, x, write, read, async_op and not once, label)
 
 
 def sum_of_parts(parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:

@@ -16,22 +16,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.comm.collectives import to_wire
-from mpu.comm.handle import Handle, start
+from mpu.comm.handle import Handle, Label, start
 from mpu.grid import Axis
 
 
-def send(x: Tensor, axis: Axis, to: int) -> Handle:
+def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
     wire = to_wire(x, axis)
 
     def call() -> Any:
         return dist.isend(wire, axis.ranks[to], group=axis.group)
 
-    return start("send", axis, x, call, (wire,), None, True)
+    return start("send", axis, x, call, (wire,), None, True, label)
 
 
 def receive(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: Axis, source: int
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    axis: Axis,
+    source: int,
+    label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
     """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
@@ -44,7 +49,7 @@ def receive(
         if wire is not out:
             out.copy_(wire)
 
-    return out, start("receive", axis, out, call, (wire,), finish, True)
+    return out, start("receive", axis, out, call, (wire,), finish, True, label)
 
 
 class _Both:
@@ -61,7 +66,9 @@ class _Both:
         return all(work.is_completed() for work in self._works)
 
 
-def exchange(x: Tensor, axis: Axis, to: int, source: int, into: Tensor) -> Handle:
+def exchange(
+    x: Tensor, axis: Axis, to: int, source: int, into: Tensor, label: Label | None = None
+) -> Handle:
     """Start sending x to the axis' rank `to` and receiving `into` (contiguous) from `source`, as
     one step that every rank of the axis makes.
     """
@@ -77,7 +84,7 @@ def exchange(x: Tensor, axis: Axis, to: int, source: int, into: Tensor) -> Handl
         if out is not into:
             into.copy_(out)
 
-    return start("send", axis, x, call, (wire, out), finish, True)
+    return start("send", axis, x, call, (wire, out), finish, True, label)
 
 
 class Outbox:

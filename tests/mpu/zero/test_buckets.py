@@ -39,7 +39,7 @@ class Spy:
     def __init__(self):
         self.events = []
 
-    def issued(self, verb, axis, tensor, nbytes, async_op):
+    def issued(self, verb, axis, tensor, nbytes, async_op, label=None):
         self.events.append((verb, tensor.numel()))
 
 
