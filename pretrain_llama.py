@@ -39,7 +39,7 @@ from model.llama import (
 )
 from mpu import native
 from mpu.comm.collectives import sum_in_order
-from mpu.comm.handle import CommunicationError
+from mpu.comm.transport import CommunicationError
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -64,7 +64,7 @@ from training.failure import as_process, compare, connect, meet, refuse, tell_la
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
-from training.overlap import settle, unchosen
+from training.overlap import Overlap, settle
 from training.pipeline import rank_stages, schedule_of
 from training.profile import Profile
 from training.resume import Saver
@@ -174,7 +174,6 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     sharing = Sharing(p.zero, size, p.overlap_grad_reduce, ahead, each, wire, main, keep)
     sink = GradientBuckets(grid, accumulate, sharing)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
-    ctx.overlap.mode = p.tp_comm_overlap
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
     sink.attach(model, model.chunk_of)
@@ -205,7 +204,13 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 
 
 def train(
-    run: Run, loaders: Loaders, saver: Saver, log: Log, total: int, stop_signal: StopSignal
+    run: Run,
+    loaders: Loaders,
+    saver: Saver,
+    log: Log,
+    overlap: Overlap,
+    total: int,
+    stop_signal: StopSignal,
 ) -> None:
     """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
@@ -259,7 +264,7 @@ def train(
             checking = due(settings.eval_interval, run.iteration, last) and loaders.valid
             if checking and not told:
                 log.validation(run.iteration, evaluate(run, checking))
-            for line in unchosen(run.model.ctx.overlap):
+            for line in overlap.unmeasured():
                 log.note(line)
             if saving:
                 run.watch.action = f"saving iteration {run.iteration}"
@@ -375,7 +380,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     saver = Saver(config, ctx, model, run.optimizer, hf_names(model), *hf, digests, note)
     run.iteration, run.consumed = saver.begin()
     run.watch.action = "measuring what overlaps"
-    settle(run.model, ctx, config, note)
+    overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
+    saver.overlap_choices = overlap.chosen.choices
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(
         config.log,
@@ -390,7 +396,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         run_config=config.flat(),
     )
     with log, saver:
-        train(run, loaders, saver, log, total, stop_signal)
+        train(run, loaders, saver, log, overlap, total, stop_signal)
         if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 

@@ -38,10 +38,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import command, environment  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier, gather_bytes, reduce_scatter  # noqa: E402
-from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter  # noqa: E402
-from mpu.comm.paths import PATHS, product  # noqa: E402
-from mpu.comm.workspace import share  # noqa: E402
+from mpu.comm.connect import share  # noqa: E402
+from mpu.comm.overlap_map import METHODS, OverlapMap  # noqa: E402
+from mpu.context import LayerContext  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
+from mpu.layers.linear import (  # noqa: E402
+    ColumnParallelLinear,
+    Recipe,
+    RowParallelLinear,
+    use_overlap,
+)
 
 SHAPES = {  # op, k and o of one rank of two
     "qkv": ("gather", 4096, 3072),
@@ -83,9 +89,9 @@ def tell(row: dict[str, Any], link: bool) -> None:
     """Print one projection: a line, and one more for each path over a link."""
     ms = {side: 1e3 * s for side, s in row["seconds"].items()}
     bare, message = ms["bare"], ms["communication"]
-    sides = [f"{p} {ms[p]:.1f} ({ms[p] / bare:.2f})" for p in PATHS if p in ms]
+    sides = [f"{p} {ms[p]:.1f} ({ms[p] / bare:.2f})" for p in METHODS if p in ms]
     print(f"{row['name']:<13} bare {bare:.1f} ms, communication {message:.1f}: {'; '.join(sides)}")
-    for path in PATHS if link else ():
+    for path in METHODS if link else ():
         if path in ms and path != "none":
             late, ideal = ms[path] - bare, max(bare, message + bare / 2)
             print(f"{'':<13} {path}: hidden {1 - late / message:.0%}, "
@@ -128,18 +134,24 @@ def sides(grid: Grid, name: str, dtype: torch.dtype, rows: int) -> dict[str, Cal
     op, k, o = SHAPES[name]
     torch.manual_seed(grid.rank)
     x, w = torch.randn(rows, k).to(dtype), torch.randn(o, k).to(dtype)
-    paths = {p: kind(grid.tp) for p, kind in PATHS.items() if p != "symmetric" or grid.tp.memory}
+    ctx, product = LayerContext(grid, True, dtype), Recipe().product
+    methods = [m for m in METHODS if m != "symmetric" or grid.tp.symmetric]
     made: dict[str, Callable[[], Any]] = {"bare": lambda: product(x, w)}
     if op == "gather":
         part = x[: rows // 2].contiguous()
         made["communication"] = lambda: all_gather(part, grid.tp)
-        for p, path in paths.items():
-            made[p] = lambda path=path: all_gather_matmul(part, [w], path)
     else:
-        y = torch.randn(rows, o).to(dtype)
+        part, y = x, torch.randn(rows, o).to(dtype)
         made["communication"] = lambda: reduce_scatter(y, grid.tp)
-        for p, path in paths.items():
-            made[p] = lambda path=path: matmul_reduce_scatter(x, w, path)
+    for method in methods:
+        layer: ColumnParallelLinear | RowParallelLinear
+        if op == "gather":
+            layer = ColumnParallelLinear(k, grid.tp.size * o, ctx=ctx)
+        else:
+            layer = RowParallelLinear(grid.tp.size * k, o, ctx=ctx)
+        layer.weight.copy_(w)
+        use_overlap(layer, OverlapMap(method))
+        made[method] = lambda layer=layer: layer(part)
     return made
 
 

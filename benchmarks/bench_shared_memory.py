@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,10 +39,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_step import command, output  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
-from mpu.comm.paths import Symmetric  # noqa: E402
+from mpu.comm.connect import share  # noqa: E402
+from mpu.comm.overlap_shared import Symmetric  # noqa: E402
 from mpu.comm.symmetric import SymmetricBuffer  # noqa: E402
-from mpu.comm.workspace import share  # noqa: E402
-from mpu.grid import Axis, Grid, Launch  # noqa: E402
+from mpu.comm.transport import Axis  # noqa: E402
+from mpu.grid import Grid, Launch  # noqa: E402
 from training.failure import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"
@@ -107,18 +107,18 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
     part = rows // axis.size
     full = torch.randn(part * axis.size, generator=torch.Generator().manual_seed(axis.rank))
     full = full.to(dtype)
-    outside = replace(axis, memory=None)
+    outside, group = collectives.by_process_group(axis), collectives.group_of(axis)
     if verb in ("all_gather", IN_PLACE):
         x, out = full[:part], torch.empty_like(full)
 
         def in_place() -> Tensor:
-            gathering = Symmetric(axis).gather(x)
+            gathering = Symmetric(axis, axis.transport.workspace).gather(x, None)
             whole = gathering.whole()
             gathering.close()  # whoever reads longer closes later
             return whole
 
         return {
-            "gloo": lambda: (collectives._all_gather(out, x, group=axis.group), out)[1],
+            "gloo": lambda: (collectives._all_gather(out, x, group=group), out)[1],
             "ordered": lambda: collectives.all_gather(x, outside, into=out)[0],
             "memory": (
                 in_place
@@ -129,12 +129,12 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
     if verb == "reduce_scatter":
         out = torch.empty_like(full[:part])
         return {
-            "gloo": lambda: (collectives._reduce_scatter(out, full, group=axis.group), out)[1],
+            "gloo": lambda: (collectives._reduce_scatter(out, full, group=group), out)[1],
             "ordered": lambda: collectives.reduce_scatter(full, outside, into=out)[0],
             "memory": lambda: collectives.reduce_scatter(full, axis, into=out)[0],
         }
     return {  # in place: the numbers grow to infinity, at the same speed
-        "gloo": lambda: (dist.all_reduce(full, group=axis.group), full)[1],
+        "gloo": lambda: (dist.all_reduce(full, group=group), full)[1],
         "ordered": lambda: collectives.all_reduce_in_order(full, outside),
         "memory": lambda: collectives.all_reduce(full, axis)[0],
     }
@@ -142,7 +142,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
 
 def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> Found:
     """Call the sides in turn; return the seconds that each call takes its slowest rank."""
-    buffer = SymmetricBuffer(replace(axis, memory=None), 64, WAIT)
+    buffer = SymmetricBuffer(collectives.by_process_group(axis), 64, WAIT)
     seconds: Found = {side: [] for side in sides}
     for _ in range(WARM + times):
         for side, call in sides.items():
@@ -163,7 +163,7 @@ def be_rank(args: argparse.Namespace) -> None:
     store = dist.PrefixStore("weft", meet(WAIT, launch))
     [line] = share(grid.connect(torch.device("cpu"), store, WAIT), WAIT)[:1]
     axis = grid.tp
-    if axis.memory is None:
+    if not axis.symmetric:
         sys.exit(line)
     if launch.world == args.ranks:
         for verb in VERBS:
@@ -174,7 +174,8 @@ def be_rank(args: argparse.Namespace) -> None:
                     for side, seconds in measure(axis, sides, times).items():
                         found[f"{verb} {dtype} {kib} {side}"] = seconds
     if launch.world == args.barrier_ranks:
-        buffer, token = SymmetricBuffer(replace(axis, memory=None), 64, WAIT), torch.zeros(1)
+        buffer = SymmetricBuffer(collectives.by_process_group(axis), 64, WAIT)
+        token = torch.zeros(1)
         barriers = {"memory": buffer.barrier, "gloo": lambda: dist.all_reduce(token)}
         times = args.calls or 1000
         for side, seconds in measure(axis, barriers, times).items():

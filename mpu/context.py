@@ -7,23 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from mpu.param import GradientSink, WeightGradientQueue
-
-
-@dataclass
-class OverlapPlan:
-    """Which path of mpu/comm/overlap.py a matmul takes: one for all, or, where mode is `auto`, the
-    one chosen for its shape.
-
-    seconds: what each path took, where that was measured. told: how many of the choices have been
-    told to the user, in their order.
-    """
-
-    mode: str = "none"
-    choices: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    told: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +17,6 @@ class LayerContext:
     """What a layer may know of the world: axes, sequence parallelism, dtype, device, and where
     gradients go.
 
-    overlap: how the linear layers' parts travel under sequence parallelism.
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel cuts activations between the tensor-parallel
     regions along s.
@@ -44,17 +29,13 @@ class LayerContext:
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
-    overlap: OverlapPlan = field(default_factory=OverlapPlan)
 
-    @property
-    def tp(self) -> Axis:
-        """The tensor-parallel axis."""
-        return self.grid.tp
+    tp: Axis = field(init=False)  # the grid's tensor-parallel axis
+    sp: bool = field(init=False)  # whether sequence parallelism has an effect
 
-    @property
-    def sp(self) -> bool:
-        """True where sequence parallelism has an effect."""
-        return self.sequence_parallel and self.grid.tp.size > 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp", self.grid.tp)
+        object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 
     @property
     def replicated_over(self) -> tuple[Axis, ...]:

@@ -22,41 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpu.comm.collectives import ProcessGroupTransport, group_of
+from mpu.comm.transport import Axis, Trace
+
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """One row of ranks that talk to each other, as this rank sees it.
-
-    `ranks` are global ranks in axis order; `rank` is this rank's place among them. `group` is None
-    at size 1 and in a dry run. `trace`, when set, is told of every collective (see
-    tools/explain.py). `staged` makes collectives pass through host memory (gloo groups that carry
-    CUDA tensors). `memory` is what its collectives pass through where its ranks share memory
-    (mpu/comm/symmetric.py), `kernels` what overlap kernels on GPUs write through
-    (mpu/comm/symmetric_cuda.py), `no_memory` why there is neither.
-    """
-
-    name: str
-    rank: int = 0
-    size: int = 1
-    ranks: tuple[int, ...] = (0,)
-    group: Any = None
-    trace: Any = None
-    staged: bool = False
-    memory: Any = None
-    kernels: Any = None
-    no_memory: str = ""
-
-    @property
-    def following(self) -> list[int]:
-        """The other ranks' places: the next one's first, and so on round."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether ranks reach one another's memory."""
-        return self.memory is not None or self.kernels is not None
 
 
 @dataclass(frozen=True)
@@ -255,7 +224,10 @@ class Grid:
                         list(axis.ranks), timeout=timeout, use_local_synchronization=True
                     )
                 )
-            setattr(self, name, replace(axis, group=groups.get(axis.ranks), staged=staged))
+            transport = None
+            if axis.ranks in groups:
+                transport = ProcessGroupTransport(groups[axis.ranks], staged)
+            setattr(self, name, replace(axis, transport=transport))
         if self.backend == "nccl" and self.pp.size > 1:
             self._meet_neighbours(device)
         return self
@@ -272,9 +244,9 @@ class Grid:
             for axis, sender, receiver in ((self.pp, low, high), (self.pp_back, high, low)):
                 number = torch.zeros(1, device=device)
                 if self.pp.rank == sender:
-                    dist.send(number, axis.ranks[receiver], group=axis.group)
+                    dist.send(number, axis.ranks[receiver], group=group_of(axis))
                 elif self.pp.rank == receiver:
-                    dist.recv(number, axis.ranks[sender], group=axis.group)
+                    dist.recv(number, axis.ranks[sender], group=group_of(axis))
         torch.cuda.synchronize(device)
 
     def add_background(self, timeout: timedelta) -> None:
@@ -284,9 +256,9 @@ class Grid:
         """
         if self.world_size > 1:
             group = dist.new_group(timeout=timeout, backend="gloo")
-            self.background = replace(self.background, group=group)
+            self.background = replace(self.background, transport=ProcessGroupTransport(group))
 
-    def traced(self, trace: Any) -> "Grid":
+    def traced(self, trace: Trace | None) -> "Grid":
         """Let `trace` see every collective of every axis."""
         for name in self.AXES:
             setattr(self, name, replace(getattr(self, name), trace=trace))

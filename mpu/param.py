@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpu.grid import Axis
+from mpu.comm.transport import Axis
 
 
 @dataclass(frozen=True)
@@ -211,39 +211,23 @@ class GradientSink:
             self.main[param] = torch.empty(param.shape, dtype=self.dtype, device=param.device)
         return self.main[param]
 
-    def _fresh(self, param: nn.Parameter) -> bool:
+    def grad_slot(self, param: nn.Parameter) -> tuple[Tensor, bool]:
+        """Return the main gradient that the caller is about to add to, and whether it is fresh:
+        then nothing has been written to it in this step, and the caller overwrites it.
+        """
         fresh = param not in self._written
         self._written.add(param)
-        return fresh
-
-    def accumulate(self, param: nn.Parameter, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x: x [n, in], dy [n, out] -> main gradient [out, in].
-
-        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in
-        fp32; on CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
-        """
-        main, fresh = self.main_grad(param), self._fresh(param)
-        if x.dtype == main.dtype:
-            if fresh:
-                torch.mm(dy.t(), x, out=main)
-            else:
-                main.addmm_(dy.t(), x)
-        else:
-            turned = dy.t()
-            product = (
-                torch.mm(turned, x, out_dtype=main.dtype) if x.is_cuda else torch.mm(turned, x)
-            )
-            main.copy_(product) if fresh else main.add_(product)
+        return self.main_grad(param), fresh
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add a ready gradient."""
-        main = self.main_grad(param)
-        main.copy_(grad) if self._fresh(param) else main.add_(grad)
+        main, fresh = self.grad_slot(param)
+        main.copy_(grad) if fresh else main.add_(grad)
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h]."""
-        main = self.main_grad(param)
-        if self._fresh(param):
+        main, fresh = self.grad_slot(param)
+        if fresh:
             main.zero_()
         main.index_add_(0, rows, grad.to(main.dtype))
 
@@ -287,8 +271,8 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self._kept: deque[Callable[[], None]] | None = None
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run one weight gradient, or keep it."""
+    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
+        """Run one weight gradient, or keep it. kept: the tensors that live until it has run."""
         if self._kept is None:
             work()
         else:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from mpu.param import Placement
 from training.checkpoint import CheckpointError, NamedPiece, find_latest, load, save, state_pieces
 from training.checkpoint.manifest import merge_index

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 import pretrain_llama
 from model.llama import hf_names, parameter_group
 from mpu.comm.collectives import all_gather
-from mpu.comm.paths import PATHS
+from mpu.comm.overlap_map import METHODS, OverlapMap
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
+from mpu.layers.linear import use_overlap
 from mpu.param import placement_of, unique_parameters
 from mpu.zero.buckets import GradientBuckets
 from training.config import (
@@ -112,10 +113,14 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
-        plan, ways = run.model.ctx.overlap, itertools.cycle(PATHS if memory else ("ring", "none"))
+        ways = itertools.cycle(METHODS if memory else ("ring", "none"))
+        choices: dict[str, str] = {}
         tokens = config.batch.micro_batch_size * S
         for p in projections(run.model, tokens).values():
-            plan.choices |= {p.forward: next(ways), p.backward: next(ways)}
+            choices |= {p.forward: next(ways), p.backward: next(ways)}
+        use_overlap(run.model, OverlapMap("auto", choices))
+    elif config.parallel.tp_comm_overlap != "none":
+        use_overlap(run.model, OverlapMap(config.parallel.tp_comm_overlap))
     if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
         o = config.optimizer
         run.optimizer = pretrain_llama.Optimizer(

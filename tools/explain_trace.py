@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu.comm.transport import Axis
 from mpu.comm.watch import Watch
-from mpu.grid import Axis
 from pretrain_llama import Run
 from tools.explain_zero import Buckets
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from model.llama import Llama, from_hf_config, hf_names
 from mpu.comm.collectives import all_gather
+from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.grid import Axis, Grid, Launch
+from mpu.grid import Grid, Launch
 from mpu.param import unique_parameters
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME

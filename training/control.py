@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
-from mpu.grid import Axis
+from mpu.comm.transport import Axis
 from training.config import CheckpointConfig, RunConfig
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle, before the first step, which path each linear layer's parts take, and say it.
+"""Choose, before the first step, the overlap method of each linear layer, and print it.
 
-With --tp-comm-overlap none, ring or symmetric that is a matter of words; with auto it is what the
-checkpoint says, or what --tp-comm-overlap-cache holds for this machine, or what is measured now
-(mpu/comm/tune.py). All ranks come to the same. docs/overlap.md tells the whole story.
+With --tp-comm-overlap none, ring or symmetric the flag says it; with auto it is what the checkpoint
+recorded, or what --tp-comm-overlap-cache holds for this machine, or what is measured now
+(mpu/layers/tune.py). All ranks come to the same. docs/overlap.md has the whole story.
 """
 
 import json
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from mpu.comm.collectives import gather_bytes
-from mpu.comm.paths import PATHS
-from mpu.comm.tune import MARGIN, Projection, choose, tune
-from mpu.context import LayerContext, OverlapPlan
-from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.comm.overlap_map import METHODS, Auto, OverlapMap
+from mpu.context import LayerContext
+from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
+from mpu.layers.tune import MARGIN, Projection, choose, tune
 from training.config import Config, UsageError
 
 FORMAT = "weft tp-comm-overlap 1"
@@ -39,42 +39,64 @@ def projections(model: nn.Module, tokens: int) -> dict[str, Projection]:
     return found
 
 
-def settle(model: nn.Module, ctx: LayerContext, config: Config, note: Note) -> None:
-    """Fill ctx.overlap and tell, one line a projection. Every rank of the world calls it.
+class Overlap:
+    """The overlap methods of a run. chosen: the map that all ranks resolved at the start."""
 
-    Raises UsageError, on every rank, where the cache file holds something else.
+    def __init__(self, chosen: OverlapMap, model: nn.Module) -> None:
+        self.chosen, self._method = chosen, use_overlap(model, chosen)
+        self._noted = 0
+
+    def unmeasured(self) -> list[str]:
+        """Return a line, once, for each matmul that came with a shape that nobody had measured."""
+        if not isinstance(self._method, Auto):
+            return []
+        new = list(self._method.unmeasured)[self._noted :]
+        self._noted += len(new)
+        lost = "was not measured at the start, so it takes none"
+        return [f"overlap: lost: {matmul} {lost}" for matmul in new]
+
+
+def settle(
+    model: nn.Module,
+    ctx: LayerContext,
+    config: Config,
+    note: Note,
+    recorded: Mapping[str, str] | None = None,
+) -> Overlap:
+    """Choose for every linear layer and print one line a projection. Every rank of the world calls
+    it.
+
+    recorded: the choices of the checkpoint that the run goes on from. Raises UsageError, on every
+    rank, where the cache file holds something else.
     """
-    plan, world = ctx.overlap, ctx.grid.world
+    mode, world = config.parallel.tp_comm_overlap, ctx.grid.world
     if not ctx.sp:
-        return
-    if plan.mode == "none":
+        return Overlap(OverlapMap(mode, recorded or {}), model)
+    if mode == "none":
         note("overlap: none, as --tp-comm-overlap says: linear layers wait for what they gather")
-        return
+        return Overlap(OverlapMap(mode), model)
     layers = projections(model, config.batch.micro_batch_size * config.model.seq_length)
     here = {
         "names": list(_names(layers)),
         "why_not": _why_not(ctx, config),
         "machine": _machine(ctx),
     }
-    every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), world, ctx.device)]
-    names = {(name, key): None for told in every for name, key in told["names"]}
-    why_not = next((told["why_not"] for told in every if told["why_not"]), "")
-    paths = [path for path in PATHS if path != "symmetric" or not why_not]
-    if plan.mode == "auto":
-        machine = " + ".join(sorted({told["machine"] for told in every}))
-        _auto(ctx, config, layers, {key for _, key in names}, paths, machine, note)
+    ranks = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), world, ctx.device)]
+    names = {(name, key): None for rank in ranks for name, key in rank["names"]}
+    why_not = next((rank["why_not"] for rank in ranks if rank["why_not"]), "")
+    chosen = OverlapMap(mode)
+    if mode == "auto":
+        methods = [method for method in METHODS if method != "symmetric" or not why_not]
+        machine = " + ".join(sorted({rank["machine"] for rank in ranks}))
+        needed = {key for _, key in names}
+        chosen = _auto(ctx, config, layers, needed, methods, machine, note, recorded or {})
         if why_not:
             note(f"overlap: symmetric is not to be had: {why_not}")
-    for line in _lines(plan, names, why_not):
+    elif mode == "symmetric" and why_not:
+        chosen = OverlapMap("ring")  # everywhere, though some tp groups might share memory
+    for line in _lines(mode, chosen, names, why_not):
         note(line)
-    plan.told = len(plan.choices)
-
-
-def unchosen(plan: OverlapPlan) -> list[str]:
-    """Say, once, which matmuls came with a shape that nothing had been chosen for."""
-    new = list(plan.choices)[plan.told :]
-    plan.told = len(plan.choices)
-    return [f"overlap: lost: {key} was not measured at the start, so it takes none" for key in new]
+    return Overlap(chosen, model)
 
 
 def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
@@ -87,12 +109,12 @@ def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
 
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
-    """Say why the ranks of tp share no memory; nothing where they do."""
+    """Return why the ranks of tp share no memory; nothing where they do."""
     if ctx.tp.symmetric:
         return ""
     if config.parallel.no_shared_memory:
         return "--no-shared-memory"
-    return ctx.tp.no_memory
+    return ctx.tp.carrier.why_not
 
 
 def _machine(ctx: LayerContext) -> str:
@@ -100,8 +122,9 @@ def _machine(ctx: LayerContext) -> str:
     if ctx.device.type == "cuda":
         name = torch.cuda.get_device_name(ctx.device)
     else:
-        told = Path("/proc/cpuinfo")  # of Linux alone
-        model = re.search(r"model name\s*: (.*)", told.read_text() if told.exists() else "")
+        cpuinfo = Path("/proc/cpuinfo")  # of Linux alone
+        text = cpuinfo.read_text() if cpuinfo.exists() else ""
+        model = re.search(r"model name\s*: (.*)", text)
         name = f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
     parts = [
         *(f"tp {ctx.tp.size}", f"{ctx.grid.launch.local_world} ranks on {name}"),
@@ -111,12 +134,12 @@ def _machine(ctx: LayerContext) -> str:
     return ", ".join(parts)
 
 
-def _fits(choices: Mapping[str, str], needed: set[str], paths: list[str]) -> str:
-    """Say why these choices are not for this run; nothing where they are."""
+def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
+    """Return why these choices are not for this run; nothing where they are."""
     for key in sorted(needed):
         if key not in choices:
             return f"it says nothing of {key}"
-        if choices[key] not in paths:
+        if choices[key] not in methods:
             return f"it says {choices[key]} of {key}, which is not to be had"
     return ""
 
@@ -126,51 +149,50 @@ def _auto(
     config: Config,
     layers: Mapping[str, Projection],
     needed: set[str],
-    paths: list[str],
+    methods: list[str],
     machine: str,
     note: Note,
-) -> None:
-    """Replay the checkpoint's choices, or take the cache's, or measure; say which."""
-    plan, file = ctx.overlap, config.parallel.tp_comm_overlap_cache
-    if plan.choices:
-        why = _fits(plan.choices, needed, paths)
+    recorded: Mapping[str, str],
+) -> OverlapMap:
+    """Replay the checkpoint's choices, or take the cache's, or measure; print which."""
+    file = config.parallel.tp_comm_overlap_cache
+    if recorded:
+        why = _fits(recorded, needed, methods)
         if not why:
             note("overlap: as in the checkpoint, which the run goes on from")
-            return
+            return OverlapMap("auto", recorded)
         note(f"overlap: the checkpoint does not fit, {why}")
-        plan.choices.clear()
     held = _cached(ctx, file, machine) if file else {}
     if held:
-        why = _fits(held["choices"], needed, paths)
+        why = _fits(held["choices"], needed, methods)
         if not why:
             note(f"overlap: as in {file}")
-            plan.choices |= {key: held["choices"][key] for key in sorted(needed)}
-            plan.seconds |= held["seconds"]
-            return
+            choices = {key: held["choices"][key] for key in sorted(needed)}
+            return OverlapMap("auto", choices, held["seconds"])
         note(f"overlap: {file} does not fit, {why}")
     elif file:
         note(f"overlap: {file} has nothing of this machine: {machine}")
     note("overlap: measuring")
-    times = tune(layers.values(), paths, ctx.tp, ctx.grid.world, ctx.device)
-    plan.choices |= choose(times)
-    plan.seconds |= times
+    times = tune(layers.values(), methods, ctx)
+    chosen = OverlapMap("auto", choose(times), times)
     if file and ctx.grid.rank == 0:
-        _write(file, machine, {"choices": plan.choices, "seconds": times}, note)
+        _write(file, machine, {"choices": chosen.choices, "seconds": times}, note)
+    return chosen
 
 
 def _cached(ctx: LayerContext, file: str, machine: str) -> dict[str, Any]:
     """Return what the cache file holds for this machine, as rank 0 reads it."""
-    told: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     if ctx.grid.rank == 0:
         try:
-            told["held"] = read(file).get(machine, {})
+            answer["held"] = read(file).get(machine, {})
         except UsageError as error:
-            told["error"] = str(error)
-    text = gather_bytes(json.dumps(told).encode(), ctx.grid.world, ctx.device)[0]
-    told = json.loads(text)
-    if "error" in told:
-        raise UsageError(told["error"])
-    return told["held"]
+            answer["error"] = str(error)
+    text = gather_bytes(json.dumps(answer).encode(), ctx.grid.world, ctx.device)[0]
+    answer = json.loads(text)
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    return dict(answer["held"])
 
 
 def read(file: str) -> dict[str, dict[str, Any]]:
@@ -190,10 +212,10 @@ def read(file: str) -> dict[str, dict[str, Any]]:
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']!r}")
         for held in found["machines"].values():
-            if not set(held["choices"].values()) <= set(PATHS):
+            if not set(held["choices"].values()) <= set(METHODS):
                 raise ValueError("a path that does not exist")
             for times in held["seconds"].values():
-                if not all(path in PATHS and spent > 0 for path, spent in times.items()):
+                if not all(path in METHODS and spent > 0 for path, spent in times.items()):
                     raise ValueError("a time that is none")
         return found["machines"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -215,26 +237,25 @@ def _write(file: str, machine: str, held: dict[str, Any], note: Note) -> None:
         note(f"overlap: --tp-comm-overlap-cache {file} was not written: {error}")
 
 
-def _lines(plan: OverlapPlan, names: Mapping[tuple[str, str], None], why: str) -> Iterator[str]:
-    """Tell each projection's path, why, and what it gains."""
-    asked = plan.mode
-    if asked == "symmetric" and why:
-        plan.mode = "ring"  # everywhere, though some tp groups might share memory
+def _lines(
+    mode: str, chosen: OverlapMap, names: Mapping[tuple[str, str], None], why: str
+) -> Iterator[str]:
+    """Yield each projection's method, the reason, and what it gains."""
     for name, key in names:
         begin = f"overlap: {name} ({key}): "
-        if asked == "auto":
-            yield begin + _reason(plan.choices[key], plan.seconds.get(key, {}))
-        elif plan.mode != asked:
-            yield f"{begin}{plan.mode}, as symmetric is not to be had: {why}"
+        if mode == "auto":
+            yield begin + _reason(chosen.choices[key], chosen.seconds.get(key, {}))
+        elif chosen.mode != mode:
+            yield f"{begin}{chosen.mode}, as symmetric is not to be had: {why}"
         else:
-            yield f"{begin}{asked}, as asked for; the gain is not measured"
+            yield f"{begin}{mode}, as asked for; the gain is not measured"
 
 
-def _reason(path: str, seconds: Mapping[str, float]) -> str:
-    """Say what was measured, and what is expected of it."""
+def _reason(method: str, seconds: Mapping[str, float]) -> str:
+    """Return what was measured of a matmul, and what is expected of its method."""
     if not seconds:
-        return f"{path}, as recorded"
-    told = ", ".join(f"{p} {s * 1e3:.3g} ms" for p, s in seconds.items())
-    if path == "none":
-        return f"none, as nothing else is {MARGIN:.0%} faster: {told}"
-    return f"{path}, {1 - seconds[path] / seconds['none']:.0%} less time expected: {told}"
+        return f"{method}, as recorded"
+    measured = ", ".join(f"{m} {s * 1e3:.3g} ms" for m, s in seconds.items())
+    if method == "none":
+        return f"none, as nothing else is {MARGIN:.0%} faster: {measured}"
+    return f"{method}, {1 - seconds[method] / seconds['none']:.0%} less time expected: {measured}"

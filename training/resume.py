@@ -56,6 +56,7 @@ class Saver:
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
+        self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         tokenizer, self._attach = Path(config.data.tokenizer_model or ""), {}
         if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
@@ -202,7 +203,7 @@ class Saver:
             self._pruning.start(work)
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
-        config, plan = self.config, self.ctx.overlap
+        config = self.config
         samples, tokens = self._before
         return {
             "iteration": iteration,
@@ -212,7 +213,7 @@ class Saver:
             "lr": learning_rate(config, consumed),
             "seed": config.run.seed,
             "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
-            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": dict(plan.choices)},
+            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": dict(self.overlap_choices)},
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": next(iter(self._attach), config.data.tokenizer_model),
             **self.digests,
@@ -281,9 +282,10 @@ class Saver:
         if fresh:
             self.note(f"loaded the weights of {found.directory}; starting at sample 0")
             return 0, 0
-        plan, chosen = self.ctx.overlap, found.state.get("tp_comm_overlap", {})
-        if plan.mode == "auto" and chosen.get("tp") == self.ctx.tp.size:
-            plan.choices |= chosen["choices"]
+        recorded = found.state.get("tp_comm_overlap", {})
+        auto = self.config.parallel.tp_comm_overlap == "auto"
+        if auto and recorded.get("tp") == self.ctx.tp.size:
+            self.overlap_choices = recorded["choices"]
         for _, line in changes(found, self.config, self.digests):
             self.note(f"{line}; going on as --allow-change says")
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]

@@ -5,39 +5,26 @@ Every verb is the identity at axis size 1, with no process group at all. Gathers
 dim 0, so a shard is contiguous. Every reduction is a SUM; `reduce_scatter` and
 `all_reduce_in_order` add the ranks' contributions in rank order on CPU. gloo's own reduce-scatter
 does not, puts twice the bytes on the wire, and is slower than the all-to-all used here
-(docs/numerics.md). Where the ranks of an axis share memory, its gathers and sums go through that
-(mpu/comm/symmetric.py): written once, read in place, the same order of addition.
+(docs/numerics.md).
+
+The axis' transport carries the bytes. ProcessGroupTransport, below, is torch.distributed's. Where
+the ranks of an axis share memory, gathers and sums go through that (mpu/comm/shared_memory.py):
+written once, read in place, the same order of addition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm import in_memory
-from mpu.comm.handle import DONE, Handle, Label, start
-from mpu.grid import Axis
+from mpu.comm.transport import DONE, Axis, Handle, Label, Transport
 
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def to_wire(x: Tensor, axis: Axis) -> Tensor:
-    """Return x as the backend takes it: contiguous, in host memory where the axis is staged."""
-    return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
-
-
-def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
-    """Return what brings the result of an in-place verb home, where it travelled as a copy."""
-
-    def finish() -> None:
-        if wire.data_ptr() != x.data_ptr():
-            x.copy_(wire)
-
-    return finish
 
 
 def all_reduce(
@@ -50,14 +37,7 @@ def all_reduce(
     """Sum x over the axis, in place. The order of the sum is the backend's own."""
     if axis.size == 1:
         return x, DONE
-    if op == dist.ReduceOp.SUM and x.is_contiguous() and in_memory.shares(axis, x):
-        return in_memory.all_reduce(x, axis, async_op, label)
-    wire = to_wire(x, axis)
-
-    def call() -> Any:
-        return dist.all_reduce(wire, op=op, group=axis.group, async_op=True)
-
-    return x, start("all_reduce", axis, x, call, (wire,), _copy_back(wire, x), async_op, label)
+    return axis.carrier.all_reduce(x, axis, op, async_op, label)
 
 
 def all_gather(
@@ -73,20 +53,7 @@ def all_gather(
     """
     if axis.size == 1:
         return x, DONE
-    if in_memory.shares(axis, x):
-        return in_memory.all_gather(x, axis, async_op, into, label)
-    wire = to_wire(x, axis)
-    result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    out = torch.empty_like(result, device=wire.device) if axis.staged else result
-
-    def finish() -> None:
-        if result is not out:
-            result.copy_(out)
-
-    def call() -> Any:
-        return _all_gather(out, wire, group=axis.group, async_op=True)
-
-    return result, start("all_gather", axis, x, call, (wire, out), finish, async_op, label)
+    return axis.carrier.all_gather(x, axis, into, async_op, label)
 
 
 def reduce_scatter(
@@ -105,27 +72,7 @@ def reduce_scatter(
     if axis.size == 1:
         return x, DONE
     assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
-    shape = (x.shape[0] // axis.size, *x.shape[1:])
-    wire = to_wire(x, axis)
-    out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
-    if x.is_cuda and not axis.staged and out.dtype == x.dtype:
-
-        def call() -> Any:
-            return _reduce_scatter(out, wire, group=axis.group, async_op=True)
-
-        return out, start("reduce_scatter", axis, x, call, (wire, out), None, async_op, label)
-
-    if in_memory.shares(axis, x):
-        return in_memory.reduce_scatter(x, axis, async_op, out, label)
-    parts = torch.empty_like(wire)
-
-    def exchange() -> Any:
-        return dist.all_to_all_single(parts, wire, group=axis.group, async_op=True)
-
-    def finish() -> None:
-        in_memory.sum_of_parts(parts.view(axis.size, *shape), out)
-
-    return out, start("reduce_scatter", axis, x, exchange, (wire, parts), finish, async_op, label)
+    return axis.carrier.reduce_scatter(x, axis, into, async_op, label)
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
@@ -161,12 +108,12 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """Send x of the axis' rank `src` to all of it, in place."""
     if axis.size == 1:
         return x
-    wire = to_wire(x, axis)
+    wire, group = to_wire(x, axis), group_of(axis)
 
     def call() -> Any:
-        return dist.broadcast(wire, src=axis.ranks[src], group=axis.group, async_op=True)
+        return dist.broadcast(wire, src=axis.ranks[src], group=group, async_op=True)
 
-    start("broadcast", axis, x, call, (wire,), _copy_back(wire, x))
+    axis.start("broadcast", x, call, (wire,), _copy_back(wire, x))
     return x
 
 
@@ -186,3 +133,114 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device | None = None) ->
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = all_gather(padded[None], axis)[0].cpu()
     return [row[:n].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+
+
+class ProcessGroupTransport(Transport):
+    """Carries tensors by a process group of torch.distributed (gloo or NCCL).
+
+    staged: the group is gloo's and tensors of a GPU pass through host memory.
+    why_not: why the ranks do not reach one another's memory, where somebody has looked.
+    """
+
+    def __init__(self, group: Any, staged: bool = False, why_not: str = "") -> None:
+        self.group, self.staged, self.why_not = group, staged, why_not
+
+    def all_reduce(
+        self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Sum x in place, in the backend's own order."""
+        wire = to_wire(x, axis)
+
+        def call() -> Any:
+            return dist.all_reduce(wire, op=op, group=self.group, async_op=True)
+
+        home = _copy_back(wire, x)
+        return x, axis.start("all_reduce", x, call, (wire,), home, async_op, label)
+
+    def all_gather(
+        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Gather into `into`, or into a new tensor."""
+        wire = to_wire(x, axis)
+        result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+        out = torch.empty_like(result, device=wire.device) if self.staged else result
+
+        def finish() -> None:
+            if result is not out:
+                result.copy_(out)
+
+        def call() -> Any:
+            return _all_gather(out, wire, group=self.group, async_op=True)
+
+        return result, axis.start("all_gather", x, call, (wire, out), finish, async_op, label)
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Use NCCL's verb where dtypes agree; else exchange the slices and add them in order."""
+        shape = (x.shape[0] // axis.size, *x.shape[1:])
+        wire = to_wire(x, axis)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
+        if x.is_cuda and not self.staged and out.dtype == x.dtype:
+
+            def call() -> Any:
+                return _reduce_scatter(out, wire, group=self.group, async_op=True)
+
+            return out, axis.start("reduce_scatter", x, call, (wire, out), None, async_op, label)
+        parts = torch.empty_like(wire)
+
+        def exchange() -> Any:
+            return dist.all_to_all_single(parts, wire, group=self.group, async_op=True)
+
+        def finish() -> None:
+            sum_of_parts(parts.view(axis.size, *shape), out)
+
+        keep = (wire, parts)
+        return out, axis.start("reduce_scatter", x, exchange, keep, finish, async_op, label)
+
+
+def by_process_group(axis: Axis, why_not: str = "") -> Axis:
+    """Return the axis as its process group alone carries it. why_not: why memory does not."""
+    transport = axis.carrier
+    assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
+    plain = ProcessGroupTransport(transport.group, transport.staged, why_not)
+    return replace(axis, transport=plain)
+
+
+def group_of(axis: Axis) -> Any:
+    """Return the process group of an axis whose transport has one."""
+    transport = axis.carrier
+    assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
+    return transport.group
+
+
+def to_wire(x: Tensor, axis: Axis) -> Tensor:
+    """Return x as the backend takes it: contiguous, in host memory where the axis is staged."""
+    return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
+
+
+def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
+    """Return what brings the result of an in-place verb home, where it travelled as a copy."""
+
+    def finish() -> None:
+        if wire.data_ptr() != x.data_ptr():
+            x.copy_(wire)
+
+    return finish
+
+
+def sum_of_parts(parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + ..., left to right; 16-bit parts in fp32, rounded once."""
+    first, second = parts[0], parts[1]
+    if first.element_size() >= 4 or (len(parts) == 2 and out.dtype == first.dtype):
+        if out.device == first.device:
+            torch.add(first, second, out=out)
+        else:
+            out.copy_(first + second)
+        for part in parts[2:]:
+            out.add_(part.to(out.device))
+        return
+    total = first.float()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)

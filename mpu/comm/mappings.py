@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
-from mpu.grid import Axis
+from mpu.comm.transport import Axis
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:

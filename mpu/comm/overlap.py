@@ -1,161 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply while the bytes move: all-gather-matmul, matmul-reduce-scatter, and their gradients.
+"""Gather what a matmul needs, and scatter what it makes: the methods of --tp-comm-overlap.
 
-    all_gather_matmul       y_i = gather(x) w_i^T    x [n, ..., k], w_i [o_i, k] -> [t n, ..., o_i]
-    matmul_reduce_scatter   y = scatter(sum x w^T)   x [t n, ..., k], w [o, k] -> [n, ..., o]
+    gather            x [n, ...] of every rank -> a Gathering; multiply(w) gives gather(x) w^T
+    multiply_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the ranks' sum
 
-Each is the other's gradient with respect to x; the gradient of w needs gather(x), or gather(dy):
+The two are each other's gradient; mpu/layers/linear.py puts them together. How the parts travel is
+an OverlapMethod:
 
-                            forward               backward
-    all_gather_matmul       gather x | matmul     gather x again | dgrad | scatter dx | wgrad
-    matmul_reduce_scatter   matmul | scatter      gather dy | dgrad | wgrad
+    replicated   no part travels, x is whole on every rank (no sequence parallelism); sums are
+                 all-reduced
+    none         the collective, then the matmul: the reference
+    ring         a part a rank by messages: the next one arrives while this one multiplies
+                 (mpu/comm/overlap_ring.py)
+    symmetric    parts lie in memory that all ranks see and are multiplied where they lie
+                 (mpu/comm/overlap_shared.py; on GPUs mpu/comm/overlap_cuda.py)
+    auto         for each shape the one that was chosen (mpu/comm/overlap_map.py)
 
-    a | b: b runs while a is on its way. Only the shard of x is saved.
-
-How the parts travel is a path (mpu/comm/paths.py): the reference, messages, or shared memory.
+Every sum adds the ranks' parts in rank order, 16-bit ones in fp32. The multiplication itself is an
+argument: the recipe of the layer.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from mpu.comm.paths import Path
+from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
+from mpu.comm.transport import DONE, Axis, Handle, Label
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [..., o]
 
 
-class Weights(Protocol):
-    """Where the weights of a matmul come from, and where their gradients go."""
+class Gathering(ABC):
+    """x of all ranks, on its way to this one. `close` when nothing of it is read any more."""
 
-    @property
-    def deferring(self) -> bool:
-        """True where `put` keeps work for later."""
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.x, self.axis = x, axis
 
-    def take(self, weight: Any) -> Tensor:
-        """Return the weight, whole."""
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """Wait for all of it: [t n, ...]."""
 
-    def give_back(self, weight: Any) -> None:
-        """Say that it is not needed for now."""
+    def multiply(self, weight: Tensor, product: Product) -> Tensor:
+        """Return gather(x) w^T: w [o, k] -> [t n, ..., o]."""
+        return product(self.whole(), weight)
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run a weight gradient, now or later."""
-
-    def add(self, weight: Any, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to the weight's gradient: x [rows, i], dy [rows, o]."""
+    def close(self) -> None:  # noqa: B027 - where nothing is held, there is nothing to do
+        """Let go of the memory that it arrived in."""
 
 
-class _Autograd:
-    """Plain tensors: their gradients go back to autograd."""
+class OverlapMethod(ABC):
+    """How the parts of a matmul's input, or of its output, travel over an axis."""
 
-    deferring = False
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.grads: list[Tensor | None] = [None] * len(weights)
-        self._place = {id(w): i for i, w in enumerate(weights)}
+    def of(self, op: str, x: Tensor, width: int) -> "OverlapMethod":
+        """Return the method for one matmul: op `gather` or `scatter`, x as it is put in, and the
+        width of what comes out. Only `auto` has several.
+        """
+        return self
 
-    def take(self, weight: Tensor) -> Tensor:
-        return weight
+    @abstractmethod
+    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start x on its way to every rank, there to be multiplied."""
 
-    def give_back(self, weight: Tensor) -> None:
-        pass
+    def gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start x on its way to every rank, while something else is multiplied."""
+        return self.gather(x, label)
 
-    def put(self, work: Callable[[], None]) -> None:
-        work()
-
-    def add(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        self.grads[self._place[id(weight)]] = dy.t() @ x
-
-
-def all_gather_matmul(
-    x: Tensor, weights: Sequence[Tensor], path: Path, layer: Weights | None = None
-) -> tuple[Tensor, ...]:
-    """Return gather(x) w^T for each w: x [n, ..., k], w [o, k] -> [t n, ..., o].
-
-    layer: who keeps the weights; without one their gradients are autograd's.
-    """
-    return AllGatherMatmul.apply(x, path, layer, *weights)
+    @abstractmethod
+    def multiply_scatter(
+        self, x: Tensor, weight: Tensor, product: Product, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Start the sum over ranks of x w^T on its way to the owners of its rows."""
 
 
-def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, path: Path, layer: Weights | None = None
-) -> Tensor:
-    """Return this rank's rows of the sum over ranks of x w^T: x [t n, ..., k], w [o, k] -> [n, ...,
-    o].
-    """
-    return MatmulReduceScatter.apply(x, path, layer, weight)
+class _Collective(Gathering):
+    """All of it at once: by one collective, or there already."""
+
+    def __init__(self, x: Tensor, axis: Axis, full: Tensor, handle: Handle) -> None:
+        super().__init__(x, axis)
+        self._full, self._handle = full, handle
+
+    def whole(self) -> Tensor:
+        self._handle.wait()
+        return self._full
 
 
-class AllGatherMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        f: Any, x: Tensor, path: Path, layer: Weights | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        layer = layer or _Autograd(weights)
-        f.path, f.layer, f.weights = path, layer, weights
-        f.save_for_backward(x)  # the shard
-        gathering = path.of("gather", x, sum(len(w) for w in weights)).gather(x)
-        out = gathering.multiply([layer.take(w) for w in weights])
-        gathering.close()
-        for weight in weights:
-            layer.give_back(weight)
-        return tuple(out)
+class Replicated(OverlapMethod):
+    """x is whole on every rank; partial products are all-reduced."""
 
-    @staticmethod
-    def backward(f: Any, *dys: Tensor) -> Any:
-        #   Before:  gather x -> dgrad -> wait -> scatter dx -> wait -> wgrad
-        #   Now:     [gather x | dgrad] -> [scatter dx | wgrad]
-        path, layer, weights = f.path, f.layer, f.weights
-        (x,) = f.saved_tensors
-        way = path.of("scatter", dys[0], x.shape[-1])
-        again = None if layer.deferring else way.gather_again(x)
-        dx, scattering = way.multiply_scatter(dys, [layer.take(w).t() for w in weights])
-        for weight in weights:
-            layer.give_back(weight)
+    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Collective(x, self.axis, x, DONE)
 
-        def wgrad() -> None:
-            gathering = again or way.gather_again(x)
-            whole = gathering.whole()
-            for weight, dy in zip(weights, dys, strict=True):
-                layer.add(weight, _flat(whole), _flat(dy))
-            gathering.close()
-
-        layer.put(wgrad)
-        scattering.wait()
-        return dx, None, None, *getattr(layer, "grads", [None] * len(weights))
+    def multiply_scatter(
+        self, x: Tensor, weight: Tensor, product: Product, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        return all_reduce(product(x, weight), self.axis, async_op=True, label=label)
 
 
-class MatmulReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(f: Any, x: Tensor, path: Path, layer: Weights | None, weight: Tensor) -> Tensor:
-        layer = layer or _Autograd([weight])
-        f.path, f.layer, f.weight = path, layer, weight
-        f.save_for_backward(x)
-        scatters = path.of("scatter", x, len(weight))
-        y, scattering = scatters.multiply_scatter([x], [layer.take(weight)])
-        layer.give_back(weight)
-        scattering.wait()
-        return y
+class Separate(OverlapMethod):
+    """The collective, then the matmul; the matmul, then the collective."""
 
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> Any:
-        path, layer, weight = f.path, f.layer, f.weight
-        (x,) = f.saved_tensors
-        gathers = path.of("gather", dy, x.shape[-1])
-        gathering = gathers.gather(dy)
-        (dx,) = gathering.multiply([layer.take(weight).t()])
-        layer.give_back(weight)
-        once = not layer.deferring
-        if not once:  # a deferred wgrad keeps the shard
-            gathering.close()
+    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Collective(x, self.axis, *all_gather(x, self.axis, async_op=True, label=label))
 
-        def wgrad() -> None:
-            arrived = gathering if once else gathers.gather_again(dy)
-            layer.add(weight, _flat(x), _flat(arrived.whole()))
-            arrived.close()
-
-        layer.put(wgrad)
-        return dx, None, None, *getattr(layer, "grads", [None])
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    def multiply_scatter(
+        self, x: Tensor, weight: Tensor, product: Product, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        return reduce_scatter(product(x, weight), self.axis, async_op=True, label=label)

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.collectives import to_wire
-from mpu.comm.handle import Handle, Label, start
-from mpu.grid import Axis
+from mpu.comm.collectives import group_of, to_wire
+from mpu.comm.transport import Axis, Handle, Label
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
@@ -25,9 +24,9 @@ def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     wire = to_wire(x, axis)
 
     def call() -> Any:
-        return dist.isend(wire, axis.ranks[to], group=axis.group)
+        return dist.isend(wire, axis.ranks[to], group=group_of(axis))
 
-    return start("send", axis, x, call, (wire,), None, True, label)
+    return axis.start("send", x, call, (wire,), None, True, label)
 
 
 def receive(
@@ -43,13 +42,13 @@ def receive(
     wire = torch.empty(shape, dtype=dtype) if axis.staged else out
 
     def call() -> Any:
-        return dist.irecv(wire, axis.ranks[source], group=axis.group)
+        return dist.irecv(wire, axis.ranks[source], group=group_of(axis))
 
     def finish() -> None:
         if wire is not out:
             out.copy_(wire)
 
-    return out, start("receive", axis, out, call, (wire,), finish, True, label)
+    return out, axis.start("receive", out, call, (wire,), finish, True, label)
 
 
 class _Both:
@@ -76,15 +75,15 @@ def exchange(
     out = torch.empty_like(into, device=wire.device) if axis.staged else into
 
     def call() -> Any:
-        send = dist.P2POp(dist.isend, wire, axis.ranks[to], axis.group)
-        receive = dist.P2POp(dist.irecv, out, axis.ranks[source], axis.group)
+        send = dist.P2POp(dist.isend, wire, axis.ranks[to], group_of(axis))
+        receive = dist.P2POp(dist.irecv, out, axis.ranks[source], group_of(axis))
         return _Both(dist.batch_isend_irecv([send, receive]))
 
     def finish() -> None:
         if out is not into:
             into.copy_(out)
 
-    return start("send", axis, x, call, (wire, out), finish, True, label)
+    return axis.start("send", x, call, (wire, out), finish, True, label)
 
 
 class Outbox:

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from mpu import native
 from mpu.comm.collectives import gather_bytes
-from mpu.comm.handle import CommunicationError
-from mpu.grid import Axis
+from mpu.comm.transport import Axis, CommunicationError
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds

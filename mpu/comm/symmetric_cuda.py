@@ -11,18 +11,17 @@ processes are torch's symmetric memory, the flags our own. All waits are on the 
 the current stream, which must be one and the same for all turns. It needs triton.
 """
 
-from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from mpu.comm.collectives import gather_bytes
-from mpu.comm.handle import CommunicationError
+from mpu.comm.collectives import ProcessGroupTransport, gather_bytes, group_of
 from mpu.comm.symmetric import Unavailable
+from mpu.comm.transport import Axis, CommunicationError
 from mpu.comm.workspace import SLOTS
-from mpu.grid import Axis
 from mpu.kernels.signals import Exchange, raise_flags, wait_flags
 
 LINE = 64  # bytes of a flag
@@ -38,7 +37,7 @@ class CudaWorkspace:
     """
 
     def __init__(self, axis: Axis, device: torch.device, timeout: timedelta) -> None:
-        self.axis, self.device = replace(axis, memory=None), device
+        self.axis, self.device = axis, device
         self.patience = min(int(timeout.total_seconds() * POLLS), 2**31 - 1)
         self.error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.counters = torch.zeros(axis.size * CHUNKS, dtype=torch.int32, device=device)
@@ -52,7 +51,7 @@ class CudaWorkspace:
         try:
             nbytes = self._control + SLOTS * slot_bytes
             self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._bases = symmetric_memory.rendezvous(self._memory, self.axis.group).buffer_ptrs
+            self._bases = symmetric_memory.rendezvous(self._memory, group_of(self.axis)).buffer_ptrs
         except RuntimeError as error:
             why = f"the GPUs do not see each other's memory: {error}"
         every = gather_bytes(why.encode(), self.axis, self.device)
@@ -166,3 +165,13 @@ class CudaTurn:
     def close(self) -> None:
         """Read nothing any more."""
         self.workspace.close(self)
+
+
+class CudaSymmetricTransport(ProcessGroupTransport):
+    """Carries collectives by the process group; overlap kernels write through its workspace."""
+
+    symmetric = True
+
+    def __init__(self, group: Any, workspace: CudaWorkspace) -> None:
+        super().__init__(group)
+        self.workspace = workspace

@@ -26,8 +26,8 @@ import time
 import weakref
 from typing import Any
 
-from mpu.comm.handle import CommunicationError
 from mpu.comm.hub import DIED, Cause, Hub, Line, at
+from mpu.comm.transport import CommunicationError
 
 # what gloo says of its sources, and by way of advice
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")

@@ -6,21 +6,16 @@
                   write part 0 | signal                 write part 1 | signal
                   wait for 1   | read part 1 in place   wait for 0   | read part 0 in place
                   close                                 close
-
-`share` gives an axis its workspace where its ranks are on one host, and says why where it cannot:
-then collectives go through the process group.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from mpu.comm.handle import CommunicationError
 from mpu.comm.symmetric import SymmetricBuffer, Unavailable, copy
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis, CommunicationError
 
 SLOTS = 2  # one is written while the last one is still read
 
@@ -28,11 +23,12 @@ SLOTS = 2  # one is written while the last one is still read
 class Workspace:
     """What the collectives of one axis share: SLOTS slots, which grow to the largest message.
 
-    All ranks use it in one order, as they do their process group.
+    axis: carried by a process group, by which the ranks agree on the memory. All ranks use the
+    workspace in one order, as they do their process group.
     """
 
     def __init__(self, axis: Axis, timeout: timedelta) -> None:
-        self.axis, self.timeout = replace(axis, memory=None), timeout
+        self.axis, self.timeout = axis, timeout
         self.epoch = 0
         self._open: dict[int, Turn] = {}
         self._allocate(1 << 16)
@@ -74,8 +70,6 @@ class Workspace:
 
 class Turn:
     """One epoch of a workspace: a part for each rank, and its flags, in two phases."""
-
-    copy = staticmethod(copy)
 
     def __init__(self, workspace: Workspace, epoch: int, part_bytes: int) -> None:
         self.workspace, self.buffer = workspace, workspace.buffer
@@ -119,45 +113,3 @@ class Turn:
     def close(self) -> None:
         """Read nothing any more."""
         self.workspace.close(self)
-
-
-def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
-    """Give the overlap kernels of the tp axis what they write through; return a line that says so,
-    or why not. Collective over tp.
-    """
-    if grid.tp.size == 1:
-        return []
-    try:
-        from mpu.comm.symmetric_cuda import CudaWorkspace
-
-        grid.tp = replace(grid.tp, kernels=CudaWorkspace(grid.tp, device, timeout))
-    except (ImportError, Unavailable) as error:
-        grid.tp = replace(grid.tp, no_memory=str(error))
-    said = "symmetric memory" if grid.tp.symmetric else f"not to be had; {grid.tp.no_memory}"
-    return [f"overlap kernels of tp ({grid.tp.size} ranks): {said}"]
-
-
-def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Give each axis that carries sums or gathers a workspace; return lines that say which, or why
-    not.
-
-    Collective: every rank of the world calls it. Axes over the same ranks share one.
-    """
-    lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
-    for name in ("tp", "data", "shard", "replica"):
-        axis: Axis = getattr(grid, name)
-        if axis.size == 1:
-            continue
-        if axis.ranks not in spaces:
-            try:
-                spaces[axis.ranks] = Workspace(axis, timeout)
-            except Unavailable as error:
-                spaces[axis.ranks] = str(error)
-            space = spaces[axis.ranks]
-            said = "shared memory" if isinstance(space, Workspace) else f"{grid.backend}; {space}"
-            lines.append(f"collectives of {name} ({axis.size} ranks): {said}")
-        if isinstance(space := spaces[axis.ranks], Workspace):
-            setattr(grid, name, replace(axis, memory=space))
-        else:
-            setattr(grid, name, replace(axis, no_memory=space))
-    return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut a matmul over tensor-parallel ranks, by columns or by rows.
+"""Cut a matmul over tensor-parallel ranks, by columns or by rows: forward, dgrad and wgrad.
 
 Column: Y = X A^T with A's rows (output features) cut, A = [A_1; ...; A_t]; every rank makes its own
 columns of Y.
@@ -19,58 +19,103 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
     row          x [s,b,i/t] -all-reduce-> y [s,b,o]  no communication
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are two pieces: wgrad goes through the context's queue, so
-a pipeline may run it later; it then kept only shards and gathers them again.
+a pipeline may run it later; it then kept only shards and gathers them again. Who gathers and
+scatters, and how, is the layer's OverlapMethod (mpu/comm/overlap.py). What is multiplied, saved and
+sent is an operand, made by the layer's Recipe.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter
-from mpu.comm.paths import Path, path_of
+from mpu.comm.overlap import OverlapMethod
+from mpu.comm.overlap_map import OverlapMap
+from mpu.comm.transport import Label
 from mpu.context import LayerContext
 from mpu.param import Placement, cut, parameter
 
 
-class _Linear(nn.Module):
-    """A weight of the sink's, for the matmuls of mpu/comm/overlap.py."""
+class Recipe:
+    """How a parallel linear multiplies: the one seam for another arithmetic, such as float8.
 
-    ctx: LayerContext
+    An operand is what is multiplied, saved for backward and sent to other ranks. This recipe's
+    operands are the tensors themselves, in their own dtype.
+    """
 
-    @property
-    def path(self) -> Path:
-        """How the parts of x, or of y, travel."""
-        return path_of(self.ctx.overlap.mode, self.ctx.overlap.choices, self.ctx.tp, self.ctx.sp)
+    def operand(self, x: Tensor) -> Tensor:
+        """Return the operand made of x, w or dy: before it is sent or saved."""
+        return x
 
-    @property
-    def deferring(self) -> bool:
-        """True where a pipeline runs weight gradients later."""
-        return self.ctx.queue.deferring
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x w^T: x [..., i], weight [o, i] -> [..., o].
 
-    def take(self, weight: nn.Parameter) -> Tensor:
-        """Return the weight, whole."""
-        return self.ctx.sink.materialize(weight)
+        In fp32 on a CPU by oneDNN's linear, the operator that torch's own compiler emits there:
+        MKL's sgemm, which F.linear calls, is slower by a tenth to a third on these shapes.
+        Everything else is F.linear.
+        """
+        onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+        if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.linear(x, weight)
+        y: Tensor = onednn(x, weight, None, "none", [], "")
+        return y
 
-    def give_back(self, weight: nn.Parameter) -> None:
-        """Say that it is not needed for now."""
-        self.ctx.sink.release(weight)
+    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+        """Add dy^T x to main_grad [o, i], or write it where that is fresh: x [n, i], dy [n, o].
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run a weight gradient, now or later."""
-        self.ctx.queue.put(work)
+        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in
+        fp32; on CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
+        """
+        if x.dtype == main_grad.dtype:
+            if fresh:
+                torch.mm(dy.t(), x, out=main_grad)
+            else:
+                main_grad.addmm_(dy.t(), x)
+            return
+        if x.is_cuda:
+            product = torch.mm(dy.t(), x, out_dtype=main_grad.dtype)
+        else:
+            product = torch.mm(dy.t(), x)
+        main_grad.copy_(product) if fresh else main_grad.add_(product)
 
-    def add(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
-        """Give the sink dy^T x; the weight gets no other gradient from this use."""
-        self.ctx.sink.accumulate(weight, x, dy)
-        self.ctx.sink.done(weight)
+
+class _ParallelLinear(nn.Module):
+    """A weight of the sink's, with the method and the recipe by which it is multiplied."""
+
+    def __init__(
+        self, sizes: tuple[int, int], weight: nn.Parameter, ctx: LayerContext, recipe: Recipe | None
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = sizes
+        self.weight, self.ctx, self.recipe = weight, ctx, recipe or Recipe()
+        self.method: OverlapMethod = OverlapMap().method(ctx.tp, ctx.sp)  # until `use_overlap`
+        phases = ("forward", "backward", "wgrad")
+        self.on_forward, self.on_backward, self.on_wgrad = (Label(self, phase) for phase in phases)
+
+    def operand_of_weight(self) -> Tensor:
+        """Return the operand of the whole local weight, [o, i]; `end_use` comes after its use."""
+        return self.recipe.operand(self.ctx.sink.materialize(self.weight))
+
+    def end_use(self) -> None:
+        """Let the weight go, for now."""
+        self.ctx.sink.release(self.weight)
+
+    def wgrad(self, x: Tensor, dy: Tensor) -> None:
+        """Add dy^T x to the weight's gradient: operands x [..., i] and dy [..., o], both whole."""
+        sink = self.ctx.sink
+        main_grad, fresh = sink.grad_slot(self.weight)
+        self.recipe.accumulate(main_grad, fresh, x.flatten(0, -2), dy.flatten(0, -2))
+        sink.done(self.weight)
 
     def extra_repr(self) -> str:
-        """Say the sizes and the rank."""
+        """Return the sizes and the rank."""
         tp = self.ctx.tp
         return f"{self.in_features} -> {self.out_features}, rank {tp.rank} of {tp.size}"
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(_ParallelLinear):
     """y = x A^T with A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t]. No
     bias.
 
@@ -88,41 +133,131 @@ class ColumnParallelLinear(_Linear):
         ctx: LayerContext,
         pad_to: int = 0,
         weight: nn.Parameter | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
-        super().__init__()
         sections = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        self.ctx = ctx
         if weight is None:
             place = column_placement(in_features, sections, ctx, pad_to)
             weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
-        self.weight = weight
-        self.in_features, self.out_features = in_features, sum(sections)
+        super().__init__((in_features, sum(sections)), weight, ctx, recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
-        return all_gather_matmul(x, [self.weight], self.path, self)[0]
+        y: Tensor = AllGatherMatmul.apply(x, self.weight, self)
+        return y
 
 
-class RowParallelLinear(_Linear):
+class AllGatherMatmul(torch.autograd.Function):
+    """y = gather(x) w^T. Its gradient is matmul_reduce_scatter's forward. Saves the shard of x."""
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear
+    ) -> Tensor:
+        """x [s/t, b, i] (SP) or [s, b, i] -> [s, b, o/t]."""
+        x = layer.recipe.operand(x)
+        saved_ctx.layer = layer
+        saved_ctx.save_for_backward(x)
+        method = layer.method.of("gather", x, len(weight))
+        gathering = method.gather(x, layer.on_forward)
+        y = gathering.multiply(layer.operand_of_weight(), layer.recipe.product)
+        gathering.close()
+        layer.end_use()
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dy [s, b, o/t] -> dx, of x's shape.
+
+            Before:  gather x -> dgrad -> wait -> scatter dx -> wait -> wgrad
+            Now:     [gather x | dgrad] -> [scatter dx | wgrad]
+        """
+        layer: ColumnParallelLinear = saved_ctx.layer
+        (x,) = saved_ctx.saved_tensors
+        dy, queue = layer.recipe.operand(dy), layer.ctx.queue
+        method = layer.method.of("scatter", dy, x.shape[-1])
+        again = None if queue.deferring else method.gather_beside(x, layer.on_backward)
+        weight, product = layer.operand_of_weight().t(), layer.recipe.product
+        dx, scattering = method.multiply_scatter(dy, weight, product, layer.on_backward)
+        layer.end_use()
+
+        def wgrad() -> None:
+            gathering = again or method.gather_beside(x, layer.on_wgrad)
+            layer.wgrad(gathering.whole(), dy)
+            gathering.close()
+
+        queue.put(wgrad, (x, dy))
+        scattering.wait()
+        return dx, None, None
+
+
+class RowParallelLinear(_ParallelLinear):
     """y = sum_i x_i A_i^T with A [o, i] cut by columns: x [s, b, i/t] -> y [s/t, b, o] (SP) or [s,
     b, o].
 
     Raises ValueError where in_features does not divide by the tensor-parallel size.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, ctx: LayerContext) -> None:
-        super().__init__()
-        self.ctx = ctx
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        ctx: LayerContext,
+        recipe: Recipe | None = None,
+    ) -> None:
         local = cut(
             "tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer"
         )
         place = Placement((out_features, in_features), dim=1, axis=ctx.tp, local_size=local)
-        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
-        self.in_features, self.out_features = in_features, out_features
+        weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
+        super().__init__((in_features, out_features), weight, ctx, recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then sum over the ranks, each keeping its part of s under SP."""
-        return matmul_reduce_scatter(x, self.weight, self.path, self)
+        y: Tensor = MatmulReduceScatter.apply(x, self.weight, self)
+        return y
+
+
+class MatmulReduceScatter(torch.autograd.Function):
+    """y = scatter(sum over ranks of x w^T). Its gradient is all_gather_matmul's forward."""
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear
+    ) -> Tensor:
+        """x [s, b, i/t] -> [s/t, b, o] (SP) or [s, b, o]."""
+        x = layer.recipe.operand(x)
+        saved_ctx.layer = layer
+        saved_ctx.save_for_backward(x)
+        method, product = layer.method.of("scatter", x, len(weight)), layer.recipe.product
+        operand = layer.operand_of_weight()
+        y, scattering = method.multiply_scatter(x, operand, product, layer.on_forward)
+        layer.end_use()
+        scattering.wait()
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps the shard."""
+        layer: RowParallelLinear = saved_ctx.layer
+        (x,) = saved_ctx.saved_tensors
+        dy, queue = layer.recipe.operand(dy), layer.ctx.queue
+        method = layer.method.of("gather", dy, x.shape[-1])
+        gathering = method.gather(dy, layer.on_backward)
+        dx = gathering.multiply(layer.operand_of_weight().t(), layer.recipe.product)
+        layer.end_use()
+        arrived = None if queue.deferring else gathering
+        if arrived is None:
+            gathering.close()
+
+        def wgrad() -> None:
+            whole_dy = arrived or method.gather_beside(dy, layer.on_wgrad)
+            layer.wgrad(x, whole_dy.whole())
+            whole_dy.close()
+
+        queue.put(wgrad, (x, dy))
+        return dx, None, None
 
 
 def column_placement(
@@ -141,3 +276,15 @@ def column_placement(
             for n in sections
         )
     return Placement((sum(sections), width), 0, tp, sections, local)
+
+
+def use_overlap(model: nn.Module, overlap: OverlapMap) -> OverlapMethod | None:
+    """Let every parallel linear of a model take its method from the map, once and for all ranks.
+
+    Return the method, one for all of them (None where there is no such layer).
+    """
+    layers = [m for m in model.modules() if isinstance(m, _ParallelLinear)]
+    method = overlap.method(layers[0].ctx.tp, layers[0].ctx.sp) if layers else None
+    for layer in layers:
+        layer.method = method or layer.method
+    return method

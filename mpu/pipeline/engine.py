@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpu.comm.handle import Handle
 from mpu.comm.p2p import Outbox, receive, send
+from mpu.comm.transport import Handle
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.param import WeightGradientQueue, run_deferred

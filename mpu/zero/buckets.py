@@ -27,8 +27,8 @@ from mpu.comm.collectives import (
     gather_bytes,
     reduce_scatter,
 )
-from mpu.comm.handle import Handle
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis, Handle
+from mpu.grid import Grid
 from mpu.param import GradientSink, placement_of
 from mpu.zero.layout import Entry, Flat, Sharing, automatic_size, cut, gaps
 from mpu.zero.weights import FlatWeights, Gatherer

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather
-from mpu.comm.handle import DONE, Handle
-from mpu.grid import Axis
+from mpu.comm.transport import DONE, Axis, Handle
 
 
 @dataclass(eq=False)

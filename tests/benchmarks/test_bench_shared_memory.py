@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_shared_memo
 def results(comm) -> None:
     axis = comm.grid(tp=comm.size, memory=True).tp
     for verb in VERBS:
-        before = axis.memory.epoch
+        before = axis.transport.workspace.epoch
         sides = calls(verb, axis, 4, torch.float32)
         assert tuple(sides) == SIDES
         [gloo, ordered, memory] = [sides[side]().clone() for side in SIDES]
@@ -24,7 +24,7 @@ def results(comm) -> None:
             gloo, ordered = 4 * gloo, 2 * ordered
         assert torch.equal(ordered, memory) and memory.any(), verb
         torch.testing.assert_close(gloo, memory)
-        assert axis.memory.epoch == before + 1, "one side of three goes through memory"
+        assert axis.transport.workspace.epoch == before + 1, "one side of three goes through memory"
         found = measure(axis, sides, 5)
         assert all(len(found[side]) == 5 and min(found[side]) > 0 for side in SIDES)
 

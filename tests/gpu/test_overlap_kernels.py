@@ -72,7 +72,7 @@ def test_the_blocks_that_training_takes(ranks, dtype):
 
 def wait_in_vain(comm):
     """Rank 0 waits for a flag that nobody raises; the process, and its GPU, live on."""
-    from mpu.comm.handle import CommunicationError
+    from mpu.comm.transport import CommunicationError
     from mpu.kernels.signals import wait_flags
 
     space = memory(comm)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.grid import Axis
+from mpu.comm.transport import Axis
 from training import control
 from training.control import Agreement, StopSignal, _Flags
 

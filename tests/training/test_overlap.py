@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--tp-comm-overlap: which path is taken and why, from where, and that all of it is told."""
 
+import copy
 import json
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm import workspace
+from mpu.comm import connect, workspace
+from mpu.comm.overlap_map import OverlapMap
 from mpu.comm.watch import Watch
-from mpu.context import LayerContext, OverlapPlan
+from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.param import GradientSink
@@ -85,14 +87,16 @@ class Two(torch.nn.Module):
 def settled(comm, mode, memory, file=None, machine=None, saved=None):
     """Settle on one rank, with made-up times; return paths, what was said and how often tuned."""
     grid = comm.grid(2, memory=memory)
-    ctx = LayerContext(grid, True, sink=GradientSink(torch.float32), overlap=OverlapPlan(mode))
-    ctx.overlap.choices |= saved or {}
-    p = SimpleNamespace(no_shared_memory=not memory, tp_comm_overlap_cache=file)
+    ctx = LayerContext(grid, True, sink=GradientSink(torch.float32))
+    p = SimpleNamespace(
+        tp_comm_overlap=mode, no_shared_memory=not memory, tp_comm_overlap_cache=file
+    )
     sizes = SimpleNamespace(seq_length=4), SimpleNamespace(micro_batch_size=2)
     config = SimpleNamespace(parallel=p, model=sizes[0], batch=sizes[1])
     said, tuned, kept = [], [], (overlap.tune, overlap._machine)
+    chosen = OverlapMap(mode)
 
-    def tune(layers, paths, *rest):
+    def tune(layers, paths, ctx):
         tuned.append(list(layers))
         spent = {"none": 4.0, "ring": 3.0, "symmetric": 2.0}
         return {key: {path: spent[path] for path in paths} for key in KEYS}
@@ -100,13 +104,14 @@ def settled(comm, mode, memory, file=None, machine=None, saved=None):
     overlap.tune = tune
     overlap._machine = lambda ctx: machine or kept[1](ctx)
     try:
-        overlap.settle(Two(ctx), ctx, config, said.append)
+        found = overlap.settle(Two(ctx), ctx, config, said.append, saved)
+        chosen = found.chosen
+        assert found.unmeasured() == []
     except UsageError as error:
         said.append(str(error))
     finally:
         overlap.tune, overlap._machine = kept
-    assert overlap.unchosen(ctx.overlap) == []
-    return ctx.overlap.mode, ctx.overlap.choices, said, len(tuned)
+    return chosen.mode, chosen.choices, said, len(tuned)
 
 
 def test_each_mode_says_one_line_a_projection(world):
@@ -208,14 +213,14 @@ def a_step_of_what_was_listed(comm):
     case = dict(tp=2, dp=1, sp=True, recompute=None, tied=True, m=3, path="auto", layers=1)
     config = config_of(case)
     run = pretrain_llama.build(config, comm.grid(2, memory=True), torch.device("cpu"), Watch())
-    plan, b = run.model.ctx.overlap, config.batch.micro_batch_size
+    choices, b = {}, config.batch.micro_batch_size
     for p in overlap.projections(run.model, b * config.model.seq_length).values():
-        plan.choices |= {p.forward: "symmetric", p.backward: "ring"}
-    plan.told = len(plan.choices)
+        choices |= {p.forward: "symmetric", p.backward: "ring"}
+    plan = overlap.Overlap(OverlapMap("auto", choices), run.model)
     pretrain_llama.train_step(run, micro_batches(case, 0), 0.0)
-    listed = overlap.unchosen(plan)
+    listed = plan.unmeasured()
     pretrain_llama.train_step(run, micro_batches(case | {"m": 1}, 0), 0.0)
-    return listed, overlap.unchosen(plan), overlap.unchosen(plan)
+    return listed, plan.unmeasured(), plan.unmeasured()
 
 
 def test_every_matmul_of_a_step_was_listed_and_others_are_told_once(world):
@@ -226,14 +231,14 @@ def test_every_matmul_of_a_step_was_listed_and_others_are_told_once(world):
 
 def without_memory(comm):
     """Share memory where there is none to be had; return the reason that the lines then give."""
-    grid = Grid(2, 2, launch=comm.grid(2).launch, backend="gloo")
+    grid = copy.copy(comm.grid(2))
 
     def refuse(*args):
         raise workspace.Unavailable("the hosts differ")
 
     inner, workspace.Workspace._allocate = workspace.Workspace._allocate, refuse
     try:
-        workspace.share(grid, timedelta(seconds=10))
+        connect.share(grid, timedelta(seconds=10))
     finally:
         workspace.Workspace._allocate = inner
     config = SimpleNamespace(parallel=SimpleNamespace(no_shared_memory=False))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpu.comm.collectives import gather_bytes
-from mpu.grid import Axis
+from mpu.comm.transport import Axis
 from training.checkpoint.errors import MismatchError
 
 

@@ -13,7 +13,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from mpu.param import placement_of
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # optimizer state that has its parameter's shape

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import SaveError
 from training.checkpoint.files import (

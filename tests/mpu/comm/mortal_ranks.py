@@ -22,9 +22,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from mpu.comm.collectives import all_gather, all_reduce  # noqa: E402
-from mpu.comm.handle import CommunicationError  # noqa: E402
-from mpu.comm.workspace import share  # noqa: E402
-from mpu.grid import Axis, Grid, Launch  # noqa: E402
+from mpu.comm.connect import share  # noqa: E402
+from mpu.comm.transport import (
+    Axis,
+    CommunicationError,  # noqa: E402
+)
+from mpu.grid import Grid, Launch  # noqa: E402
 
 Say = Callable[..., None]
 
@@ -48,7 +51,7 @@ def reduce(axis: Axis, say: Say) -> None:
 
 def barrier(axis: Axis, say: Say) -> None:
     for i in range(1 << 30):
-        axis.memory.buffer.barrier()
+        axis.transport.workspace.buffer.barrier()
         if i == 10:
             say("ready")
 
@@ -69,7 +72,7 @@ def wait(axis: Axis, say: Say) -> None:
         try:
             if axis.rank == 1:
                 signal.pause()
-            axis.memory.buffer.wait(1, 2, "vain")
+            axis.transport.workspace.buffer.wait(1, 2, "vain")
         except KeyboardInterrupt:
             say("interrupted")
 

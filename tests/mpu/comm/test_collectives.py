@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from mpu.comm.collectives import (
+    ProcessGroupTransport,
     all_gather,
     all_reduce,
     all_reduce_in_order,
     broadcast,
     gather_bytes,
+    group_of,
     reduce_scatter,
     sum_in_order,
 )
-from mpu.grid import Axis
+from mpu.comm.meta import MetaTransport
+from mpu.comm.transport import Axis
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -27,7 +30,8 @@ def contribution(rank: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
 
 
 def verbs(comm, staged: bool) -> None:
-    axis = replace(comm.grid().world, staged=staged)
+    axis = comm.grid().world
+    axis = replace(axis, transport=ProcessGroupTransport(group_of(axis), staged))
     n = axis.size
     for dtype in DTYPES:
         parts = [contribution(r, (2 * n, 3), dtype) for r in range(n)]
@@ -65,6 +69,43 @@ def verbs(comm, staged: bool) -> None:
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_verbs(world, size, staged):
     world(size).run(verbs, staged)
+
+
+class Heard:
+    """A trace that keeps the verbs, and what is sent for each."""
+
+    def __init__(self) -> None:
+        self.verbs: list[tuple[str, int]] = []
+
+    def issued(self, verb, axis, tensor, sent, is_async, label):
+        self.verbs.append((verb, sent))
+        return self
+
+    def waited(self):
+        self.verbs.append(("waited", 0))
+
+
+def traced(comm, meta: bool) -> list:
+    """Return the shapes, and what a trace heard of each verb, for real tensors or their shapes."""
+    heard = Heard()
+    axis = replace(comm.grid().world, trace=heard)
+    if meta:
+        axis = replace(axis, transport=MetaTransport())
+    x = torch.ones(4 * axis.size, 3, device="meta" if meta else "cpu")
+    shapes = []
+    for verb in (all_gather, reduce_scatter, all_reduce):
+        out, handle = verb(x, axis, True)
+        handle.wait()
+        shapes.append(tuple(out.shape))
+    shapes += [tuple(sum_in_order(x, axis).shape), tuple(all_reduce_in_order(x, axis).shape)]
+    return [shapes, heard.verbs]
+
+
+def test_shapes_travel_as_tensors_do(world):
+    for real, shapes in zip(
+        world(2).run(traced, False), world(2).run(traced, True), strict=True
+    ):
+        assert real == shapes and len(real[1]) == 12
 
 
 def test_one_rank_needs_no_group():

@@ -21,11 +21,18 @@ import torch
 
 from mpu import native
 from mpu.comm import symmetric
-from mpu.comm.collectives import all_gather, all_reduce, barrier
-from mpu.comm.handle import CommunicationError
+from mpu.comm.collectives import (
+    all_gather,
+    all_reduce,
+    barrier,
+    by_process_group,
+    group_of,
+)
+from mpu.comm.connect import share
+from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import SymmetricBuffer, Unavailable
-from mpu.comm.workspace import Workspace, share
-from mpu.grid import Axis
+from mpu.comm.transport import Axis, CommunicationError
+from mpu.comm.workspace import Workspace
 
 WAIT = timedelta(seconds=20)
 
@@ -33,7 +40,8 @@ WAIT = timedelta(seconds=20)
 def own(comm: Any, wait: timedelta = WAIT) -> Axis:
     """Return an axis of all ranks with a workspace of its own."""
     axis = comm.grid().data
-    return replace(axis, memory=Workspace(axis, wait))
+    workspace = Workspace(axis, wait)
+    return replace(axis, transport=SharedMemoryTransport(group_of(axis), workspace))
 
 
 def works(axis: Axis, n: int = 5) -> None:
@@ -56,7 +64,7 @@ def mappings() -> int:
 
 def late(comm) -> None:
     axis, rank_1 = own(comm, timedelta(seconds=0.3)), comm.rank == 1
-    buffer, begin = axis.memory.buffer, time.monotonic()
+    buffer, begin = axis.transport.workspace.buffer, time.monotonic()
     if not rank_1:
         with pytest.raises(CommunicationError) as caught:
             all_gather(torch.ones(3), axis)
@@ -87,8 +95,8 @@ def forked(comm) -> list[str]:
     works(axis)
     _, handle = all_gather(torch.ones(2), kept, async_op=True)
     barrier(comm.grid().data)  # through gloo
-    before = axis.memory.buffer.data.clone()
-    buffer = axis.memory.buffer
+    before = axis.transport.workspace.buffer.data.clone()
+    buffer = axis.transport.workspace.buffer
     uses: list[Callable[[], Any]] = [
         lambda: all_gather(torch.ones(3), axis),
         lambda: all_gather(torch.ones(1 << 20), axis),  # grows
@@ -155,7 +163,7 @@ def too_large(comm) -> list[str]:
             said.append(str(caught.value))
             works(axis)
         with pytest.raises(Unavailable, match="cannot be had"):
-            SymmetricBuffer(replace(axis, memory=None), 1 << 21, WAIT)
+            SymmetricBuffer(by_process_group(axis), 1 << 21, WAIT)
     works(axis, 1 << 18)
     return said
 
@@ -182,7 +190,7 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
             lines.append(str(error))
     finally:
         symmetric._host, native.load, native.reason = host, load, reason
-    assert (grid.data.memory is None) == (len(lines) == 2)
+    assert (not grid.data.symmetric) == (len(lines) == 2)
     works(grid.data)
     return lines
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm.handle import CommunicationError
 from mpu.comm.hub import Cause
+from mpu.comm.transport import CommunicationError
 from mpu.comm.watch import Watch
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds

@@ -199,31 +199,42 @@ def test_the_turns_of_gpus(interpreted):
 
 
 def run_path(comm, shapes):
-    """Run both operations and their gradients over the kernels and over `none`."""
+    """Run a column and a row layer and all gradients over the kernels and by `none`."""
     from dataclasses import replace
 
-    from mpu.comm.overlap import all_gather_matmul, matmul_reduce_scatter
-    from mpu.comm.paths import Separate, path_of
+    from mpu.comm.collectives import group_of
+    from mpu.comm.overlap_map import OverlapMap
+    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
+    from mpu.context import LayerContext
+    from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
 
     give_way()
     same = []
     with pytest.MonkeyPatch.context() as patch:
         space, axis = gpu_workspace(comm, patch)
-        kernels = path_of("symmetric", {}, replace(axis, kernels=space), True)
-        assert type(kernels).__name__ == "Kernels"
+        grid = comm.grid(tp=comm.size)
+        grid.tp = replace(axis, transport=CudaSymmetricTransport(group_of(axis), space))
         for seed, (n, b, k, o) in enumerate(shapes):
             found = []
-            for path in (Separate(axis), kernels):
+            for mode in ("none", "symmetric"):
                 random = torch.Generator().manual_seed(100 * seed + comm.rank)
 
                 def draw(*shape, random=random):
-                    return torch.randint(-2, 3, shape, generator=random).float().requires_grad_()
+                    return torch.randint(-2, 3, shape, generator=random).float()
 
-                x, w, v, out = draw(n, b, k), draw(o, k), draw(o + 1, k), draw(3, o)
-                y, z = all_gather_matmul(x, [w, v], path)
-                s = matmul_reduce_scatter(y, out, path)
-                (s.square().sum() + 3 * z.sum()).backward()
-                found.append([y, z, s, x.grad, w.grad, v.grad, out.grad])
+                ctx = LayerContext(grid, True)
+                column = ColumnParallelLinear(k, comm.size * o, ctx=ctx)
+                row = RowParallelLinear(comm.size * o, 3, ctx=ctx)
+                for layer in (column, row):
+                    kind = type(use_overlap(layer, OverlapMap(mode))).__name__
+                    assert kind == ("Separate" if mode == "none" else "KernelOverlap")
+                    layer.weight.data.copy_(draw(*layer.weight.shape))
+                x = draw(n, b, k).requires_grad_()
+                y = column(x)
+                s = row(y)
+                (s.square().sum() + 3 * y.sum()).backward()
+                main = ctx.sink.main
+                found.append([y, s, x.grad, main[column.weight], main[row.weight]])
             same += [torch.equal(a, c) for a, c in zip(*found, strict=True)]
         space.check()
     return same
@@ -232,7 +243,7 @@ def run_path(comm, shapes):
 def test_the_path_over_the_kernels(interpreted):
     """Integers, so that every bit counts; rows of a size that is no multiple of 16 bytes, too."""
     for same in interpreted(4).run(run_path, [(3, 2, 8, 4), (5, 1, 7, 3)]):
-        assert all(same) and len(same) == 14
+        assert all(same) and len(same) == 10
 
 
 def run_out(comm):

@@ -2,15 +2,15 @@
 """Column and row parallel layers against one matmul; a deferred weight gradient changes no bit."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mpu.comm import paths
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
-from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.param import GradientSink, run_deferred
 
 S, B, IN, OUT = 8, 3, 12, 20
@@ -73,7 +73,67 @@ def test_column_then_row(world, size, t):
 def test_the_product_is_that_of_torch(dtype):
     x, weight = torch.randn(4, 3, 16).to(dtype), torch.randn(77, 16).to(dtype)
     for w in (weight, torch.randn(16, 77).to(dtype).t()):  # as in forward, as in dgrad
-        torch.testing.assert_close(paths.product(x, w), F.linear(x, w))
+        torch.testing.assert_close(Recipe().product(x, w), F.linear(x, w))
+
+
+class Rounding(Recipe):
+    """Operands on a grid of quarters; it notes how many were made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
+        self.made += 1
+        return (x * 4).round() / 4
+
+
+class Sent:
+    """A trace that keeps what is put into each collective."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def issued(self, verb, axis, tensor, sent, is_async, label):
+        assert label is not None and label.phase in ("forward", "backward", "wgrad")
+        self.tensors += [tensor.clone()] if verb == "all_gather" else []
+        return self
+
+    def waited(self):
+        pass
+
+
+def rounded(comm) -> None:
+    """Another recipe: what travels and is saved is its operand; the twin multiplies the same."""
+    grid, recipe, trace = comm.grid(2), Rounding(), Sent()
+    grid.tp = replace(grid.tp, trace=trace)
+    ctx = LayerContext(grid, True, torch.float64, torch.float64, sink=GradientSink(torch.float64))
+    column = ColumnParallelLinear(IN, OUT, ctx=ctx, recipe=recipe)
+    row = RowParallelLinear(OUT, IN, ctx=ctx, recipe=recipe)
+    with torch.no_grad():
+        column.weight.copy_(full("w1").chunk(2)[grid.tp.rank])
+        row.weight.copy_(full("w2").chunk(2, 1)[grid.tp.rank])
+    shard = slice(grid.tp.rank * S // 2, (grid.tp.rank + 1) * S // 2)
+    x = full("x")[shard].clone().requires_grad_()
+    y = row(column(x))
+    y.backward(full("dy")[shard])
+    assert recipe.made == 8  # x, w, dy and again w in backward, of two layers
+    assert len(trace.tensors) == 3 and all(((t * 4) % 1 == 0).all() for t in trace.tensors)
+
+    quarter = Rounding().operand
+    x1, w1, w2, dy = (quarter(full(n)) for n in ("x", "w1", "w2", "dy"))
+    h = quarter(x1 @ w1.t())
+    want = (h @ w2.t())[shard], quarter(dy @ w2) @ w1, quarter(dy @ w2)
+    main = ctx.sink.main
+    w1_grad = torch.einsum("sbo,sbi->oi", want[2], x1).chunk(2)[grid.tp.rank]
+    w2_grad = torch.einsum("sbo,sbi->oi", dy, h).chunk(2, 1)[grid.tp.rank]
+    torch.testing.assert_close(y, want[0])
+    torch.testing.assert_close(x.grad, want[1][shard])
+    torch.testing.assert_close(main[column.weight], w1_grad)
+    torch.testing.assert_close(main[row.weight], w2_grad)
+
+
+def test_a_recipe_decides_what_travels_and_is_multiplied(world):
+    world(2).run(rounded)
 
 
 @pytest.mark.parametrize("build", [lambda c: ColumnParallelLinear(4, (6, 5), ctx=c),

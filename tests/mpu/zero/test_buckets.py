@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from mpu.param import Placement, use
 from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import BLOCK, Sharing

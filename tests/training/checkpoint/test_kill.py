@@ -89,7 +89,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from mpu.comm.handle import CommunicationError
+from mpu.comm.transport import CommunicationError
 from mpu.grid import Grid, Launch
 from training.checkpoint import save
 from training.checkpoint.pieces import whole

@@ -17,11 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather, all_reduce, all_reduce_in_order, reduce_scatter
-from mpu.comm.handle import Handle
+from mpu.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_in_order,
+    by_process_group,
+    group_of,
+    reduce_scatter,
+)
+from mpu.comm.connect import share
+from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import SymmetricBuffer
-from mpu.comm.workspace import Workspace, share
-from mpu.grid import Axis
+from mpu.comm.transport import Axis, Handle
+from mpu.comm.workspace import Workspace
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 WAIT = timedelta(seconds=20)
@@ -68,7 +76,7 @@ class Call:
 
     def expected(self, axis: Axis) -> Tensor:
         """Return what gloo makes of it."""
-        gloo = replace(axis, memory=None)
+        gloo = by_process_group(axis)
         if self.verb == "all_reduce":
             x = self.part(axis.ranks[axis.rank], self.rows * axis.size)
             return all_reduce_in_order(x[:-1], gloo)
@@ -135,18 +143,20 @@ def storm(comm, axes: list[Axis], epochs: int, seed: int, growth: bool = True) -
     for axis, call, out in results:
         expected = call.expected(axis)
         assert out.dtype == expected.dtype and torch.equal(out, expected), (axis.name, call)
-    return [axis.memory.epoch for axis in axes]
+    return [axis.transport.workspace.epoch for axis in axes]
 
 
 def own(comm, axis: Axis) -> Axis:
     """Return the axis with a workspace of its own, which is small."""
-    return replace(axis, memory=Workspace(axis, WAIT))
+    return replace(
+        axis, transport=SharedMemoryTransport(group_of(axis), Workspace(axis, WAIT))
+    )
 
 
 def one_axis(comm, epochs: int) -> None:
     axis = own(comm, comm.grid().data)
     [seen] = storm(comm, [axis], epochs, 1)
-    assert seen >= epochs and axis.memory.slot_bytes > 1 << 20, "it never grew"
+    assert seen >= epochs and axis.transport.workspace.slot_bytes > 1 << 20, "it never grew"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -165,8 +175,9 @@ def two_axes_two_grids(comm, epochs: int) -> None:
     other = copy.copy(grid)  # another model's, over the same process groups
     lines = share(other, WAIT)
     assert [line.split()[2] for line in lines] == ["tp", "data"]  # shard is data
-    assert other.tp.memory is not grid.tp.memory
-    assert other.shard.memory is other.data.memory is not other.tp.memory
+    assert other.tp.transport.workspace is not grid.tp.transport.workspace
+    assert other.shard.transport.workspace is other.data.transport.workspace
+    assert other.data.transport.workspace is not other.tp.transport.workspace
     axes = [grid.tp, grid.data, other.tp, other.data]
     storm(comm, axes, epochs, 2)
 
@@ -182,8 +193,8 @@ def test_two_axes_and_two_models_by_turns_for_long(world):
 
 def past_the_wrap(comm) -> None:
     axis = own(comm, comm.grid().data)
-    axis.memory.epoch = 2**31 - 40  # a flag counts two an epoch
-    axis.memory._grow(1 << 17)  # new flags start from there
+    axis.transport.workspace.epoch = 2**31 - 40  # a flag counts two an epoch
+    axis.transport.workspace._grow(1 << 17)  # new flags start from there
     storm(comm, [axis], 100, 3)
 
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpu.comm.tune import LEAST, MARGIN, Projection, choose, measure, tune
+from mpu.context import LayerContext
+from mpu.layers.tune import LEAST, MARGIN, Projection, choose, measure, tune
 
 A = Projection(True, 6, 5, 7, torch.float32)
 B = Projection(False, 6, 7, 5, torch.float32)
 PATHS = ["none", "ring", "symmetric"]
-CPU = torch.device("cpu")
 seconds = st.floats(1e-6, 1e3)
 
 
@@ -32,13 +32,13 @@ def test_a_choice_is_never_slower_than_none(times):
             assert spent[path] == min(spent.values()) < spent["none"] * (1 - MARGIN)
 
 
-def made_up(p, paths, axis, device, budget):
+def made_up(p, paths, ctx, budget):
     """Say other times on every rank; what is fastest depends on whom you ask."""
     assert not calls.count(p), "measured twice"
     calls.append(p)
     assert list(paths) == PATHS and budget > 0
-    forward = {"none": 5.0, "ring": 4.0 + 2 * axis.rank, "symmetric": 4.5}
-    backward = {"none": 8.0 - axis.rank, "ring": 7.95, "symmetric": 9.0}
+    forward = {"none": 5.0, "ring": 4.0 + 2 * ctx.tp.rank, "symmetric": 4.5}
+    backward = {"none": 8.0 - ctx.tp.rank, "ring": 7.95, "symmetric": 9.0}
     return {path: (forward[path], backward[path]) for path in paths}
 
 
@@ -50,7 +50,7 @@ def all_together(comm, tp, stages):
     calls.clear()
     grid = comm.grid(tp, pp=stages)
     mine = [A, A, A] if grid.pp.rank == 0 else [B]
-    return tune(mine, PATHS, grid.tp, grid.world, CPU, made_up)
+    return tune(mine, PATHS, LayerContext(grid, True), made_up)
 
 
 def test_all_ranks_come_to_the_same_by_the_slowest(world):
@@ -72,7 +72,7 @@ def test_stages_of_a_pipeline_hear_of_each_others_layers(world):
 def two_layers_with_one_matmul(comm):
     calls.clear()
     grid = comm.grid(2)
-    return tune([A, B], PATHS, grid.tp, grid.world, CPU, made_up)
+    return tune([A, B], PATHS, LayerContext(grid, True), made_up)
 
 
 def test_times_of_a_matmul_that_two_layers_share_add_up(world):
@@ -87,7 +87,7 @@ def real_times(comm, dtype):
     before, out = torch.get_rng_state(), []
     for column, (k, width) in ((True, (5, 7)), (False, (7, 5))):
         p = Projection(column, 3, k, width, dtype)
-        out.append(measure(p, PATHS, grid.tp, CPU, 0.0))
+        out.append(measure(p, PATHS, LayerContext(grid, True), 0.0))
     assert torch.equal(torch.get_rng_state(), before), "the random state was touched"
     return out
 

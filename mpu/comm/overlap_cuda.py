@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric path on GPUs: kernels that push rows, wait for rows and multiply in one launch.
+"""Overlap on GPUs: kernels that push rows, wait for rows and multiply in one launch.
 
     gather       the own rows are pushed and multiplied first; tiles of others' rows wait for theirs
     scatter      tiles of others' rows first, stored where their owner reads them; the owner adds
                  them, in rank order, when the handle is waited for
-    gather again nothing is multiplied by these rows now, so a plain all-gather runs beside dgrad
+    beside       nothing is multiplied by these rows now, so a plain all-gather runs beside dgrad
 
 The kernels are mpu/kernels, the memory is mpu/comm/symmetric_cuda.py. float64 takes `none`.
+The recipe must multiply plain tensors of one dtype, since the product is the kernels' own.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpu.comm.handle import Handle
-from mpu.comm.paths import Gathering, Path, Separate
-from mpu.comm.symmetric_cuda import CHUNKS
-from mpu.grid import Axis
+from mpu.comm.overlap import Gathering, OverlapMethod, Product, Separate
+from mpu.comm.symmetric_cuda import CHUNKS, CudaTurn, CudaWorkspace
+from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
 from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
 
@@ -35,16 +32,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Pushed(Gathering):
-    def __init__(self, x: Tensor, axis: Axis) -> None:
+    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
         super().__init__(x, axis)
-        self._turn: Any = None
+        self._workspace = workspace
 
-    def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def multiply(self, weight: Tensor, product: Product) -> Tensor:
         x = _rows(self.x)
-        self._turn = self.axis.kernels.begin(x.nbytes)
+        self._turn: CudaTurn = self._workspace.begin(x.nbytes)
         exchange = self._turn.exchange(chunk_rows(len(x)))
-        out = [all_gather_matmul(x, w, exchange, push=i == 0) for i, w in enumerate(weights)]
-        return [y.view(-1, *self.x.shape[1:-1], y.shape[-1]) for y in out]
+        y = all_gather_matmul(x, weight, exchange)
+        return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
 
     def whole(self) -> Tensor:
         """Return what the multiplication has waited for."""
@@ -54,29 +51,30 @@ class _Pushed(Gathering):
         self._turn.close()
 
 
-class Kernels(Path):
+class KernelOverlap(OverlapMethod):
     """Rows travel inside the kernels that multiply them."""
 
-    def of(self, op: str, x: Tensor, width: int) -> Path:
+    def __init__(self, axis: Axis, workspace: CudaWorkspace) -> None:
+        super().__init__(axis)
+        self.workspace = workspace
+
+    def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
         return Separate(self.axis) if x.dtype == torch.float64 else self
 
-    def gather(self, x: Tensor) -> Gathering:
-        return _Pushed(x, self.axis)
+    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Pushed(x, self.axis, self.workspace)
 
-    def gather_again(self, x: Tensor) -> Gathering:
-        return Separate(self.axis).gather(x)
+    def gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
+        return Separate(self.axis).gather(x, label)
 
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        x, w = xs[0], weights[0]
-        if len(xs) > 1:
-            x, w = torch.cat(list(xs), -1), torch.cat(list(weights), -1)
-        out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(w)))
-        turn = self.axis.kernels.begin(out.nbytes)
+        out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(weight)))
+        turn = self.workspace.begin(out.nbytes)
         rows = _rows(out)
         exchange = turn.exchange(chunk_rows(len(rows)))
-        matmul_scatter(_rows(x), w, exchange)
+        matmul_scatter(_rows(x), weight, exchange)
 
         def finish() -> None:
             add_parts(rows, exchange)

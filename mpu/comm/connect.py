@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose what carries each axis: memory that its ranks share, or the process group.
+
+Called once, after the process groups exist and before the first step. Each function returns lines
+that say what carries an axis, or why memory does not.
+"""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from mpu.comm.collectives import by_process_group, group_of
+from mpu.comm.shared_memory import SharedMemoryTransport
+from mpu.comm.symmetric import Unavailable
+from mpu.comm.transport import Axis
+from mpu.comm.workspace import Workspace
+from mpu.grid import Grid
+
+
+def share(grid: Grid, timeout: timedelta) -> list[str]:
+    """Let gathers and sums of CPU tensors go through shared memory, on each axis that has them.
+
+    Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
+    """
+    lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
+    for name in ("tp", "data", "shard", "replica"):
+        axis: Axis = getattr(grid, name)
+        if axis.size == 1:
+            continue
+        if axis.ranks not in spaces:
+            try:
+                spaces[axis.ranks] = Workspace(by_process_group(axis), timeout)
+            except Unavailable as error:
+                spaces[axis.ranks] = str(error)
+            space = spaces[axis.ranks]
+            shared = isinstance(space, Workspace)
+            carrier = "shared memory" if shared else f"{grid.backend}; {space}"
+            lines.append(f"collectives of {name} ({axis.size} ranks): {carrier}")
+        space = spaces[axis.ranks]
+        if isinstance(space, Workspace):
+            transport = SharedMemoryTransport(group_of(axis), space)
+            setattr(grid, name, replace(axis, transport=transport))
+        else:
+            setattr(grid, name, by_process_group(axis, why_not=space))
+    return lines
+
+
+def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
+    """Give the overlap kernels of the tp axis what they write through. Collective over tp."""
+    if grid.tp.size == 1:
+        return []
+    try:
+        from mpu.comm.symmetric_cuda import CudaSymmetricTransport, CudaWorkspace  # needs triton
+
+        workspace = CudaWorkspace(grid.tp, device, timeout)
+        transport = CudaSymmetricTransport(group_of(grid.tp), workspace)
+        grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
+    except (ImportError, Unavailable) as error:
+        grid.tp = by_process_group(grid.tp, why_not=str(error))
+        carrier = f"not to be had; {error}"
+    return [f"overlap kernels of tp ({grid.tp.size} ranks): {carrier}"]

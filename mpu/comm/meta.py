@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run any layout in one process, without numbers: collectives of meta tensors."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.comm.transport import Axis, Handle, Label, Transport
+
+
+class MetaTransport(Transport):
+    """Carries shapes alone: a model of meta tensors runs any layout in one process.
+
+    A trace hears of each collective as in a run. Every result is a meta tensor.
+    """
+
+    def all_reduce(
+        self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Return x."""
+        assert x.is_meta and op == dist.ReduceOp.SUM
+        return x, axis.start("all_reduce", x, _nothing, (), None, async_op, label)
+
+    def all_gather(
+        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Return a tensor of axis.size times the rows of x."""
+        assert x.is_meta
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
+        return out, axis.start("all_gather", x, _nothing, (), None, async_op, label)
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Return a tensor of the rows of x over axis.size."""
+        assert x.is_meta and x.shape[0] % axis.size == 0
+        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
+        return out, axis.start("reduce_scatter", x, _nothing, (), None, async_op, label)
+
+
+def _nothing() -> None:
+    """Start nothing: shapes do not travel."""

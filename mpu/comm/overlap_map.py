@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say which overlap method each matmul of a run takes: a frozen map, resolved once by all ranks.
+
+Under `auto` every matmul has the method that was measured fastest for its shape
+(mpu/layers/tune.py), or that a checkpoint recorded. A shape that nobody measured takes `none`, and
+is noted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpu.comm.overlap import OverlapMethod, Replicated, Separate
+from mpu.comm.overlap_ring import Ring
+from mpu.comm.overlap_shared import Symmetric
+from mpu.comm.shared_memory import SharedMemoryTransport
+from mpu.comm.transport import Axis
+
+METHODS = ("none", "ring", "symmetric")  # what a shape can take; auto chooses among them
+
+
+@dataclass(frozen=True)
+class OverlapMap:
+    """mode: none, ring, symmetric or auto. choices: {matmul (see `key`): method} under auto.
+    seconds: {matmul: {method: seconds}} where that was measured.
+    """
+
+    mode: str = "none"
+    choices: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def method(self, axis: Axis, cut: bool) -> OverlapMethod:
+        """Return the method of linear layers over an axis.
+
+        cut: x is cut along its rows (sequence parallelism); else there is nothing to choose. Where
+        ranks do not reach one another's memory, symmetric is ring.
+        """
+        if not cut:
+            return Replicated(axis)
+        if self.mode == "auto":
+            return Auto(axis, self.choices)
+        return method_called(self.mode, axis)
+
+
+class Auto(Separate):
+    """The method that was chosen for an operation and its shape; else `none`.
+
+    unmeasured: the matmuls for which nothing was chosen, in the order in which they came.
+    """
+
+    def __init__(self, axis: Axis, choices: Mapping[str, str]) -> None:
+        super().__init__(axis)
+        self.choices = choices
+        self.unmeasured: dict[str, None] = {}
+
+    def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
+        """Look the matmul up."""
+        rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
+        matmul = key(op, rows, x.shape[-1], width, x.dtype)
+        if matmul not in self.choices:
+            self.unmeasured[matmul] = None
+            return Separate(self.axis)
+        return method_called(self.choices[matmul], self.axis).of(op, x, width)
+
+
+def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
+    """Name a matmul with its collective: op `gather` or `scatter`, rows of one part, x [rows, k]
+    and weights [width, k] of one rank.
+    """
+    return f"{op} {rows}x{k} -> {width} {str(dtype).removeprefix('torch.')}"
+
+
+def method_called(name: str, axis: Axis) -> OverlapMethod:
+    """Return the method of that name; symmetric is the one of the axis' memory, or ring."""
+    if name == "none":
+        return Separate(axis)
+    if name == "ring" or not axis.symmetric:
+        return Ring(axis)
+    assert name == "symmetric", name
+    transport = axis.carrier
+    if isinstance(transport, SharedMemoryTransport):
+        return Symmetric(axis, transport.workspace)
+    from mpu.comm.overlap_cuda import KernelOverlap  # which needs triton
+    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
+
+    assert isinstance(transport, CudaSymmetricTransport)
+    return KernelOverlap(axis, transport.workspace)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the ranks that talk to each other, what carries their tensors, and what is on its way.
+
+    Axis        a row of ranks, as one of them sees it: laid out by mpu/grid.py
+    Transport   what carries the tensors of an axis: a process group (mpu/comm/collectives.py),
+                memory that the ranks of one host share (mpu/comm/shared_memory.py), memory that
+                GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
+                (mpu/comm/meta.py)
+    Handle      one collective or message that was started, to be waited for once
+    Trace       who listens to every start, where anybody does (tools/explain.py)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed; the cause is usually a peer (mpu/comm/watch.py finds the first one)."""
+
+
+class Label(NamedTuple):
+    """Who starts a collective, and for which part of the step: what a trace is told.
+
+    who: the layer, the bucket, the pipeline message or the name that it belongs to.
+    phase: "forward", "backward", "wgrad", "grad sum", "gather", "norm", "update", ...
+    """
+
+    who: object
+    phase: str
+
+
+class Started(Protocol):
+    """What a trace returns for a collective that is about to start."""
+
+    def waited(self) -> None:
+        """Note that somebody waited for the result."""
+
+
+class Trace(Protocol):
+    """Who listens to the collectives and messages of an axis."""
+
+    def issued(
+        self,
+        verb: str,
+        axis: "Axis",
+        tensor: Tensor,
+        sent: int,
+        is_async: bool,
+        label: Label | None,
+    ) -> Started:
+        """Note a start. tensor: what was put in. sent: bytes that leave this rank."""
+
+
+class Handle:
+    """A collective in flight, with its tensors. `wait()` orders the current stream after it."""
+
+    def __init__(
+        self,
+        work: Any = None,
+        keep: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
+        what: str = "",
+        event: Started | None = None,
+    ) -> None:
+        self._work, self._keep, self._finish = work, keep, finish
+        self._what, self._event = what, event
+
+    def wait(self) -> None:
+        """Wait once; a second call does nothing. Raises CommunicationError."""
+        work, finish, event = self._work, self._finish, self._event
+        self._work = self._finish = self._event = None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"{self._what}: {error}") from error
+        if finish is not None:
+            finish()
+        if event is not None:
+            event.waited()
+        self._keep = ()
+
+    def is_completed(self) -> bool:
+        """Return True when the transfer is over, as far as the backend tells without waiting."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+DONE = Handle()
+
+
+class Transport(ABC):
+    """What carries the tensors of an axis of several ranks.
+
+    The verbs are those of mpu/comm/collectives.py, which says what each one returns.
+
+    staged: tensors of a GPU pass through host memory. symmetric: the ranks reach one another's
+    memory; else why_not says why they do not.
+    """
+
+    staged = False
+    symmetric = False
+    why_not = ""
+
+    @abstractmethod
+    def all_reduce(
+        self, x: Tensor, axis: "Axis", op: Any, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Sum x over the axis, in place, or combine it by another op of torch.distributed."""
+
+    @abstractmethod
+    def all_gather(
+        self, x: Tensor, axis: "Axis", into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Concatenate the ranks' x along dim 0."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, x: Tensor, axis: "Axis", into: Tensor | None, async_op: bool, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Sum x over the axis; return this rank's slice of dim 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One row of ranks that talk to each other, as this rank sees it.
+
+    ranks: global ranks in axis order. rank: this rank's place among them. transport: None at size 1
+    and where nothing is sent (a dry run). trace: who listens, if anybody.
+    """
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    transport: Transport | None = None
+    trace: Trace | None = None
+
+    @property
+    def following(self) -> list[int]:
+        """The other ranks' places: the next one's first, and so on round."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    @property
+    def staged(self) -> bool:
+        """Whether tensors of a GPU pass through host memory."""
+        return self.transport is not None and self.transport.staged
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the ranks reach one another's memory."""
+        return self.transport is not None and self.transport.symmetric
+
+    @property
+    def carrier(self) -> Transport:
+        """The transport of an axis that sends something."""
+        assert self.transport is not None, f"the axis {self.name} has no transport: a dry run?"
+        return self.transport
+
+    def start(
+        self,
+        verb: str,
+        tensor: Tensor,
+        call: Callable[[], Any],
+        keep: tuple[Tensor, ...],
+        finish: Callable[[], None] | None = None,
+        async_op: bool = False,
+        label: Label | None = None,
+    ) -> Handle:
+        """Issue one collective or message, record it, and wait for it unless `async_op`.
+
+        tensor: what is put in. call: start it; returns what Handle waits for. keep: tensors that
+        must live until then. finish: what is left to do after it. label: who asks, for the trace.
+        Raises CommunicationError.
+        """
+        event = None
+        if self.trace is not None:
+            sent = sent_bytes(verb, tensor, self.size)
+            event = self.trace.issued(verb, self, tensor, sent, async_op, label)
+        what = f"{verb} over {self.name} (ranks {list(self.ranks)})"
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what}: {error}") from error
+        handle = Handle(work, keep, finish, what, event)
+        if not async_op:
+            handle.wait()
+        return handle
+
+
+def sent_bytes(verb: str, tensor: Tensor, size: int) -> int:
+    """Count the bytes one rank sends for a verb on its input `tensor`, by the ideal algorithm."""
+    n = tensor.numel() * tensor.element_size()
+    if verb == "receive":
+        return 0
+    if verb == "all_gather":
+        return n * (size - 1)
+    if verb == "all_reduce":
+        return 2 * n * (size - 1) // size
+    return n * (size - 1) // size if verb == "reduce_scatter" else n
