@@ -26,10 +26,9 @@ from mpu.context import LayerContext
 from mpu.layers.attention import attend, attention_core, document_mask
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.embedding import VocabParallelEmbedding
+from mpu.layers.fused import RMSNorm, apply_rope, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpu.layers.norm import RMSNorm
-from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
-from mpu.layers.swiglu import swiglu
+from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.layers.rope import apply_rope
+from mpu.layers.fused import apply_rope
 
 
 def attention_core(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu import native
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
+from mpu.layers.fused import call, fits
 
 ROWS = 64  # tokens a chunk: a chunk of logits stays in the cache through every pass over it
 
@@ -45,10 +45,10 @@ class _CrossEntropy(torch.autograd.Function):
 
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
         top, total, chosen = stats
-        fused = native.fits(logits, accumulate=ctx.accumulate)
+        fused = fits(logits, accumulate=ctx.accumulate)
         f.fused = fused
         if real and fused:
-            native.call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)
+            call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)
         elif real:
             for i in range(0, len(rows), ROWS):
                 chunk = rows[i : i + ROWS, :real].to(ctx.accumulate)
@@ -81,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         if f.fused:
             places, scale = target.masked_fill(~mine, -1), weight.to(log_sum.dtype).contiguous()
             sizes = (len(rows), rows.shape[1], f.real)
-            native.call("softmax_gradient", rows.dtype, rows, log_sum, scale, places, *sizes)
+            call("softmax_gradient", rows.dtype, rows, log_sum, scale, places, *sizes)
             return logits, None, None, None
         at = torch.arange(len(rows), device=rows.device)
         for i in range(0, len(rows), ROWS):

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotate queries and keys by their position (Su et al. 2021), with Llama 3.1's stretched
-frequencies.
+"""The angles of rotary positions (Su et al. 2021), with Llama 3.1's stretched frequencies.
 
 Pairs are (i, i + d/2), the layout of Hugging Face's Llama, so weights need no permutation.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from mpu import native
 
 
 def rope_frequencies(
@@ -38,44 +34,3 @@ def rope_table(
     """Return cos and sin [length, 1, 1, d/2] of position x frequency, rounded from fp64 once."""
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
-
-
-def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotate the first `heads` heads of qkv [s, b, n, d] (q and k), leave the rest (v).
-
-    cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's.
-    """
-    return _Rope.apply(qkv, cos, sin, heads)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if native.fits(x, accumulate=cos.dtype) and native.fits(cos, sin):
-        s, b, n, d = x.shape
-        share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
-        native.call("rope", x.dtype, x, cos, sin, out, s * b, n, heads, d, share, float(sign))
-        return out
-    out[:, :, heads:].copy_(x[:, :, heads:])
-    half = x.shape[-1] // 2
-    turned, target = x[:, :, :heads], out[:, :, :heads]
-    if x.dtype != cos.dtype:
-        turned, target = turned.to(cos.dtype), torch.empty_like(turned, dtype=cos.dtype)
-    first, second = turned[..., :half], turned[..., half:]
-    torch.mul(first, cos, out=target[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=target[..., half:]).addcmul_(first, sin, value=sign)
-    if x.dtype != cos.dtype:
-        out[:, :, :heads].copy_(target)
-    return out
-
-
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(f: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        f.cos, f.sin, f.heads = cos, sin, heads
-        return _rotate(qkv, cos, sin, heads, 1.0)
-
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        # a rotation's transpose is the rotation by the opposite angle
-        return _rotate(dy, f.cos, f.sin, f.heads, -1.0), None, None, None

@@ -145,7 +145,7 @@ def test_a_reader_finds_the_gather(world):
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
     assert "[8, 2, 64] -> [16, 2, 64]" in lines[at] and "async" in lines[at]
-    assert "of layers.0.attention_norm (mpu/layers/norm.py:" in lines[at + 1]
+    assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
     again = line_of("mpu/comm/overlap.py", "if layer.deferring else way.gather_again(x)")

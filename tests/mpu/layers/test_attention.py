@@ -7,9 +7,8 @@ from torch.autograd import gradcheck
 
 from mpu.context import LayerContext
 from mpu.layers.attention import attention_core, document_mask
-from mpu.layers.norm import RMSNorm
-from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
-from mpu.layers.swiglu import swiglu
+from mpu.layers.fused import RMSNorm, apply_rope, swiglu
+from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import GradientSink
 
 

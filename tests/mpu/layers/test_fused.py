@@ -11,9 +11,8 @@ import torch
 from mpu import native
 from mpu.context import LayerContext
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
-from mpu.layers.norm import RMSNorm
-from mpu.layers.rope import apply_rope, rope_frequencies, rope_table
-from mpu.layers.swiglu import swiglu
+from mpu.layers.fused import RMSNorm, apply_rope, fits, swiglu
+from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import GradientSink
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -111,10 +110,10 @@ def test_a_not_a_number_stays_one():
 
 
 def test_what_does_not_fit_goes_to_the_twin():
-    assert native.fits(torch.zeros(2, 2))
-    assert not native.fits(torch.zeros(2, 2, dtype=torch.float16))
-    assert not native.fits(torch.zeros(2, 2).t()[:1])
-    assert not native.fits(torch.zeros(2, 2, device="meta"))
-    assert not native.fits(torch.zeros(2), torch.zeros(2).bfloat16())
-    assert not native.fits(torch.zeros(2), accumulate=torch.float64)
-    assert native.fits(torch.zeros(2).bfloat16(), accumulate=torch.float32)
+    assert fits(torch.zeros(2, 2))
+    assert not fits(torch.zeros(2, 2, dtype=torch.float16))
+    assert not fits(torch.zeros(2, 2).t()[:1])
+    assert not fits(torch.zeros(2, 2, device="meta"))
+    assert not fits(torch.zeros(2), torch.zeros(2).bfloat16())
+    assert not fits(torch.zeros(2), accumulate=torch.float64)
+    assert fits(torch.zeros(2).bfloat16(), accumulate=torch.float32)
