@@ -180,10 +180,11 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
         model.initialize(config.run.seed, names)
-    adamw = dict(lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    adamw |= dict(weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend)
-    adamw |= dict(cpu_offload=p.optimizer_cpu_offload and device.type != "cpu")
-    optimizer = Optimizer(model, sink, grid, parameter_group, **adamw)
+    optimizer = Optimizer(
+        model, sink, grid, parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
+        cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
+    )  # fmt: skip
     engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
     return Run(config, grid, device, model, engine, sink, optimizer, watch)
 
@@ -229,7 +230,7 @@ def train(
             told, over, skipped = agreement.ask(stop_signal.received, over, found_inf)
             run.iteration += 1
             run.consumed += size
-            values = {}
+            values: dict[str, Any] = {}
             if log.due(run.iteration):
                 values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
                 if config.log.log_params_norm:

@@ -232,7 +232,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     print(f"{directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def main(argv: Iterable[str] | None = None) -> None:
+def main(argv: Iterable[str] | None = None) -> int:
     """Start the ranks' group where there are several; a refusal is one sentence and exit code 2."""
     args = parse(argv)
     launch, timeout = Launch.from_env(), timedelta(minutes=5)
@@ -250,7 +250,8 @@ def main(argv: Iterable[str] | None = None) -> None:
         sys.exit(2)
     finally:
         grid.close()
+    return 0
 
 
 if __name__ == "__main__":
-    as_process(lambda: main() or 0, None)
+    as_process(main, None)

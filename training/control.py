@@ -81,13 +81,14 @@ class StopSignal:
 
     def _at_once(self, number: int, first: float | None) -> bool:
         """Return whether a signal ends the run now, where the first Ctrl-C came at `first`."""
-        again = number == signal.SIGINT and first is not None
-        return not self.training or (again and time.monotonic() - first > self.ECHO)
+        return not self.training or (
+            number == signal.SIGINT and first is not None and time.monotonic() - first > self.ECHO
+        )
 
     def _handle(self, number: int, frame: Any) -> None:
         now, first = time.monotonic(), self._first
         if self._ending.is_set():
-            if now - first > self.ECHO:
+            if first is not None and now - first > self.ECHO:
                 os._exit(128 + number)  # asked once more, on the way out
             return
         if self._at_once(number, first):
@@ -181,7 +182,9 @@ class _Flags:
 
 def due(interval: int | None, iteration: int, last: bool = False) -> bool:
     """Return whether what is done every `interval` steps, and perhaps after the last, is now."""
-    return bool(interval) and (last or iteration % interval == 0)
+    if not interval:
+        return False
+    return last or iteration % interval == 0
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:

@@ -178,7 +178,8 @@ class Flag:
     @property
     def nargs(self) -> str | int | None:
         """Return argparse's count of values: 0 for a switch, ? where bare will do, None for one."""
-        return {"switch": 0, "texts": "*", "ints": "*"}.get(self.rule, "?" if self.bare else None)
+        counts: dict[str, str | int] = {"switch": 0, "texts": "*", "ints": "*"}
+        return counts.get(self.rule, "?" if self.bare else None)
 
     @property
     def bare(self) -> str | None:
