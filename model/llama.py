@@ -62,18 +62,13 @@ class LlamaConfig:
 
 
 def _size(
-    v: int,
-    h: int,
-    f: int,
-    layers: int,
-    a: int,
-    g: int,
-    positions: int,
-    base: float,
-    scaling: float = 0.0,
-    tied: bool = False,
-) -> LlamaConfig:
-    return LlamaConfig(v, h, f, layers, a, g, 0, positions, base, scaling, tied=tied)
+    v: int, h: int, f: int, layers: int, a: int, g: int,
+    positions: int, base: float, scaling: float = 0.0, tied: bool = False,
+) -> LlamaConfig:  # fmt: skip
+    return LlamaConfig(
+        v, h, f, layers, a, g,
+        max_position_embeddings=positions, rotary_base=base, rope_scaling_factor=scaling, tied=tied,
+    )  # fmt: skip
 
 
 #                          V       h      f      L    a    g  positions  rope base

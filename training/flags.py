@@ -240,11 +240,9 @@ def table() -> dict[str, Flag]:
         flags.append(Flag(name, LIVE_KIND, rule, group, unit, text))
     for names, rule, allowed, text in _rows(CHECKED):
         values = () if allowed == "any" else tuple(allowed.split(","))
+        told, text = text.startswith("! "), text.removeprefix("! ")
         for name in names.split():
-            told = text.startswith("! ")
-            flags.append(
-                Flag(name, CHECKED_KIND, rule, "", "", text.removeprefix("! "), values, told)
-            )
+            flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, told=told))
     for reason, names in REFUSED:
         flags.extend(Flag(name, REFUSED_KIND, text=reason) for name in names.split())
     out = {flag.name: flag for flag in flags}
