@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continue a prompt with a checkpoint, on one process or cut over several (tensor parallelism).
 
-    python tools/generate.py --load runs/llama --prompt "def " --max-new-tokens 200 --temperature
-    0.8 torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
+    python tools/generate.py --load runs/llama --prompt "def " --temperature 0.8
+    torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
 
 The checkpoint knows its model and its tokenizer; --tokenizer-type and --tokenizer-model replace the
 latter. Every rank sees the same logits and draws with the same seed, so all pick the same token

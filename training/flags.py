@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Class every flag: live (it does something), checked (accepted as it stands) or refused.
+"""Classify every flag: live (it does something), checked (accepted as it stands) or refused.
 
 A newcomer finds here what a flag means, its unit and its off-value; a Megatron-LM user finds every
 flag of that program, so that none is silently ignored. The table is data. This file holds the live
@@ -107,7 +107,7 @@ LIVE = """
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
 --mock-data | switch | off: left out | train on made-up tokens, no file read
---num-workers | int>=0 | processes; off: 0, read in the trainer | loader processes a rank
+--num-workers | int>=0 | threads; off: 0, read when asked for | threads a rank that read data ahead
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
