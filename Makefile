@@ -30,9 +30,9 @@ explain: setup ## print every collective and message of one tiny step (TP=2 DP=2
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
 
-lint: setup ## ruff everywhere, mypy strict on mpu/
+lint: setup ## ruff everywhere, mypy strict on all of the product
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy mpu
+	$(RUN) -m mypy
 
 bench: setup ## measure the claims of the README on this machine, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
 	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)

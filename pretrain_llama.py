@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: go, without a traceback
@@ -55,9 +54,10 @@ from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
-from training.control import Agreement, StopSignal, due, time_is_up
+from training.control import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
+from training.data.loader import Loader
 from training.dry_run import report
 from training.estimate import accumulate_dtype
 from training.failure import as_process, compare, connect, meet, refuse, tell_launcher
@@ -134,7 +134,7 @@ def run_schedule(
     return total
 
 
-def evaluate(run: Run, loader: Any) -> float:
+def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
     run.watch.action = f"the data {during}"
@@ -160,7 +160,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
     instances = p.num_distributed_optimizer_instances
-    return Grid(launch.world, tp, cp, pp, launch, backend, instances)
+    return Grid(launch.world, tp, cp, pp, launch, backend=backend, instances=instances)
 
 
 def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
@@ -179,12 +179,13 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
         model.initialize(config.run.seed, names)
-    adamw = dict(lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    adamw |= dict(weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend)
-    adamw |= dict(cpu_offload=p.optimizer_cpu_offload and device.type != "cpu")
-    optimizer = Optimizer(model, sink, grid, parameter_group, **adamw)
+    optimizer = Optimizer(
+        model, sink, grid, parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
+        cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
+    )  # fmt: skip
     engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
-    return Run(config, grid, device, model, engine, sink, optimizer, watch)
+    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, watch=watch)
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
@@ -212,7 +213,7 @@ def train(
     total: int,
     stop_signal: StopSignal,
 ) -> None:
-    """Loop over steps: data, train_step, log, evaluate, save, stop when told."""
+    """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
     settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
     stop_signal.begin(speak=run.grid.rank == 0)
@@ -231,14 +232,10 @@ def train(
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            told, over, skipped = agreement.ask(stop_signal.received, over, found_inf)
+            heard = agreement.ask(stop_signal.received, over, found_inf)  # of the step before
             run.iteration += 1
             run.consumed += size
-            values = {}
-            if log.due(run.iteration):
-                values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
-                if config.log.log_params_norm:
-                    values["params_norm"] = run.optimizer.params_norm().item()
+            values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
@@ -250,40 +247,38 @@ def train(
             if run.iteration == settled:
                 for line in memory_report.of(config, run.optimizer):
                     log.note(line)
-            stop_at_nan(settings.on_nan, skipped, run.iteration - 1)
+            stop_at_nan(settings.on_nan, heard.skipped, run.iteration - 1)
             profile.step()
             if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
                 gc.collect()
-            last, save = run.iteration == total, config.checkpoint
-            ended = told or over or last or due(settings.exit_interval, run.iteration)
-            saving = save.save and (ended or due(save.save_interval, run.iteration))
-            if ended or saving:  # hear of this very step: what was skipped is not saved
-                now_told, now_over, skipped = agreement.close()
-                stop_at_nan(settings.on_nan, skipped, run.iteration)
-                told, ended = told or now_told, ended or now_told or now_over
-            checking = due(settings.eval_interval, run.iteration, last) and loaders.valid
-            if checking and not told:
-                log.validation(run.iteration, evaluate(run, checking))
+            asked = due_after(config, run.iteration, total)
+            decision = decide(asked, heard)
+            if decision.stop or decision.save:  # hear of this step too: no skipped one is saved
+                heard |= agreement.close()
+                stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
+                decision = decide(asked, heard)
+            if decision.evaluate and loaders.valid:
+                log.validation(run.iteration, evaluate(run, loaders.valid))
             for line in overlap.unmeasured():
                 log.note(line)
-            if saving:
+            if decision.save:
                 run.watch.action = f"saving iteration {run.iteration}"
-                saver.save(run.iteration, run.consumed, must=ended, hurry=told)
-            if checking and told:  # after the save: a signal's grace may be short
-                log.validation(run.iteration, evaluate(run, checking))
-            if ended:
-                if not last:
-                    log.note(stop_signal.end(told, f"iteration {run.iteration} of {total}", save))
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
+            if decision.evaluate_after_save and loaders.valid:
+                log.validation(run.iteration, evaluate(run, loaders.valid))
+            if decision.stop:
+                if run.iteration < total:
+                    done = f"iteration {run.iteration} of {total}"
+                    log.note(stop_signal.end(decision.signal, done, config.checkpoint))
                 return
 
 
-def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
-    """End the run where every rank skipped an update, unless --on-nan says to go on."""
-    if skipped and on_nan == "stop":
-        raise FloatingPointError(
-            f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
-            "on every rank"
-        )
+def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float]:
+    """Return the numbers of one step that the log writes; waits for the device."""
+    values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+    if run.config.log.log_params_norm:
+        values["params_norm"] = run.optimizer.params_norm().item()
+    return values
 
 
 def main(argv: list[str] | None = None, parent: int | None = None) -> int:
@@ -376,8 +371,11 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    model, ctx, hf = run.model, run.model.ctx, (hf_config, from_hf_config)
-    saver = Saver(config, ctx, model, run.optimizer, hf_names(model), *hf, digests, note)
+    model, ctx = run.model, run.model.ctx
+    saver = Saver(
+        config, ctx, model, run.optimizer, hf_names(model),
+        hf_config=hf_config, from_hf_config=from_hf_config, digests=digests, note=note,
+    )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
     run.watch.action = "measuring what overlaps"
     overlap = settle(run.model, ctx, config, note, saver.overlap_choices)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 2, 3, 3.1 and 3.2, the whole architecture in one file, written parallel. Copy it and change
-it.
+"""Llama 2, 3, 3.1, 3.2: the whole architecture in one file, written parallel. Copy and change it.
 
     s sequence   b micro-batch   h hidden   a query heads   g key/value groups   d head size
     f ffn hidden   V vocabulary   t tensor-parallel size
@@ -18,6 +17,7 @@ travel (mpu/pipeline/engine.py).
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,18 +61,13 @@ class LlamaConfig:
 
 
 def _size(
-    v: int,
-    h: int,
-    f: int,
-    layers: int,
-    a: int,
-    g: int,
-    positions: int,
-    base: float,
-    scaling: float = 0.0,
-    tied: bool = False,
-) -> LlamaConfig:
-    return LlamaConfig(v, h, f, layers, a, g, 0, positions, base, scaling, tied=tied)
+    v: int, h: int, f: int, layers: int, a: int, g: int,
+    positions: int, base: float, scaling: float = 0.0, tied: bool = False,
+) -> LlamaConfig:  # fmt: skip
+    return LlamaConfig(
+        v, h, f, layers, a, g,
+        max_position_embeddings=positions, rotary_base=base, rope_scaling_factor=scaling, tied=tied,
+    )  # fmt: skip
 
 
 #                          V       h      f      L    a    g  positions  rope base
@@ -251,6 +246,7 @@ class Llama(nn.Module):
         cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
         h = self.embedding(tokens)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
+            assert isinstance(layer, Block)
             h = h + layer.attention.decode(layer.attention_norm(h), cos, sin, cache)
             h = h + layer.mlp(layer.mlp_norm(h))
         return self.head(self.norm(h))
@@ -297,7 +293,7 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
     return {name: table[name] for name, _ in unique_parameters(model)}
 
 
-def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict:
+def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
     """Return the config.json of the same model in Hugging Face's terms."""
     scaling = None
     if config.rope_scaling_factor:
@@ -331,7 +327,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict:
     }
 
 
-def from_hf_config(hf: dict) -> LlamaConfig:
+def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     """Read a Hugging Face config.json of a Llama; refuse what this file does not compute.
 
     Raises ValueError naming the field, its value and what is supported.

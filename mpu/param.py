@@ -41,14 +41,13 @@ class Placement:
     shape: full logical shape, unpadded, sections stacked along dim 0.
     dim: the cut dimension; None where every rank holds all of it.
     axis: the axis that cuts it.
-    sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up); each is cut
-    on its own,
-        so a checkpoint can speak of q_proj whatever the layout.
+    sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
+        on its own, so that a checkpoint can speak of q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included.
     reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence
-    parallelism, tied embeddings over the two ends of the pipeline).
+        parallelism, tied embeddings over the two ends of the pipeline).
     copies: axes over which other ranks hold the same part for a layer of their own (tied
-    embeddings).
+        embeddings).
     """
 
     shape: tuple[int, ...]

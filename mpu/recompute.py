@@ -7,11 +7,13 @@ cheap to make again (Korthikanti et al. 2022). Nothing here draws random numbers
 generator state to restore.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Blocks = Sequence[Callable[..., Tensor]]
 
 
 class _Recompute(torch.autograd.Function):
@@ -71,13 +73,13 @@ class Recompute:
         """Run the attention core, recomputed when selective."""
         return recompute(run, *inputs) if self.granularity == "selective" else run(*inputs)
 
-    def blocks(self, layers: list[Callable[..., Tensor]], h: Tensor, *shared: Any) -> Tensor:
+    def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
         """Run blocks one after another, h = layer(h, *shared), keeping what the method says."""
         group = self.num_layers if self.method == "uniform" else 1
         for first in range(0, len(layers), group):
             some = layers[first : first + group]
 
-            def run(h: Tensor, *shared: Any, some: list[Callable[..., Tensor]] = some) -> Tensor:
+            def run(h: Tensor, *shared: Any, some: Blocks = some) -> Tensor:
                 for layer in some:
                     h = layer(h, *shared)
                 return h

@@ -167,6 +167,38 @@ def test_train_step_fits_on_a_screen():
     raise AssertionError("pretrain_llama.py has no train_step")
 
 
+# What may be called with more than MOST arguments in a row. Operators written in C, C++ or Triton
+# take pointers and sizes by place; these functions take any number of one thing; the columns of the
+# table of sizes have a heading.
+MOST = 6
+BY_PLACE = {"native.call", "build"} | {"pip", "ask", "format", "core"} | {"_size"}
+# their calls get keywords with the next change of these files
+WAITING = (
+    "mpu/comm/", "mpu/zero/", "training/overlap.py", "tools/explain_trace.py", "pretrain_llama.py",
+)  # fmt: skip
+
+
+def long_calls(path: Path) -> list[str]:
+    """List the calls in a file with more than MOST positional arguments; a starred one counts 1."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and len(node.args) > MOST:
+            name = ast.unparse(node.func)
+            if not BY_PLACE & {name, name.split(".")[-1]}:
+                found.append(f"{path}:{node.lineno}: {name} has {len(node.args)} in a row")
+    return found
+
+
+def test_long_calls_name_their_arguments(tmp_path):
+    for path in PRODUCT:
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(("mpu/kernels/", *WAITING)):
+            assert not long_calls(path)
+    bad = tmp_path / "x.py"
+    bad.write_text("f(1, 2, 3, 4, 5, 6)\ng(1, 2, 3, 4, 5, 6, *more)\npip(1, 2, 3, 4, 5, 6, 7)\n")
+    assert long_calls(bad) == [f"{bad}:2: g has 7 in a row"]
+
+
 def test_nothing_is_skipped_in_silence():
     """Every source has the licence line; no test directory is a package (it would shadow ours)."""
     for path in PRODUCT:

@@ -20,6 +20,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from training.data.shards import documents
 
@@ -82,9 +83,9 @@ def pieces(files: list[Path], size: int = 16_000) -> list[tuple[str, str]]:
     return found
 
 
-def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict:
+def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict[str, Any]:
     """Write the two files and corpus.json; return what corpus.json says."""
-    parts = {"train": [], "heldout": []}
+    parts: dict[str, list[tuple[str, str]]] = {"train": [], "heldout": []}
     for path, text in texts:
         parts["heldout" if held_out(path, percent) else "train"].append((path, text))
     if not all(parts.values()):

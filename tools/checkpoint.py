@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
 
+Words = dict[str, Any]  # keywords of add_argument
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -165,8 +167,8 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(do=globals()[f"do_{name}"])
         return made
 
-    place = {"type": Path, "metavar": "PLACE", "help": "a run's directory or a step's"}
-    run = {"type": Path, "metavar": "RUN", "help": "a run's directory, its --save"}
+    place: Words = {"type": Path, "metavar": "PLACE", "help": "a run's directory or a step's"}
+    run: Words = {"type": Path, "metavar": "RUN", "help": "a run's directory, its --save"}
     sub = command(
         "list",
         "list a run's checkpoints",

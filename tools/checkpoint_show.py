@@ -58,7 +58,8 @@ def saved_at(directory: Path) -> str:
 
 def list_steps(root: Path) -> Iterator[str]:
     """Yield a table of the checkpoints under `root`, and whether their files have their sizes."""
-    rows = [("step", "saved", "samples", "tokens", "size", "written by", "files")]
+    rows: list[tuple[str, ...]] = []
+    rows.append(("step", "saved", "samples", "tokens", "size", "written by", "files"))
     for _, final, name in step_directories(root):
         row = [name.removeprefix("step_").lstrip("0") or "0", saved_at(root / name)]
         try:
@@ -113,7 +114,9 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
 
 def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
     """Yield what a checkpoint is: progress, layout, config and, if asked, each tensor."""
-    state, weights, optimizer = found.state, [], []
+    state = found.state
+    weights: list[dict[str, Any]] = []
+    optimizer: list[dict[str, Any]] = []
     for name, entry in found.index.items():
         is_state = name.endswith(tuple(f".{kind}" for kind in KINDS))
         (optimizer if is_state else weights).append(entry)

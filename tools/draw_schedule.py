@@ -59,7 +59,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
         middle = statistics.median_low(lengths.values())
         iteration = next(i for i, length in lengths.items() if length == middle)
     if iteration not in steps:
-        raise ValueError(f"{folder}: holds the steps {_list(steps)}, not {iteration}")
+        raise ValueError(f"{folder}: holds the steps {_list(list(steps))}, not {iteration}")
     timeline = steps[iteration]
     orders = tuple(tuple(_actions(spans)) for spans in timeline.ranks)
     count = 1 + max(action.micro_batch for order in orders for action in order)

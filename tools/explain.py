@@ -120,6 +120,7 @@ def tiny(
 def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
     """Return this rank's made-up micro-batches."""
     m, b = config.model, config.batch.micro_batch_size
+    assert m.vocab_size is not None, "tiny gives it"
     data = MockDataset("train", m.seq_length, config.run.seed, m.vocab_size, None)
     count = symbols(config)["m"]
     firsts = range(dp_rank * count * b, (dp_rank + 1) * count * b, b)
@@ -168,7 +169,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.level else [])]
     lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
     lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
-    sent = [event.parcel.kind for event in explainer.events if event.verb == "send"]
+    sent = [e.parcel.kind for e in explainer.events if e.parcel and e.verb == "send"]
     mine = {
         "order": in_order(explainer, len(run.model.stages)),
         "story": lines,

@@ -23,7 +23,7 @@ class Formula(NamedTuple):
     condition: str
     axis: str
     verb: str
-    count: str
+    count: str  # type: ignore[assignment]  # a column's name; hides tuple.count
     bytes: str
 
 
@@ -86,7 +86,7 @@ class Applied(NamedTuple):
     """A row that holds in a run, worked out for it."""
 
     row: Formula
-    count: int
+    count: int  # type: ignore[assignment]  # as in Formula
     sent: int
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -204,8 +205,10 @@ class Explainer:
     def look(self) -> Place:
         """Walk up the Python stack, innermost frame first, as far as autograd's engine."""
         layer = weighed = site = phase = task = ""
-        event, bucket, during, nodes = None, None, (), []
-        frame = sys._getframe(1)
+        event, bucket = None, None
+        during: tuple[str, str] | tuple[()] = ()
+        nodes: list[Any] = []
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name, path = frame.f_code.co_name, _path(frame.f_code.co_filename)
             if name == "backward" and frame.f_code.co_filename.endswith("autograd/__init__.py"):
@@ -244,7 +247,7 @@ class Explainer:
         words = "{} ({})".format(*during) if during and bucket is not None else ""
         return Place(layer, site, phase, task, event, bucket, words)
 
-    def ran(self, schema: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def ran(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note an operation, and which memory it wrote."""
         place, name = self.look(), schema.name.removeprefix("aten::").strip("_")
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
@@ -269,7 +272,7 @@ class Explainer:
 
 def _parcel() -> Parcel:
     """Read off the Python stack what the engine hands to p2p.send or p2p.receive."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name, here = frame.f_code.co_name, frame.f_locals
         if _path(frame.f_code.co_filename) == "mpu/pipeline/engine.py":
@@ -305,7 +308,7 @@ class Operations(TorchDispatchMode):
         self.explainer = explainer
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run it, and note it unless it is a view."""
         kwargs = kwargs or {}

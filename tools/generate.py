@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continue a prompt with a checkpoint, on one process or cut over several (tensor parallelism).
 
-    python tools/generate.py --load runs/llama --prompt "def " --max-new-tokens 200 --temperature
-    0.8 torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
+    python tools/generate.py --load runs/llama --prompt "def " --temperature 0.8
+    torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
 
 The checkpoint knows its model and its tokenizer; --tokenizer-type and --tokenizer-model replace the
 latter. Every rank sees the same logits and draws with the same seed, so all pick the same token
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     print(f"{directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def main(argv: Iterable[str] | None = None) -> None:
+def main(argv: Iterable[str] | None = None) -> int:
     """Start the ranks' group where there are several; a refusal is one sentence and exit code 2."""
     args = parse(argv)
     launch, timeout = Launch.from_env(), timedelta(minutes=5)
@@ -251,7 +251,8 @@ def main(argv: Iterable[str] | None = None) -> None:
         sys.exit(2)
     finally:
         grid.close()
+    return 0
 
 
 if __name__ == "__main__":
-    as_process(lambda: main() or 0, None)
+    as_process(main, None)

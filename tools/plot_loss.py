@@ -60,16 +60,17 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#888888",
-        "axes.grid": True,
-        "grid.color": "#e6e6e6",
-        "axes.axisbelow": True,
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(
+        {
+            "font.size": 11,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": "#888888",
+            "axes.grid": True,
+            "grid.color": "#e6e6e6",
+            "axes.axisbelow": True,
+        }
+    ):
         figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
         blue, orange = "#1f5fa8", "#d9691b"
         loss, validation = curves["loss"], curves["validation_loss"]

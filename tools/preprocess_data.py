@@ -143,6 +143,7 @@ class Task:
     def run(self) -> int:
         """Tokenize the shard; returns the number of tokens."""
         tokenizer = self.job.tokenizer()
+        eod = tokenizer.eod if self.job.append_eod else None  # which is an id then
         tokens = 0
         for key in self.job.json_keys:
             with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:
@@ -152,7 +153,7 @@ class Task:
                     except ValueError as error:
                         raise ValueError(f"{self.shard.place(number)}: {error}") from error
                     if text and ids:
-                        writer.add([*ids, tokenizer.eod] if self.job.append_eod else ids)
+                        writer.add(ids if eod is None else [*ids, eod])
                 tokens += writer.tokens
         return tokens
 
@@ -225,6 +226,8 @@ def _start_worker() -> None:
     """Leave Ctrl-C to the main process, which lets begun shards be finished; die when it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
+
+    assert parent is not None, "this is a worker"
 
     def follow() -> None:
         parent.join()

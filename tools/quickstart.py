@@ -26,6 +26,7 @@ import sysconfig
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,13 @@ from training.data.indexed import IndexedTokens
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
 # fmt: off
-MODEL = {
+MODEL: dict[str, Any] = {
     "num-layers": 4, "hidden-size": 192, "ffn-hidden-size": 512,
     "num-attention-heads": 6, "num-query-groups": 2,
     "seq-length": 256, "max-position-embeddings": 256,
@@ -53,7 +54,7 @@ MODEL = {
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
 
 
-def command_line(flags: dict, switches: list[str]) -> list[str]:
+def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
     """Return {"num-layers": 4} and ["swiglu"] as ["--num-layers", "4", "--swiglu"]."""
     pairs = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{name}" for name in switches]
@@ -71,7 +72,7 @@ def show(command: list[str], threads: int | None = None) -> None:
     print("\n  $ " + " \\\n      ".join(lines).replace("\0", " ") + "\n", flush=True)
 
 
-def run(command: list[str], threads: int = CORES, **how) -> str:
+def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> str:
     """Run a command of this checkout and return what it says on stdout, if that is caught.
 
     It runs in a session of its own, so that Ctrl-C reaches it once, from here, and the ranks under
@@ -79,7 +80,7 @@ def run(command: list[str], threads: int = CORES, **how) -> str:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, env=environment, text=True, start_new_session=True, **how
+        command, env=environment, text=True, start_new_session=True, stdout=stdout
     ) as child:
         try:
             said = child.communicate()[0]
@@ -135,10 +136,10 @@ def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str
 def prepare(data: list[Path], out: Path) -> str:
     """Make corpus, tokenizer and token files; return the key of all three."""
     if data:
-        source = [(file.stat().st_size, file.stat().st_mtime_ns) for file in data]
+        source: list[Any] = [(file.stat().st_size, file.stat().st_mtime_ns) for file in data]
         given = ["--input", *map(str, data)]
     else:
-        source, given = (platform.python_version(), sysconfig.get_path("stdlib")), []
+        source, given = [platform.python_version(), sysconfig.get_path("stdlib")], []
     corpus, model = out / "corpus", out / "tokenizer" / "weft.model"
     train, heldout = corpus / "train.jsonl", corpus / "heldout.jsonl"
     command = [PYTHON, "tools/build_corpus.py", "--output-dir", str(corpus), *given]
@@ -172,7 +173,7 @@ def parameters() -> int:
     return int(layers * (2 * h * h * (1 + groups) + 3 * h * f + 2 * h) + h + VOCABULARY * h)
 
 
-def records(log: Path) -> list[dict]:
+def records(log: Path) -> list[dict[str, Any]]:
     """Return the lines of a --log-json file, less one that a kill left torn."""
     if not log.exists():
         return []
@@ -180,7 +181,7 @@ def records(log: Path) -> list[dict]:
     return [json.loads(line) for line in whole]
 
 
-def launch(flags: dict, tp: int, pp: int, quiet: bool = False) -> None:
+def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None:
     """Pretrain: torchrun with tp x pp ranks, or one plain process that has all the cores."""
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     command = [PYTHON, "pretrain_llama.py"]
@@ -199,7 +200,7 @@ def launch(flags: dict, tp: int, pp: int, quiet: bool = False) -> None:
     run(command, threads, stdout=subprocess.DEVNULL if quiet else None)
 
 
-def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict, Path]:
+def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[str, Any], Path]:
     """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
@@ -237,7 +238,7 @@ def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict,
     return flags, folder
 
 
-def one_process_speed(out: Path, flags: dict) -> float:
+def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
     """Return the tokens/s of the same training in one process with all the cores; measured once."""
     kept = out / "one_process.json"
     key = digest(MODEL, CORES)
@@ -253,14 +254,13 @@ def one_process_speed(out: Path, flags: dict) -> float:
     return speed
 
 
-def finish(out: Path, folder: Path, flags: dict, tp: int, pp: int) -> None:
+def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> None:
     """Say what came out: loss against unigram entropy, picture, speed, a sample."""
     lines = records(folder / "log.jsonl")
     losses = [r["validation_loss"] for r in lines if "validation_loss" in r]
     if not losses:
         raise SystemExit("make train: stopped before the first evaluation; call it again to go on")
-    loss = losses[-1]
-    steps = [r for r in lines if "loss" in r]
+    loss, steps = losses[-1], [r for r in lines if "loss" in r]
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout, world = f"TP {tp}" + f" x PP {pp}" * (pp > 1), tp * pp

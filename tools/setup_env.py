@@ -15,6 +15,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
@@ -37,12 +38,12 @@ class SetupError(Exception):
     """Why the environment cannot be made, in one sentence for the person at the terminal."""
 
 
-def supported(version):
+def supported(version: "str | None") -> bool:
     """Return whether a torch version string is one that Weft is tested with: 2.11 to 2.13."""
     return version is not None and version.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
 
 
-def check_interpreter():
+def check_interpreter() -> None:
     """Refuse a platform or a Python that Weft does not run on, and name what would do."""
     if os.name == "nt" or sys.platform in ("cygwin", "msys"):
         raise SetupError("Windows is supported through WSL: run make setup inside a WSL shell")
@@ -67,7 +68,7 @@ def check_interpreter():
         print("macOS: no CUDA and no nccl here; Weft runs on the CPU over gloo", flush=True)
 
 
-def probe(python):
+def probe(python: str) -> "list[Any] | None":
     """Return [python version, torch version, torch file], or None if the interpreter fails."""
     try:
         done = subprocess.run([python, "-c", PROBE], capture_output=True)
@@ -78,14 +79,22 @@ def probe(python):
     return json.loads(done.stdout.decode().splitlines()[-1])
 
 
-def key():
+def look(python: str) -> "list[Any]":
+    """Probe an interpreter that must work."""
+    found = probe(python)
+    if found is None:
+        raise SetupError(f"{python} does not run")
+    return found
+
+
+def key() -> "dict[str, str]":
     """Return what the stamp must hold for the environment to be reused as it is."""
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()
     return {"pyproject": digest, "root": os.path.realpath(ROOT)}
 
 
-def read_stamp():
+def read_stamp() -> "dict[str, str]":
     """Return the stamp of .venv, or {} where there is none to be read."""
     try:
         with open(STAMP, encoding="utf-8") as file:
@@ -94,7 +103,7 @@ def read_stamp():
         return {}
 
 
-def has_nvidia_gpu():
+def has_nvidia_gpu() -> bool:
     """Return whether an NVIDIA driver answers on this machine."""
     if os.path.exists("/proc/driver/nvidia/version"):
         return True
@@ -104,7 +113,7 @@ def has_nvidia_gpu():
     return subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
-def reachable(url):
+def reachable(url: str) -> bool:
     """Return whether an address answers within a few seconds."""
     try:
         with urllib.request.urlopen(url, timeout=4):
@@ -113,14 +122,14 @@ def reachable(url):
         return False
 
 
-def pip(*arguments):
+def pip(*arguments: str) -> None:
     """Run the environment's pip, and stop with a sentence if it fails."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
     if subprocess.run(command).returncode:
         raise SetupError("pip failed, as it says above; the next make setup goes on from here")
 
 
-def make_venv(torch):
+def make_venv(torch: "list[Any]") -> None:
     """Make .venv; where the interpreter has a torch that Weft can use, let .venv see it.
 
     The interpreter may itself live in a virtual environment, whose packages
@@ -130,17 +139,17 @@ def make_venv(torch):
     print(f"making .venv from {sys.executable}", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV]).returncode:
         raise SetupError(f"{sys.executable} -m venv failed, as it says above")
-    if inherit and probe(PYTHON)[2] != torch[2]:
+    if inherit and look(PYTHON)[2] != torch[2]:
         import sysconfig
 
         folder = sysconfig.get_path("purelib", vars={"base": VENV, "platbase": VENV})
         with open(os.path.join(folder, "weft-outer.pth"), "w", encoding="utf-8") as file:
             file.write(os.path.dirname(os.path.dirname(torch[2])) + "\n")
-        if probe(PYTHON)[2] != torch[2]:
+        if look(PYTHON)[2] != torch[2]:
             raise SetupError(f"the new .venv does not see torch {torch[1]} at {torch[2]}")
 
 
-def install_torch():
+def install_torch() -> None:
     """Install torch first and alone: the CPU build if no NVIDIA GPU stands and one is offered."""
     extra = []
     if sys.platform == "linux" and not has_nvidia_gpu():
@@ -156,13 +165,13 @@ def install_torch():
     pip("install", "-qq", *extra, "torch==" + TORCH)
 
 
-def build_native():
+def build_native() -> None:
     """Build the native library, or have the reason printed why not."""
     if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
         raise SetupError("setup.py build_native failed, as it says above")
 
 
-def prepare(chosen):
+def prepare(chosen: bool) -> None:
     """Make or reuse .venv and install what pyproject.toml asks for."""
     check_interpreter()
     stamp, wanted = read_stamp(), key()
@@ -174,26 +183,27 @@ def prepare(chosen):
             f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it anew"
         )
     moved = bool(stamp) and stamp.get("root") != wanted["root"]
-    usable = present is not None and tuple(present[0]) >= MINIMUM and not moved
-    if usable and all(stamp.get(name) == value for name, value in wanted.items()):
+    if present is not None and (tuple(present[0]) < MINIMUM or moved):
+        present = None  # of no use
+    if present and all(stamp.get(name) == value for name, value in wanted.items()):
         if supported(present[1]):
             version = ".".join(map(str, present[0]))
             print(f"reusing .venv: Python {version}, torch {present[1]}", flush=True)
             build_native()
             return
-    if usable and present[1] is not None and not supported(present[1]):
+    if present and present[1] is not None and not supported(present[1]):
         raise SetupError(
             f".venv holds torch {present[1]}, Weft needs 2.11 to 2.13: rm -r .venv to make it anew"
         )
-    if usable:
+    if present:
         print("reusing .venv, completing what is in it", flush=True)
         here = stamp.get("python", here)
     else:
-        make_venv(probe(sys.executable))
-        present = probe(PYTHON)
+        make_venv(look(sys.executable))
+        present = look(PYTHON)
     if not supported(present[1]):
         install_torch()
-        present = probe(PYTHON)
+        present = look(PYTHON)
     if not supported(present[1]):
         raise SetupError(f"pip installed torch {present[1]} where {TORCH} was asked for")
     print(f"torch {present[1]}: {os.path.dirname(present[2])}; installing the rest", flush=True)
@@ -207,7 +217,7 @@ def prepare(chosen):
         json.dump(dict(wanted, python=here, torch=present[1]), file)
 
 
-def main():
+def main() -> None:
     """Prepare .venv and the native library; a failure is one sentence and exit status 1."""
     try:
         prepare(chosen="--chosen" in sys.argv[1:])

@@ -17,8 +17,12 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
-from slurm_cluster import CheckError, Cluster, obstacle, wait_for
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from tools.slurm_cluster import CheckError, Cluster, obstacle, wait_for
 
 SKIPPED = 77
 FLAGS = (
@@ -57,7 +61,7 @@ class Job:
     def state(self) -> str:
         return self.cluster.job(self.number)["JobState"]
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return what the run says of every step, those that were lost and done again twice."""
         log = self.folder / "log.jsonl"
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
@@ -124,9 +128,9 @@ class Job:
         """Hold that no process is left of the job: neither a rank, nor what SLURM started it by."""
         wait_for(f"what {self.folder.name} started ends", 40.0, self.cluster.no_jobs)
 
-    def curve(self) -> dict[int, tuple]:
+    def curve(self) -> dict[int, tuple[str, ...]]:
         """Return {step: what the log says of it, but for times}; a step done twice must agree."""
-        found: dict[int, tuple] = {}
+        found: dict[int, tuple[str, ...]] = {}
         for row in self.rows():
             keys = ("loss", "grad_norm", "lr", "consumed_samples")
             mine = tuple(float(row[key]).hex() for key in keys)
@@ -248,7 +252,7 @@ def check(cluster: Cluster, wanted: list[str]) -> bool:
             lost = job.compare(oracle)
             if (lost > 0) != (name == "a dead node") or lost > job.every + 2:
                 raise CheckError(f"{name}: {lost} steps were done twice")
-            cells = (f"{stopped:.1f} s", f"{went_on:.1f} s", f"{lost} steps")
+            cells: tuple[str, ...] = (f"{stopped:.1f} s", f"{went_on:.1f} s", f"{lost} steps")
             cells += (codes(job), "the same bits")
         except CheckError as error:
             good, cells = False, (f"FAILED: {error}",)

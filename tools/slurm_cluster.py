@@ -93,7 +93,7 @@ class Cluster:
     """Starts the daemons on entry; kills them and all that they started on exit."""
 
     def __init__(self, keep: bool = False) -> None:
-        self.keep, self.daemons = keep, dict[str, subprocess.Popen]()
+        self.keep, self.daemons = keep, dict[str, subprocess.Popen[bytes]]()
         self.scratch = Path(tempfile.mkdtemp(prefix="weft-slurm-"))
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))},

@@ -96,7 +96,7 @@ def kept_for_b(config: Config, stage: Stage) -> int:
         return layers * (layer - sums) + ends
     if p.recompute_granularity != "full":
         return layers * layer + ends
-    again, group = pipeline.recomputed_layers(config, stage), p.recompute_num_layers
+    again, group = pipeline.recomputed_layers(config, stage), p.recompute_num_layers or 1
     inputs = -(-again // group) if p.recompute_method == "uniform" else again
     return inputs * one_input + (layers - again) * layer + ends
 
@@ -104,7 +104,7 @@ def kept_for_b(config: Config, stage: Stage) -> int:
 def recomputed(config: Config, stage: Stage) -> int:
     """Return the bytes that a chunk of layers keeps while it runs again in B."""
     p, again = config.parallel, pipeline.recomputed_layers(config, stage)
-    group = p.recompute_num_layers if p.recompute_method == "uniform" else 1
+    group = (p.recompute_num_layers or 1) if p.recompute_method == "uniform" else 1
     return min(group, again) * layer_activations(config) if again else 0
 
 

@@ -88,7 +88,7 @@ def uses(config: Config, flats: list[Flat]) -> list[int]:
     if both_ends(flats):
         forward.append(at[EMBEDDING])
     layers = {i for name, i in at.items() if name.startswith("layers.")}
-    group = p.recompute_num_layers if p.recompute_method == "uniform" else 1
+    group = (p.recompute_num_layers or 1) if p.recompute_method == "uniform" else 1
     chunks: list[list[int]] = []
     for i in forward:
         before = chunks[-1] if chunks else []

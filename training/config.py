@@ -28,10 +28,10 @@ class ModelConfig:
     hidden_size: int
     num_attention_heads: int
     seq_length: int  # tokens a sample
-    ffn_hidden_size: int | None = None  # None: 8/3 h, rounded down to 64
-    num_query_groups: int | None = None  # key/value heads; None: one for each query head
-    kv_channels: int | None = None  # head size; None: hidden_size / num_attention_heads
-    max_position_embeddings: int | None = None  # None: seq_length
+    ffn_hidden_size: int = 0  # 0: 8/3 h, rounded down to 64
+    num_query_groups: int = 0  # key/value heads; 0: one for each query head
+    kv_channels: int = 0  # head size; 0: hidden_size / num_attention_heads
+    max_position_embeddings: int = 0  # 0: seq_length
     vocab_size: int | None = None  # None until the tokenizer says
     make_vocab_size_divisible_by: int = 128
     norm_epsilon: float = 1e-5
@@ -50,7 +50,7 @@ class ModelConfig:
             "max_position_embeddings": self.seq_length,
         }
         for name, value in derived.items():
-            if getattr(self, name) is None:
+            if not getattr(self, name):
                 object.__setattr__(self, name, value)
 
     def padded_vocab_size(self, tp: int) -> int:

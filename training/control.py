@@ -6,14 +6,15 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis
-from training.config import CheckpointConfig, RunConfig
+from training.config import CheckpointConfig, Config, RunConfig
 
 
 class StopSignal:
@@ -81,13 +82,14 @@ class StopSignal:
 
     def _at_once(self, number: int, first: float | None) -> bool:
         """Return whether a signal ends the run now, where the first Ctrl-C came at `first`."""
-        again = number == signal.SIGINT and first is not None
-        return not self.training or (again and time.monotonic() - first > self.ECHO)
+        return not self.training or (
+            number == signal.SIGINT and first is not None and time.monotonic() - first > self.ECHO
+        )
 
     def _handle(self, number: int, frame: Any) -> None:
         now, first = time.monotonic(), self._first
         if self._ending.is_set():
-            if now - first > self.ECHO:
+            if first is not None and now - first > self.ECHO:
                 os._exit(128 + number)  # asked once more, on the way out
             return
         if self._at_once(number, first):
@@ -123,6 +125,74 @@ class StopSignal:
                         first = first or time.monotonic()
 
 
+class Heard(NamedTuple):
+    """What at least one rank said of a step; all ranks hear the same."""
+
+    signal: bool = False  # a signal asks to stop
+    over: bool = False  # time is up, or a save failed that must not
+    skipped: bool = False  # the update was skipped: the gradient norm was not finite
+
+    def __or__(self, other: tuple[bool, ...]) -> "Heard":
+        """Return what was said in one of the two."""
+        return Heard(*(a or b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the flags ask for after a step, whatever the ranks say of it."""
+
+    end: bool  # it is the last one, or --exit-interval's
+    save: bool  # by --save-interval
+    evaluate: bool
+    can_save: bool  # there is a --save
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows a step; the same on every rank.
+
+    A signal's grace may be short, so what it stops is saved before anything else is done.
+    """
+
+    stop: bool  # this step is the last one
+    signal: bool  # and a signal is why
+    save: bool  # a step that stops is always saved where there is a --save
+    evaluate: bool  # before the save
+    evaluate_after_save: bool
+
+
+def due_after(config: Config, iteration: int, total: int) -> Due:
+    """Return what the flags ask for after step `iteration`, counted from 1, of `total`."""
+    run, last = config.run, iteration == total
+    return Due(
+        end=last or due(run.exit_interval, iteration),
+        save=due(config.checkpoint.save_interval, iteration),
+        evaluate=due(run.eval_interval, iteration, last),
+        can_save=bool(config.checkpoint.save),
+    )
+
+
+def decide(asked: Due, heard: Heard) -> Decision:
+    """Decide what follows a step from what the flags ask for and what the ranks said."""
+    stop = asked.end or heard.signal or heard.over
+    return Decision(
+        stop=stop,
+        signal=heard.signal,
+        save=asked.can_save and (stop or asked.save),
+        evaluate=asked.evaluate and not heard.signal,
+        evaluate_after_save=asked.evaluate and heard.signal,
+    )
+
+
+def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
+    """End the run where every rank skipped an update, unless --on-nan says to go on."""
+    if skipped and on_nan == "stop":
+        raise FloatingPointError(
+            f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
+            "on every rank"
+        )
+
+
 class Agreement:
     """Agree over all ranks on stopping, one step late, so that no step waits for the answer."""
 
@@ -131,25 +201,27 @@ class Agreement:
         self._asked: _Flags | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def ask(self, told: bool, over: bool, found_inf: Tensor) -> tuple[bool, bool, bool]:
-        """Give this step's flags; return last step's, each true where it is on any rank.
+    def ask(self, signal: bool, over: bool, found_inf: Tensor) -> Heard:
+        """Say this rank's part of this step; return what was heard of the step before.
 
-        told: a signal asks to stop. over: time is up, or a save failed that must not. found_inf:
-        the update was skipped.
+        found_inf: 1 where the update was skipped.
         """
         if self._stream is None and found_inf.is_cuda and not self.world.staged:
             self._stream = torch.cuda.Stream(found_inf.device)
         last = self._asked
-        mine = [found_inf.new_full((), float(flag)) for flag in (told, over)]
+        mine = [found_inf.new_full((), float(flag)) for flag in (signal, over)]
         flags = torch.stack([*mine, found_inf])
         self._asked = _Flags(flags, self.world, self._stream)
-        return last.read() if last else (False, False, False)
+        return last.read() if last else Heard()
 
-    def close(self) -> tuple[bool, bool, bool]:
-        """Return the last step's flags, once. Waits for them: before a save, which must not hold a
-        step that was skipped, and before the process group goes."""
+    def close(self) -> Heard:
+        """Return what is heard of the last step, once, and wait for it.
+
+        For before a save, which must not hold a step that was skipped, and before the process group
+        goes.
+        """
         last, self._asked = self._asked, None
-        return last.read() if last else (False, False, False)
+        return last.read() if last else Heard()
 
 
 class _Flags:
@@ -170,18 +242,19 @@ class _Flags:
                 self._host.copy_(self._sum, non_blocking=True)
                 self._arrived = stream.record_event()
 
-    def read(self) -> tuple[bool, bool, bool]:
+    def read(self) -> Heard:
         if self._arrived is None:
             self._handle.wait()
         else:
             self._arrived.synchronize()
-        told, over, skipped = self._host.tolist()
-        return told > 0, over > 0, skipped > 0
+        return Heard(*(flag > 0 for flag in self._host.tolist()))
 
 
 def due(interval: int | None, iteration: int, last: bool = False) -> bool:
     """Return whether what is done every `interval` steps, and perhaps after the last, is now."""
-    return bool(interval) and (last or iteration % interval == 0)
+    if not interval:
+        return False
+    return last or iteration % interval == 0
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:

@@ -119,7 +119,7 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
     if len(shapes) == 1:
         return []
     columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
-    rows = [("rank", *columns)]
+    rows: list[tuple[str, ...]] = [("rank", *columns)]
     for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
         state = sum(kind[k] for k in STATE)
         rest = sum(kind.values()) - state - h.activations - h.logits

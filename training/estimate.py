@@ -69,7 +69,9 @@ def total_parameters(config: Config) -> int:
     """Count the model's parameters, without the padding of the vocabulary."""
     m = config.model
     matrices = 2 if m.untie_embeddings_and_output_weights else 1
-    padding = m.padded_vocab_size(1) - m.vocab_size
+    padded = m.padded_vocab_size(1)
+    assert m.vocab_size is not None, "padded_vocab_size has raised"
+    padding = padded - m.vocab_size
     return count(shapes(config, tp=1)) - matrices * padding * m.hidden_size
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Class every flag: live (it does something), checked (accepted as it stands) or refused.
+"""Classify every flag: live (it does something), checked (accepted as it stands) or refused.
 
 A newcomer finds here what a flag means, its unit and its off-value; a Megatron-LM user finds every
 flag of that program, so that none is silently ignored. The table is data. This file holds the live
@@ -107,7 +107,7 @@ LIVE = """
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
 --mock-data | switch | off: left out | train on made-up tokens, no file read
---num-workers | int>=0 | processes; off: 0, read in the trainer | loader processes a rank
+--num-workers | int>=0 | threads; off: 0, read when asked for | threads a rank that read data ahead
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
@@ -178,7 +178,8 @@ class Flag:
     @property
     def nargs(self) -> str | int | None:
         """Return argparse's count of values: 0 for a switch, ? where bare will do, None for one."""
-        return {"switch": 0, "texts": "*", "ints": "*"}.get(self.rule, "?" if self.bare else None)
+        counts: dict[str, str | int] = {"switch": 0, "texts": "*", "ints": "*"}
+        return counts.get(self.rule, "?" if self.bare else None)
 
     @property
     def bare(self) -> str | None:
@@ -239,11 +240,9 @@ def table() -> dict[str, Flag]:
         flags.append(Flag(name, LIVE_KIND, rule, group, unit, text))
     for names, rule, allowed, text in _rows(CHECKED):
         values = () if allowed == "any" else tuple(allowed.split(","))
+        told, text = text.startswith("! "), text.removeprefix("! ")
         for name in names.split():
-            told = text.startswith("! ")
-            flags.append(
-                Flag(name, CHECKED_KIND, rule, "", "", text.removeprefix("! "), values, told)
-            )
+            flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, told=told))
     for reason, names in REFUSED:
         flags.extend(Flag(name, REFUSED_KIND, text=reason) for name in names.split())
     out = {flag.name: flag for flag in flags}

@@ -81,7 +81,6 @@ class Log:
         loss: float = math.nan,
         grad_norm: float = math.nan,
         lr: float = math.nan,
-        peak_memory_bytes: int | None = None,
         **more: float,
     ) -> None:
         """Count one step; every --log-interval iterations, write what was counted since.
@@ -110,7 +109,7 @@ class Log:
             "lr": lr,
             "tokens_per_second": rate,
             "step_seconds": self.seconds / self.steps,
-            "peak_memory_bytes": peak_memory_bytes or peak_memory(self.device),
+            "peak_memory_bytes": peak_memory(self.device),
             "data_wait_seconds": self.data_wait / self.steps,
             "model_flops_per_second": rate * self.flops_per_token,
             "mfu": rate * self.flops_per_token / self.peak,

@@ -71,6 +71,8 @@ def _fall(style: str, done: float) -> float:
 def curve_of(config: Config) -> Curve:
     """Turn the flags into samples; a step counts the samples it consumes, also when that varies."""
     o, batch = config.optimizer, config.batch
+    decay: float
+    warmup: float
     if batch.train_iters is not None:
 
         def samples(steps: int) -> int:
@@ -81,6 +83,7 @@ def curve_of(config: Config) -> Curve:
         # The last part ends with the decay, so it is counted back from there.
         last = decay - samples(end - o.lr_wsd_decay_iters) if o.lr_wsd_decay_iters else 0
     else:
+        assert batch.train_samples is not None  # one of the two is given
         decay = o.lr_decay_samples or batch.train_samples
         warmup, last = o.lr_warmup_samples, o.lr_wsd_decay_samples or 0
     if o.lr_warmup_fraction is not None:

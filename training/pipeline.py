@@ -4,6 +4,7 @@
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +118,7 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
     p, layers = config.parallel, len(stage.layers)
     if p.recompute_granularity != "full":
         return 0
-    return layers if p.recompute_method == "uniform" else min(layers, p.recompute_num_layers)
+    return layers if p.recompute_method == "uniform" else min(layers, p.recompute_num_layers or 1)
 
 
 def costs(config: Config) -> Costs:
@@ -163,7 +164,7 @@ def lines(config: Config) -> list[str]:
     return out
 
 
-def told(stages: tuple[Stage, ...]) -> str:
+def told(stages: Sequence[Stage]) -> str:
     """Write what a rank holds: "embedding + layers 0-1 | layers 8-9"."""
     return " | ".join(_told(stage) for stage in stages)
 
@@ -179,8 +180,11 @@ def _told(stage: Stage) -> str:
 
 def even(cost: Costs) -> Costs:
     """Return the costs of stages that share the same work equally."""
-    parts = (cost.forward, cost.input_gradient, cost.weight_gradient)
-    return Costs(*([sum(part) / len(part)] * len(part) for part in parts))
+
+    def share(part: Sequence[float]) -> list[float]:
+        return [sum(part) / len(part)] * len(part)
+
+    return Costs(share(cost.forward), share(cost.input_gradient), share(cost.weight_gradient))
 
 
 def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpu.grid import Grid
+from mpu.grid import Axis, Grid
 from mpu.pipeline.engine import Engine
 from training.config import Config
 
@@ -30,10 +30,11 @@ class Profile:
         self._first, self._end = log.profile_step_start, log.profile_step_end
         first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.data.rank == 0
         self._engine = engine if log.profile and first_pipeline else None
-        self._pp, self._trace = grid.pp, None
+        self._pp: Axis = grid.pp
+        self._trace: torch.profiler.profile | None = None
         self._told: list[dict[str, Any]] = []
         if log.profile and grid.rank in log.profile_ranks:
-            self._trace: Any = torch.profiler.profile(
+            self._trace = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
                     wait=max(0, self._first - 1),
                     warmup=1,

@@ -51,7 +51,7 @@ class Saver:
         self.digests, self.note = digests, note
         self.failed: checkpoint.SaveError | None = None  # and the run is to end for it
         self._good: set[str] = set()  # directories known to be whole
-        self._later: list[str] = []  # directories under --load that were passed over
+        self._later: Sequence[str] = ()  # directories under --load that were passed over
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
@@ -172,6 +172,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, in whichever thread."""
         c, grid = self.config.checkpoint, self.ctx.grid
+        assert c.save is not None, "there is no --save"
         path = checkpoint.save(
             c.save,
             step=iteration,
@@ -191,9 +192,10 @@ class Saver:
         No save waits for it; while one is at it, and where the run is to end, none begins.
         """
         c = self.config.checkpoint
+        assert c.save is not None, "there is no --save"
+        root = Path(c.save)
 
         def work() -> None:
-            root = Path(c.save)
             gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
             if gone:
                 self.note(f"removed {', '.join(gone)}")

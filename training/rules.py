@@ -148,11 +148,6 @@ def check(config: Config) -> None:
     places.check(config)
 
 
-def _divides(what: str, value: int, by: str, divisor: int, why: str) -> None:
-    if value % divisor:
-        raise UsageError(f"{what} {value} is not a multiple of {by} {divisor}: {why}")
-
-
 def _shapes(config: Config) -> None:
     m = config.model
     if m.kv_channels % 2:
@@ -211,7 +206,7 @@ def _recompute(config: Config) -> None:
         ):
             if value is not None:
                 raise UsageError(f"{flag} {value} needs --recompute-granularity full")
-    elif p.recompute_num_layers > config.model.num_layers:
+    elif (p.recompute_num_layers or 1) > config.model.num_layers:
         raise UsageError(
             f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
             f"{config.model.num_layers}"

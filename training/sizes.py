@@ -30,7 +30,9 @@ def of_model(m: ModelConfig) -> dict[str, Any]:
     }
 
 
-def from_checkpoint(given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]], Any]) -> dict:
+def from_checkpoint(
+    given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
     """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
 
     It is the one that the run will load: under --load, or where that holds none the
@@ -97,14 +99,14 @@ def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
     """Return the type of the tokenizer that lies in a checkpoint, and its file; it is verified."""
     if isinstance(found, HuggingFaceDirectory):
         heads = {}
-        for file in ("tokenizer.json", "tokenizer.model"):
-            if (found.directory / file).exists():
-                with open_plain(found.directory / file) as opened:
-                    heads[file] = opened.read(1000)
+        for name in ("tokenizer.json", "tokenizer.model"):
+            if (found.directory / name).exists():
+                with open_plain(found.directory / name) as opened:
+                    heads[name] = opened.read(1000)
         told = tokenizer_of(heads)
         return told.get("tokenizer_type"), told.get("tokenizer_model")
     kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
-    if file not in found.manifest["files"]:  # elsewhere: --tokenizer-model must say where
-        return kind, None
+    if file is None or file not in found.manifest["files"]:
+        return kind, None  # it lies elsewhere: --tokenizer-model must say where
     found.verify([file])
     return kind, file

@@ -19,6 +19,7 @@ import stat
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,7 +129,7 @@ def write_safetensors(
             hook("piece")
             data = piece.data().detach().cpu().contiguous()
             assert data.dtype == piece.tensor.dtype and tuple(data.shape) == piece.sizes
-            out.write(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+            out.write(data.reshape(-1).view(torch.uint8).numpy().data)
     return out.info()
 
 
@@ -169,7 +170,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         )
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> BufferedReader:
     """Open a file to read: a plain one, reached by no link of its own name, ours or root's.
 
     Raises CheckpointError naming the file. Never waits, as opening a pipe would.
@@ -196,7 +197,7 @@ def check_size(path: Path, size: int) -> None:
     open_sized(path, size).close()
 
 
-def open_sized(path: Path, size: int) -> BinaryIO:
+def open_sized(path: Path, size: int) -> BufferedReader:
     """Open a plain file that has so many bytes. Raises CheckpointError."""
     file = open_plain(path)
     found = os.fstat(file.fileno()).st_size

@@ -74,7 +74,7 @@ class Checkpoint:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
         for name, kind in STATE_TYPES.items():
             value = self.state.get(name, kind())
-            if type(value) is not kind or (kind is int and value < 0):
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise CheckpointError(f"{STATE}: {name} is no {kind.__name__} that can be")
         check_index(self.index, self.manifest)
 

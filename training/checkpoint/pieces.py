@@ -62,7 +62,7 @@ class NamedPiece:
 def whole(name: str, tensor: Tensor, fetch: Callable[[], Tensor] | None = None) -> NamedPiece:
     """Make the piece that is all of its tensor."""
     shape = tuple(tensor.shape)
-    return NamedPiece(name, shape, (0,) * len(shape), shape, tensor, (), fetch)
+    return NamedPiece(name, shape, (0,) * len(shape), shape, tensor, fetch=fetch)
 
 
 def parameter_pieces(

@@ -14,6 +14,7 @@ import heapq
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Blend:
         self.datasets = list(datasets)
         self.weights = [float(weight) for weight in weights]
         self.seq_length = datasets[0].seq_length
-        heap: list[tuple] = [(weight, i, i) for i, weight in enumerate(self.weights) if weight > 0]
+        leaves = ((weight, i, i) for i, weight in enumerate(self.weights) if weight > 0)
+        heap: list[tuple[float, int, Any]] = list(leaves)
         heapq.heapify(heap)
         for tie in range(len(weights), len(weights) + len(heap) - 1):
             light, _, left = heapq.heappop(heap)

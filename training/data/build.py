@@ -153,4 +153,6 @@ class _Opener:
         if directory not in self._caches:
             self._caches[directory] = IndexCache(directory, self._report)
         cache, library = self._caches[directory], native.load()
-        return GPTDataset(file, split, documents, self._seq_length, self._seed, cache, library)
+        return GPTDataset(
+            file, split, documents, self._seq_length, self._seed, cache=cache, library=library
+        )

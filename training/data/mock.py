@@ -40,7 +40,7 @@ class MockDataset:
         n = self.seq_length + 1
         rng = stable_rng(*self._facts, i)
         ends = rng.random_sample(n) < 4 / n
-        document = np.cumsum(ends) - ends
+        document: np.ndarray = np.cumsum(ends) - ends
         first = rng.randint(0, self._vocab_size, size=n)[document]
         if self._eod is None:
             return (first + np.arange(n)) % self._vocab_size
