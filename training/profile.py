@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from mpu.grid import Axis, Grid
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
 from training.config import Config
 
