@@ -83,8 +83,7 @@ def curve_of(config: Config) -> Curve:
         # The last part ends with the decay, so it is counted back from there.
         last = decay - samples(end - o.lr_wsd_decay_iters) if o.lr_wsd_decay_iters else 0
     else:
-        assert batch.train_samples is not None  # one of the two is given
-        decay = o.lr_decay_samples or batch.train_samples
+        decay = o.lr_decay_samples or batch.train_samples or math.inf  # a run without an end
         warmup, last = o.lr_warmup_samples, o.lr_wsd_decay_samples or 0
     if o.lr_warmup_fraction is not None:
         warmup = o.lr_warmup_fraction * decay
