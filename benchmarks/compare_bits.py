@@ -22,7 +22,6 @@ torch takes longer than such a run.
 """
 
 import argparse
-import json
 import os
 import re
 import runpy
@@ -33,25 +32,29 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank's threads, read while torch is imported
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank's threads; read while torch is imported
 
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import torch  # noqa: E402, F401 (for the ranks: see above)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.checkouts import ROOT, NoCheckout, build, checkout  # noqa: E402
-from benchmarks.checkouts import describe, describe_here  # noqa: E402
+from benchmarks.checkouts import (  # noqa: E402
+    ROOT,
+    NoCheckout,
+    build,
+    checkout,
+    describe,
+    describe_here,
+)
+from benchmarks.differences import rows, rows_differ, saves_differ  # noqa: E402
 
 STEPS, MORE = 6, 2
 LIMIT = 300.0  # seconds that one training may take
-LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 COMMON = f"""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --seq-length 32
     --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -91,7 +94,7 @@ RUNS = {
     "dp2-zero1": Run(2, EARLY + "--use-distributed-optimizer"),
     "dp2-zero3": Run(2, EARLY + "--zero-stage 3"),
     "dp2-zero2-bf16": Run(2, EARLY + "--zero-stage 2 --bf16"),
-    "dp2-narrow-sums": Run(2, "--zero-stage 1 --grad-reduce-in-bf16 --main-grads-dtype bf16"),
+    "dp2-bf16-sums": Run(2, "--zero-stage 1 --grad-reduce-in-bf16"),
     "recompute": Run(4, SP + PP + "--recompute-granularity full"),
     "tied": Run(2, PP, tied=True),
     "forked": Run(2, SP, forked=True),
@@ -120,7 +123,6 @@ def main() -> int:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS, metavar="RUN")
     parser.add_argument("--keep", type=Path, help="leave all runs' logs and checkpoints here")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         at = args.keep.resolve() if args.keep else Path(folder) / "runs"
@@ -154,9 +156,8 @@ def compare_all(
         verdicts = compare_run(run, script["base"], script["new"], at / name)
         cells = ["different" if verdict else "same" for verdict in verdicts]
         print(f"{name:<17}{run.ranks:<7}{cells[0]:<15}{cells[1]:<13}{cells[2]}")
-        for what, verdict in zip(("new", "new", "resumed"), verdicts, strict=True):
-            if verdict:
-                print(f"    {what}: {verdict}")
+        for line in dict.fromkeys(filter(None, verdicts)):
+            print(f"    {line}")
         sys.stdout.flush()
         same[name] = not any(verdicts)
     return same
@@ -171,21 +172,21 @@ def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, st
     shutil.rmtree(at, ignore_errors=True)
     first, last = (f"step_{step:08d}" for step in (STEPS, STEPS + MORE))
     if failed := train(base, at / "base", run):
-        return (f"base failed: {failed}",) * 3
-    failed = train(new, at / "new", run)
-    if failed:
+        why = f"nothing to be held to, base failed: {failed}"
+        return why, why, why
+    if failed := train(new, at / "new", run):
         losses = checkpoints = f"failed: {failed}"
     else:
         want = rows(at / "base")
         assert len(want) == STEPS + MORE and None not in {row["loss"] for row in want}
         losses = rows_differ(want, rows(at / "new"))
-        checkpoints = saves_differ(at / "base" / "saved", at / "new" / "saved", [first, last])
-    shutil.copytree(at / "base" / "saved" / first, at / "resumed" / "saved" / first)
-    failed = train(new, at / "resumed", run)
-    resumed = f"failed: {failed}" if failed else rows_differ(
-        rows(at / "base")[STEPS:], rows(at / "resumed")
-    ) or saves_differ(at / "base" / "saved", at / "resumed" / "saved", [first, last])
-    return losses, checkpoints, resumed
+        checkpoints = saves_differ(at / "base/saved", at / "new/saved", [first, last])
+    shutil.copytree(at / "base/saved" / first, at / "resumed/saved" / first)
+    if failed := train(new, at / "resumed", run):
+        return losses, checkpoints, f"resumed: failed: {failed}"
+    resumed = rows_differ(rows(at / "base")[STEPS:], rows(at / "resumed"))
+    resumed = resumed or saves_differ(at / "base/saved", at / "resumed/saved", [first, last])
+    return losses, checkpoints, resumed and f"resumed: {resumed}"
 
 
 def fork(tree: Path, folder: Path) -> None:
@@ -263,83 +264,6 @@ def be_rank(script: Path, folder: Path, run: Run, rank: int, port: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(1)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what a run logged of each step, without times and speeds; JSON keeps every bit."""
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [{key: line[key] for key in LOGGED} for line in lines]
-
-
-def rows_differ(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> str:
-    """Return the first difference of two logs, or ""."""
-    if len(want) != len(got):
-        return f"{len(want)} steps are logged in base, here {len(got)}"
-    for one, other in zip(want, got, strict=True):
-        if where := value_differs(one, other):
-            return f"iteration {one['iteration']}: {where}"
-    return ""
-
-
-def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
-    """Return the first difference between the checkpoints in two directories, or "".
-
-    First numbers, then JSON, then bytes; the manifest, which has a hash of every other file, last.
-    """
-    for folder in (want, got):
-        saved = sorted(path.name for path in folder.glob("step_*"))
-        if saved != steps:
-            return f"{folder} holds {saved}, not {steps}"
-    for step in steps:
-        names = [{path.name for path in (folder / step).iterdir()} for folder in (want, got)]
-        if names[0] != names[1]:
-            return f"{step}: only one of both has {sorted(names[0] ^ names[1])}"
-        by_kind = sorted(names[0], key=lambda n: (n == "manifest.json", n.endswith("json"), n))
-        for name in by_kind:
-            one, other = want / step / name, got / step / name
-            if one.read_bytes() != other.read_bytes():
-                return f"{step}/{name}: {file_differs(one, other) or 'bytes, not contents'}"
-    return ""
-
-
-def file_differs(one: Path, other: Path) -> str:
-    """Return the first difference in what two files of a checkpoint hold, or ""."""
-    if one.suffix == ".json":
-        return value_differs(json.loads(one.read_text()), json.loads(other.read_text()))
-    load: Callable[[Path], dict[str, torch.Tensor]] = load_file
-    here, there = load(one), load(other)
-    if here.keys() != there.keys():
-        return f"only one of both has {sorted(here.keys() ^ there.keys())[:3]}"
-    for name, tensor in here.items():
-        if where := tensor_differs(tensor, there[name]):
-            return f"{name}: {where}"
-    return ""
-
-
-def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Return the first element whose bits differ in two tensors, or ""."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return f"{one.dtype} {list(one.shape)}, here {other.dtype} {list(other.shape)}"
-    size = one.element_size()
-    bits = [t.contiguous().view(-1).view(torch.uint8).view(-1, size) for t in (one, other)]
-    unlike = (bits[0] != bits[1]).any(1).nonzero().flatten()
-    if not len(unlike):
-        return ""
-    at = int(unlike[0])
-    values = [t.flatten()[at].item() for t in (one, other)]
-    return f"{len(unlike)} of {one.numel()} differ, element {at}: {values[0]!r}, here {values[1]!r}"
-
-
-def value_differs(one: Any, other: Any, at: str = "") -> str:
-    """Return where two values of JSON differ first, and how, or ""."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            if key not in one or key not in other:
-                return f"{at}{key} is only in {'base' if key in one else 'new'}"
-            if where := value_differs(one[key], other[key], f"{at}{key}: "):
-                return where
-        return ""
-    return "" if one == other else f"{at}{one!r}, here {other!r}"
 
 
 if __name__ == "__main__":
