@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the first difference between two runs' logs and checkpoints, without the product's code.
+
+Every function returns it as a text, base's value first, and "" where there is none.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return what a run logged of each step, without times and speeds; JSON keeps every bit."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [{key: line[key] for key in LOGGED} for line in lines]
+
+
+def rows_differ(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> str:
+    """Return the first difference of two logs, or ""."""
+    if len(want) != len(got):
+        return f"{len(want)} steps are logged in base, here {len(got)}"
+    for one, other in zip(want, got, strict=True):
+        if where := value_differs(one, other):
+            return f"iteration {one['iteration']}: {where}"
+    return ""
+
+
+def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
+    """Return the first difference between the checkpoints in two directories, or "".
+
+    First numbers, then JSON, then bytes; the manifest, which has a hash of every other file, last.
+    """
+    for folder in (want, got):
+        saved = sorted(path.name for path in folder.glob("step_*"))
+        if saved != steps:
+            return f"{folder} holds {saved}, not {steps}"
+    for step in steps:
+        names = [{path.name for path in (folder / step).iterdir()} for folder in (want, got)]
+        if names[0] != names[1]:
+            return f"{step}: only one of both has {sorted(names[0] ^ names[1])}"
+        by_kind = sorted(names[0], key=lambda n: (n == "manifest.json", n.endswith("json"), n))
+        for name in by_kind:
+            one, other = want / step / name, got / step / name
+            if one.read_bytes() != other.read_bytes():
+                return f"{step}/{name}: {file_differs(one, other) or 'bytes, not contents'}"
+    return ""
+
+
+def file_differs(one: Path, other: Path) -> str:
+    """Return the first difference in what two files of a checkpoint hold, or ""."""
+    if one.suffix == ".json":
+        return value_differs(json.loads(one.read_text()), json.loads(other.read_text()))
+    here, there = load_file(one), load_file(other)
+    if here.keys() != there.keys():
+        return f"only one of both has {sorted(here.keys() ^ there.keys())[:3]}"
+    for name, tensor in here.items():
+        if where := tensor_differs(tensor, there[name]):
+            return f"{name}: {where}"
+    return ""
+
+
+def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
+    """Return the first element whose bits differ in two tensors, or ""."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {list(one.shape)}, here {other.dtype} {list(other.shape)}"
+    size = one.element_size()
+    bits = [t.contiguous().view(-1).view(torch.uint8).view(-1, size) for t in (one, other)]
+    unlike = (bits[0] != bits[1]).any(1).nonzero().flatten()
+    if not len(unlike):
+        return ""
+    at = int(unlike[0])
+    values = [t.flatten()[at].item() for t in (one, other)]
+    return f"{len(unlike)} of {one.numel()} differ, element {at}: {values[0]!r}, here {values[1]!r}"
+
+
+def value_differs(one: Any, other: Any, at: str = "") -> str:
+    """Return where two values of JSON differ first, and how, or ""."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            if key not in one or key not in other:
+                return f"{at}{key} is only in {'base' if key in one else 'new'}"
+            if where := value_differs(one[key], other[key], f"{at}{key}: "):
+                return where
+        return ""
+    return "" if one == other else f"{at}{one!r}, here {other!r}"
