@@ -98,14 +98,14 @@ class Attention(nn.Module):
                 f"tensor-parallel size {t}: both must be multiples of it"
             )
         self.heads, self.groups, self.head_size = a // t, g // t, d
-        self.core = recompute.attention_core
+        self.core = recompute.selective(attention_core)
         self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]."""
         qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        y = self.core(attention_core, qkv, cos, sin, self.heads, self.groups, mask)
+        y = self.core(qkv, cos, sin, self.heads, self.groups, mask)
         return self.proj(y)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[Tensor]) -> Tensor:
@@ -176,6 +176,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict({str(i): Block(config, ctx, recompute) for i in numbers})
+        self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
             self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=shared)
@@ -218,8 +219,11 @@ class Llama(nn.Module):
         cos, sin = self.rope(position_ids, tokens.shape[1])
         mask = None if document_ids is None else document_mask(document_ids)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
-        blocks = [self.layers[str(i)] for i in stage.layers]
-        h = self.recompute.blocks(blocks, h, cos, sin, mask)
+        if self.recompute.granularity == "full":
+            h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, mask)
+        else:
+            for block in self.blocks[chunk]:
+                h = block(h, cos, sin, mask)
         if not stage.loss:
             return h
         logits = self.head(self.norm(h))  # [s, b, V/t]

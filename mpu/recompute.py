@@ -8,6 +8,7 @@ generator state to restore.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ class Recompute:
             )
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
 
-    def attention_core(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Run the attention core, recomputed when selective."""
-        return recompute(run, *inputs) if self.granularity == "selective" else run(*inputs)
+    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `run` (the attention core), recomputed in backward where that was asked for."""
+        return partial(recompute, run) if self.granularity == "selective" else run
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
         """Run blocks one after another, h = layer(h, *shared), keeping what the method says."""
