@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: go, without a traceback
@@ -86,6 +87,9 @@ class Run:
     iteration: int = 0
     consumed: int = 0  # samples
 
+    def __post_init__(self) -> None:
+        self.schedule = cache(partial(schedule_of, self.config))  # of so many micro-batches
+
 
 def train_step(
     run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
@@ -96,7 +100,7 @@ def train_step(
     last gradient is done) -> finish sums -> global norm, clip -> update. The schedule says in which
     order, on which pipeline rank. Nothing waits for the device: the results are scalars on it.
     """
-    step, schedule = run.iteration + 1, schedule_of(run.config, len(batches))
+    step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.data.size  # masked ones too
     run.sink.begin_step(len(batches))
     total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
@@ -117,7 +121,6 @@ def run_schedule(
     Zeros except on the last stage. Backward starts from the sum of the losses / `tokens`.
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    batches = [batch.to(run.device) for batch in batches]
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
@@ -142,7 +145,8 @@ def evaluate(run: Run, loader: Loader) -> float:
     for batches in loader.global_batches(
         run.config.run.eval_iters, run.config.batch.global_batch_size
     ):
-        schedule = forward_only(schedule_of(run.config, len(batches)))
+        batches = [batch.to(run.device) for batch in batches]
+        schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
     run.watch.action = f"the sum of the losses {during}"
     loss, tokens = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp).tolist()
@@ -226,6 +230,7 @@ def train(
             run.watch.action = f"reading the data of iteration {run.iteration + 1}"
             size = global_batch_size(config, run.consumed)
             batches = loaders.train.next_global_batch(run.consumed, size)
+            batches = [batch.to(run.device) for batch in batches]
             waited = time.perf_counter() - begin
             lr = learning_rate(config, run.consumed)
             decoupled = decoupled_learning_rate(config, run.consumed)
