@@ -64,12 +64,12 @@ class StopSignal:
         """Training begins. speak: let this rank say that the first signal was heard."""
         self.training, self._speak = True, speak
 
-    def end(self, told: bool, done: str, saved: CheckpointConfig) -> str:
+    def end(self, by_signal: bool, done: str, saved: CheckpointConfig) -> str:
         """Settle the exit code of a run that ends early, and return what to say of it.
 
-        told: a signal is why. done: how far it came.
+        by_signal: a signal is why. done: how far it came.
         """
-        if not told:
+        if not by_signal:
             return f"stopped after {done}"
         self.code = self._stopped
         if not saved.save:
