@@ -177,8 +177,8 @@ class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
 
     This base class keeps each in a tensor of its own and knows nothing of other ranks;
-    mpu/zero/buckets.py keeps them in flat buckets and reduces a bucket when its last gradient of
-    the step is done.
+    mpu/zero/param_and_grad_buffer.py keeps them in flat buckets and reduces a bucket when its last
+    gradient of the step is done.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

@@ -118,7 +118,7 @@ def spoil_sum(run: pretrain_llama.Run, value: float) -> None:
         finish()
         bucket = next(b for b in sink.buckets if list(b.owned()))
         low = next(bucket.owned())[1]
-        bucket.own_grad[low - bucket.low] = value
+        bucket.grad_shard[low - bucket.low] = value
 
     sink.finish = spoilt
 
@@ -126,7 +126,7 @@ def spoil_sum(run: pretrain_llama.Run, value: float) -> None:
 def state(run: pretrain_llama.Run) -> list[torch.Tensor]:
     """Copy all that an update may change on this rank; the whole weights where it keeps them."""
     run.sink.wait_for_weights()
-    found = [b.own if b.weights is None else b.weights for b in run.sink.buckets]
+    found = [b.param_shard if b.weights is None else b.weights for b in run.sink.buckets]
     found += run.optimizer.masters
     found += [values for _, _, _, values in run.optimizer.named_state()]
     return [tensor.clone() for tensor in found]

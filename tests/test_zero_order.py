@@ -48,7 +48,7 @@ class Recorder:
         finally:
             self.grid.traced(None)
         self.sink = sink = self.run.sink
-        self.weights = {_storage(b.own): i for i, b in enumerate(sink.buckets)}
+        self.weights = {_storage(b.param_shard): i for i, b in enumerate(sink.buckets)}
         self.place = {id(b): i for i, b in enumerate(sink.buckets)}
         self.bucket = {id(p): i for i, b in enumerate(sink.buckets) for _, p, _ in b.params}
         self.sums: dict[int, int] = {}  # memory of gradients -> bucket
@@ -79,7 +79,9 @@ class Recorder:
 
     def note(self, what: str, param=None, bucket: int = -1) -> None:
         at = bucket if param is None else self.bucket[id(param)]
-        whole = frozenset(self.place[id(b)] for b in self.sink.gatherer.whole)
+        gatherer = self.sink.gatherer
+        unsharded = gatherer.unsharded if gatherer else []
+        whole = frozenset(self.place[id(b)] for b in unsharded)
         self.events.append(Event(what, at, self.action, whole))
 
     def _begin(self, action: str) -> None:
@@ -91,7 +93,7 @@ class Recorder:
             return None
         if verb == "reduce_scatter":
             return Started(self, "sum", "summed", self.sums[memory])
-        if memory not in self.weights or not self.sink.level:
+        if memory not in self.weights or not self.sink.zero_stage:
             return None
         return Started(self, "gather", "gathered", self.weights[memory])
 
