@@ -101,7 +101,7 @@ def train_step(
     run.sink.begin_step(len(batches))
     total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
     run.watch.action = f"the gradient sums of iteration {step}"
-    run.sink.finish()
+    run.sink.finish_grad_sync()
     total = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp)
     run.watch.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None

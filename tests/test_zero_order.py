@@ -52,8 +52,8 @@ class Recorder:
         self.place = {id(b): i for i, b in enumerate(sink.buckets)}
         self.bucket = {id(p): i for i, b in enumerate(sink.buckets) for _, p, _ in b.params}
         self.sums: dict[int, int] = {}  # memory of gradients -> bucket
-        done, materialize, release, finish = (
-            sink.done, sink.materialize, sink.release, sink.finish
+        done, acquire, end_use, finish = (
+            sink.register_grad_ready, sink.acquire, sink.end_use, sink.finish_grad_sync
         )  # fmt: skip
 
         def noted_done(param):
@@ -62,20 +62,20 @@ class Recorder:
             done(param)
 
         def noted_use(param):
-            weight = materialize(param)
+            weight = acquire(param)
             self.note("use", param)
             return weight
 
         def noted_release(param):
             self.note("release", param)
-            release(param)
+            end_use(param)
 
         def noted_finish():
             self.note("finish")
             finish()
 
-        sink.done, sink.materialize = noted_done, noted_use
-        sink.release, sink.finish = noted_release, noted_finish
+        sink.register_grad_ready, sink.acquire = noted_done, noted_use
+        sink.end_use, sink.finish_grad_sync = noted_release, noted_finish
 
     def note(self, what: str, param=None, bucket: int = -1) -> None:
         at = bucket if param is None else self.bucket[id(param)]

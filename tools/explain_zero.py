@@ -26,7 +26,7 @@ class Buckets:
     """
 
     def __init__(self, run: Run) -> None:
-        self.sink, done = run.sink, run.sink.done
+        self.sink, done = run.sink, run.sink.register_grad_ready
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
         self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
@@ -37,7 +37,7 @@ class Buckets:
             self._given[id(param)] += 1
             done(param)
 
-        run.sink.done = noted  # type: ignore[method-assign]
+        run.sink.register_grad_ready = noted  # type: ignore[method-assign]
 
     def begin(self, micro_batches: int) -> None:
         """Begin a step: no gradient is done."""

@@ -49,11 +49,11 @@ class _Linear(nn.Module):
 
     def take(self, weight: nn.Parameter) -> Tensor:
         """Return the weight, whole."""
-        return self.ctx.sink.materialize(weight)
+        return self.ctx.sink.acquire(weight)
 
     def give_back(self, weight: nn.Parameter) -> None:
         """Say that it is not needed for now."""
-        self.ctx.sink.release(weight)
+        self.ctx.sink.end_use(weight)
 
     def put(self, work: Callable[[], None]) -> None:
         """Run a weight gradient, now or later."""
@@ -62,7 +62,7 @@ class _Linear(nn.Module):
     def add(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
         """Give the sink dy^T x; the weight gets no other gradient from this use."""
         self.ctx.sink.accumulate(weight, x, dy)
-        self.ctx.sink.done(weight)
+        self.ctx.sink.register_grad_ready(weight)
 
     def extra_repr(self) -> str:
         """Say the sizes and the rank."""

@@ -27,7 +27,7 @@ class ZeroConfig:
     """How gradients and weights are shared among data-parallel ranks.
 
     bucket_size: elements a bucket, about; 0 chooses. overlap_grad_reduce: let a bucket leave during
-    backward; else all leave at `finish`. overlap_param_gather: gather weights under the computation
+    backward; else all leave at its end. overlap_param_gather: gather weights under the computation
     before them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and
     3; other bits). grad_reduce_dtype: that contributions travel in; main_grads_dtype: of a rank's
     own sum over its micro-batches; None: the accumulation dtype. keep_unsharded: weights of stage 3

@@ -5,8 +5,10 @@ order on every rank.
 mpu/zero/layout.py says which parameters share a bucket, mpu/zero/bucket.py what one bucket does,
 mpu/zero/reduce.py how it is summed.
 
-    last micro-batch    ... done(p) done(p) | bucket 0 leaves | done(p) ... | bucket 1 leaves | ...
-    finish()            sum the last buckets over their extra axis, let them leave, wait for all
+    last micro-batch      ... ready(p) ready(p) | bucket 0 leaves | ready(p) ... | bucket 1 leaves
+    finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
+
+ready(p) is register_grad_ready(p): a use of parameter p has given its gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,7 +109,7 @@ class ParamAndGradBuffer(GradientSink):
         """Name the parameters whose weights this rank keeps whole."""
         return {name for b in self.buckets if not b.sharded for name, _, _ in b.params}
 
-    def materialize(self, param: nn.Parameter) -> Tensor:
+    def acquire(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight, waiting for its gather where that is still on its way."""
         bucket = self._bucket_of[param]
         if self.gatherer and bucket.sharded:
@@ -116,10 +118,10 @@ class ParamAndGradBuffer(GradientSink):
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Say whether the weight is whole only between `materialize` and `release`."""
+        """Say whether the weight is whole only between `acquire` and `end_use`."""
         return self._bucket_of[param].sharded
 
-    def release(self, param: nn.Parameter) -> None:
+    def end_use(self, param: nn.Parameter) -> None:
         """Say that the weight is not needed for now; it goes when another bucket is used."""
         bucket = self._bucket_of[param]
         if self.gatherer and bucket.sharded:
@@ -158,7 +160,7 @@ class ParamAndGradBuffer(GradientSink):
         apart = self._apart[param]
         apart.index_add_(0, rows, grad.to(apart.dtype))
 
-    def done(self, param: nn.Parameter) -> None:
+    def register_grad_ready(self, param: nn.Parameter) -> None:
         """Count the use, and let ready buckets leave, in the same order on every rank."""
         self._bucket_of[param].register_grad_ready()
         while (self.config.overlap_grad_reduce or self.each) and self._next < len(self.buckets):
@@ -199,7 +201,7 @@ class ParamAndGradBuffer(GradientSink):
             elif param not in self._written:
                 self.main_grad(param).zero_()
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Complete every sum: each bucket's grad_shard is then the global batch's gradient."""
         for bucket in self.buckets:
             if bucket.rounds:

@@ -52,13 +52,13 @@ def order_on_the_wire(comm) -> dict:
         toy = Toy(sink)
         sink.attach(toy)
         sink.begin_step(micro_batches=2)
-        done = sink.done
-        sink.done = lambda p: (spy.events.append("done"), done(p))
+        done = sink.register_grad_ready
+        sink.register_grad_ready = lambda p: (spy.events.append("done"), done(p))
         for _ in range(2):
             spy.events.append("micro-batch")
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
         spy.events.append("finish")
-        sink.finish()
+        sink.finish_grad_sync()
     finally:
         grid.traced(None)
     grads = {name: sink.main[p].tolist() for name, p in toy.named_parameters()}
@@ -112,7 +112,7 @@ def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
         sink.begin_step(micro_batches=2)
         for _ in range(2):
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
-        sink.finish()
+        sink.finish_grad_sync()
     found = {name: grad.tolist() for name, grad in gathered(sink, "grad_shard").items()}
     assert sink.live.now == 0, "a buffer outlives the step"
     assert level < 2 or sink.live.peak > 0
@@ -144,7 +144,7 @@ def used_plainly(comm) -> str:
     sink.begin_step()
     toy(torch.ones(3)).backward()
     try:
-        sink.finish()
+        sink.finish_grad_sync()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -169,11 +169,11 @@ def overlapped(comm) -> list:
         del toy.w2, toy.w3
         sink.attach(toy)
         sink.begin_step()
-        done = sink.done
-        sink.done = lambda p: (spy.events.append("done"), done(p))
+        done = sink.register_grad_ready
+        sink.register_grad_ready = lambda p: (spy.events.append("done"), done(p))
         toy(torch.ones(3)).backward()
         spy.events.append("finish")
-        sink.finish()
+        sink.finish_grad_sync()
     finally:
         grid.traced(None)
     return [e if isinstance(e, str) else e[0] for e in spy.events]
