@@ -47,9 +47,9 @@ from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero import adam
-from mpu.zero.buckets import GradientBuckets
-from mpu.zero.layout import Sharing
+from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training import memory_report, pipeline, sizes
 from training.arguments import parse
 from training.batch_schedule import global_batch_size, total_iterations
@@ -81,7 +81,7 @@ class Run:
     device: torch.device
     model: Llama
     engine: Engine
-    sink: GradientBuckets
+    sink: ParamAndGradBuffer
     optimizer: Optimizer
     watch: Watch
     iteration: int = 0
@@ -105,7 +105,7 @@ def train_step(
     run.sink.begin_step(len(batches))
     total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
     run.watch.action = f"the gradient sums of iteration {step}"
-    run.sink.finish()
+    run.sink.finish_grad_sync()
     total = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp)
     run.watch.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None
@@ -171,12 +171,12 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = accumulate_dtype(config)
-    wire = torch.bfloat16 if p.grad_reduce_in_bf16 else None
-    main = torch.bfloat16 if p.main_grads_dtype == "bf16" else None
-    size, each = p.ddp_bucket_size or 0, p.zero_reduce_each_microbatch
-    ahead, keep = p.overlap_param_gather, grid.pp.size > 1
-    sharing = Sharing(p.zero, size, p.overlap_grad_reduce, ahead, each, wire, main, keep)
-    sink = GradientBuckets(grid, accumulate, sharing)
+    sink = ParamAndGradBuffer(grid, accumulate, ZeroConfig(
+        p.zero, p.ddp_bucket_size or 0, p.overlap_grad_reduce, p.overlap_param_gather,
+        reduce_each_micro_batch=p.zero_reduce_each_microbatch, keep_unsharded=grid.pp.size > 1,
+        grad_reduce_dtype=torch.bfloat16 if p.grad_reduce_in_bf16 else None,
+        main_grads_dtype=torch.bfloat16 if p.main_grads_dtype == "bf16" else None,
+    ))  # fmt: skip
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))

@@ -135,7 +135,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
 def collectives_of_a_step(run: Run) -> None:
     """Sum every bucket, though no gradient was written, and gather every weight that is shared."""
     run.sink.begin_step()
-    run.sink.finish()
+    run.sink.finish_grad_sync()
     run.optimizer.weights_from_masters()
     run.sink.wait_for_weights()
 

@@ -176,8 +176,8 @@ class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
 
     This base class keeps each in a tensor of its own and knows nothing of other ranks;
-    mpu/zero/buckets.py keeps them in flat buckets and reduces a bucket when its last gradient of
-    the step is done.
+    mpu/zero/param_and_grad_buffer.py keeps them in flat buckets and reduces a bucket when its last
+    gradient of the step is done.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -189,15 +189,15 @@ class GradientSink:
         """Return what a new weight lies in; ZeRO level 3 gives it no memory yet."""
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def materialize(self, param: nn.Parameter) -> Tensor:
+    def acquire(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight; a sharding sink gathers it here (ZeRO level 3)."""
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Say whether the weight is whole only between `materialize` and `release`."""
+        """Say whether the weight is whole only between `acquire` and `end_use`."""
         return False
 
-    def release(self, param: nn.Parameter) -> None:
+    def end_use(self, param: nn.Parameter) -> None:
         """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
 
     def begin_step(self, micro_batches: int = 1) -> None:
@@ -230,7 +230,7 @@ class GradientSink:
             main.zero_()
         main.index_add_(0, rows, grad.to(main.dtype))
 
-    def done(self, param: nn.Parameter) -> None:
+    def register_grad_ready(self, param: nn.Parameter) -> None:
         """Say that this use of the parameter has given all its gradient of one micro-batch."""
 
 
@@ -240,16 +240,16 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(f: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         f.param, f.sink = param, sink
-        whole = sink.materialize(param)
+        whole = sink.acquire(param)
         # autograd may keep what it is given: a weight that comes and goes is copied
         given = whole.clone() if sink.is_sharded(param) else whole.view_as(param)
-        sink.release(param)
+        sink.end_use(param)
         return given
 
     @staticmethod
     def backward(f: Any, grad: Tensor) -> tuple[None, None]:
         f.sink.add(f.param, grad)
-        f.sink.done(f.param)
+        f.sink.register_grad_ready(f.param)
         return None, None
 
 

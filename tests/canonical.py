@@ -217,10 +217,10 @@ class Canonical:
                     assert len(part) == param.numel(), name
                     flats[kind][start : start + len(part)] = part
                     real[start : start + len(part)] = part != 0  # no value is 0
-            found = [("", bucket.low, bucket.own)]
+            found = [("", bucket.low, bucket.param_shard)]
             if bucket.weights is not None:
                 found.append(("", 0, bucket.weights))
-            if optimizer.masters[i] is not bucket.own:
+            if optimizer.masters[i] is not bucket.param_shard:
                 found.append(("master", bucket.low, optimizer.masters[i]))
             for low, _, segment in optimizer._segment_of[i]:
                 moments = optimizer._adam_of[i].moments(segment)

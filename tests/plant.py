@@ -34,7 +34,7 @@ import pretrain_llama
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
-from mpu.zero import adam, optimizer, weights
+from mpu.zero import adam, bucket, optimizer, weights
 from training.checkpoint import retain, stage
 from training.data.loader import Loader
 
@@ -48,14 +48,14 @@ POINTS = {
     "wait": (engine._Run, "_take"),
     "send": (engine, "send"),
     "layer": (linear.RowParallelLinear, "forward"),
-    "backward": (pretrain_llama.GradientBuckets, "done"),
-    "gradient sums": (pretrain_llama.GradientBuckets, "finish"),
+    "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
+    "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
-    "use of a weight": (pretrain_llama.GradientBuckets, "materialize"),
-    "gather of a block": (weights.Gatherer, "_gather"),
-    "bucket leaves": (pretrain_llama.GradientBuckets, "_launch"),
-    "bucket goes on": (pretrain_llama.GradientBuckets, "_advance"),
+    "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
+    "gather of a block": (weights.Gatherer, "unshard"),
+    "bucket leaves": (bucket.ParamAndGradBucket, "start_grad_sync"),
+    "bucket goes on": (bucket.ParamAndGradBucket, "wait_and_start_next"),
     "gather of the optimizer": (optimizer, "all_gather"),
     "AdamW": (adam._Torch, "step"),
     "evaluation": (pretrain_llama, "forward_only"),

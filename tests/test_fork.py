@@ -21,9 +21,9 @@ import pretrain_llama
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.pipeline.engine import Engine
-from mpu.zero.buckets import GradientBuckets
-from mpu.zero.layout import Sharing
+from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.saved import check_equal, stored
 from tests.twin import gathered
 from training.config import (
@@ -93,7 +93,8 @@ def build_fork(
     sys.modules["alpaca"] = alpaca
     spec.loader.exec_module(alpaca)
     grid = comm.grid(tp, pp=pp)
-    sink = GradientBuckets(grid, torch.float64, Sharing(zero, 1000, gather_ahead=True))
+    zero_config = ZeroConfig(zero, 1000, overlap_param_gather=True)
+    sink = ParamAndGradBuffer(grid, torch.float64, zero_config)
     ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
     config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
     schedule = "zb-h1" if pp > 1 else None  # weight gradients that wait
@@ -136,7 +137,7 @@ def train_steps(comm, path: str, tp: int, pp: int, zero: int, steps: int = 2) ->
     losses = train(run, steps)
     grads = {
         name: grad.tolist()
-        for name, grad in gathered(run.sink, "own_grad").items()
+        for name, grad in gathered(run.sink, "grad_shard").items()
         if "gain" in name or "temperature" in name
     }
     return {"losses": losses, "grads": grads}

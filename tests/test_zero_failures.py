@@ -95,7 +95,7 @@ BAD = 2  # the step whose gradient is spoilt
 
 def spoil_gradient(run: pretrain_llama.Run, value: float) -> None:
     """Write a value into this rank's own gradient, under backward."""
-    sink, done, left = run.sink, run.sink.done, [1]
+    sink, done, left = run.sink, run.sink.register_grad_ready, [1]
 
     def spoilt(param: torch.nn.Parameter) -> None:
         if left[0]:
@@ -103,7 +103,7 @@ def spoil_gradient(run: pretrain_llama.Run, value: float) -> None:
         left[0] = 0
         done(param)
 
-    sink.done = spoilt
+    sink.register_grad_ready = spoilt
 
 
 def spoil_sum(run: pretrain_llama.Run, value: float) -> None:
@@ -112,21 +112,21 @@ def spoil_sum(run: pretrain_llama.Run, value: float) -> None:
     Ranks that hold the same sum (all at level 0, one of each instance of the optimizer) do it
     together: the sum that they share is what has gone wrong.
     """
-    sink, finish = run.sink, run.sink.finish
+    sink, finish = run.sink, run.sink.finish_grad_sync
 
     def spoilt() -> None:
         finish()
         bucket = next(b for b in sink.buckets if list(b.owned()))
         low = next(bucket.owned())[1]
-        bucket.own_grad[low - bucket.low] = value
+        bucket.grad_shard[low - bucket.low] = value
 
-    sink.finish = spoilt
+    sink.finish_grad_sync = spoilt
 
 
 def state(run: pretrain_llama.Run) -> list[torch.Tensor]:
     """Copy all that an update may change on this rank; the whole weights where it keeps them."""
     run.sink.wait_for_weights()
-    found = [b.own if b.weights is None else b.weights for b in run.sink.buckets]
+    found = [b.param_shard if b.weights is None else b.weights for b in run.sink.buckets]
     found += run.optimizer.masters
     found += [values for _, _, _, values in run.optimizer.named_state()]
     return [tensor.clone() for tensor in found]
@@ -148,8 +148,8 @@ def train(comm: Any, case: dict, steps: list[int], spoil: Any = None, value: flo
         _, _, found_inf = pretrain_llama.train_step(
             run, micro_batches(case, grid.dp.rank, step), case["lr"]
         )
-        run.sink.__dict__.pop("done", None)
-        run.sink.__dict__.pop("finish", None)
+        run.sink.__dict__.pop("register_grad_ready", None)
+        run.sink.__dict__.pop("finish_grad_sync", None)
         found.append(found_inf.item())
         if found[-1]:
             kept = kept and run.optimizer.steps == updates

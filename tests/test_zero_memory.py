@@ -7,7 +7,7 @@ import torch
 import pretrain_llama
 from mpu.comm.watch import Watch
 from tests.twin import config_of, micro_batches
-from training import buffers, estimate
+from training import buffers, estimate, memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 CASES = {
@@ -44,7 +44,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int]]:
     for step in range(3):  # the first learns in which order blocks are used
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
     found = run.optimizer.memory()
-    found |= {"whole gradients": run.sink.peak, "gathered weights": run.sink.gatherer.peak}
+    found |= memory_report.transient(run.sink)
     flats = estimate.flats(config, grid.pp.rank)
     said = estimate.state(config, flats) | buffers.transient(config, flats)
     assert [f.length for f in flats] == [bucket.length for bucket in run.sink.buckets]

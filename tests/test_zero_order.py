@@ -48,12 +48,12 @@ class Recorder:
         finally:
             self.grid.traced(None)
         self.sink = sink = self.run.sink
-        self.weights = {_storage(b.own): i for i, b in enumerate(sink.buckets)}
+        self.weights = {_storage(b.param_shard): i for i, b in enumerate(sink.buckets)}
         self.place = {id(b): i for i, b in enumerate(sink.buckets)}
         self.bucket = {id(p): i for i, b in enumerate(sink.buckets) for _, p, _ in b.params}
         self.sums: dict[int, int] = {}  # memory of gradients -> bucket
-        done, materialize, release, finish = (
-            sink.done, sink.materialize, sink.release, sink.finish
+        done, acquire, end_use, finish = (
+            sink.register_grad_ready, sink.acquire, sink.end_use, sink.finish_grad_sync
         )  # fmt: skip
 
         def noted_done(param):
@@ -62,24 +62,26 @@ class Recorder:
             done(param)
 
         def noted_use(param):
-            weight = materialize(param)
+            weight = acquire(param)
             self.note("use", param)
             return weight
 
         def noted_release(param):
             self.note("release", param)
-            release(param)
+            end_use(param)
 
         def noted_finish():
             self.note("finish")
             finish()
 
-        sink.done, sink.materialize = noted_done, noted_use
-        sink.release, sink.finish = noted_release, noted_finish
+        sink.register_grad_ready, sink.acquire = noted_done, noted_use
+        sink.end_use, sink.finish_grad_sync = noted_release, noted_finish
 
     def note(self, what: str, param=None, bucket: int = -1) -> None:
         at = bucket if param is None else self.bucket[id(param)]
-        whole = frozenset(self.place[id(b)] for b in self.sink.gatherer.whole)
+        gatherer = self.sink.gatherer
+        unsharded = gatherer.unsharded if gatherer else []
+        whole = frozenset(self.place[id(b)] for b in unsharded)
         self.events.append(Event(what, at, self.action, whole))
 
     def _begin(self, action: str) -> None:
@@ -91,7 +93,7 @@ class Recorder:
             return None
         if verb == "reduce_scatter":
             return Started(self, "sum", "summed", self.sums[memory])
-        if memory not in self.weights or not self.sink.level:
+        if memory not in self.weights or not self.sink.zero_stage:
             return None
         return Started(self, "gather", "gathered", self.weights[memory])
 

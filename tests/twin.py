@@ -22,7 +22,7 @@ from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
 from mpu.param import placement_of, unique_parameters
-from mpu.zero.buckets import GradientBuckets
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import (
     BatchConfig,
     Config,
@@ -135,7 +135,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         losses.append(loss.item())
         norms.append(norm.item())
     run.sink.wait_for_weights()
-    whole, sums = gathered(run.sink, "own"), gathered(run.sink, "own_grad")
+    whole, sums = gathered(run.sink, "param_shard"), gathered(run.sink, "grad_shard")
     for bucket in run.sink.buckets:
         for name, param, _ in bucket.params:
             if bucket.weights is not None:
@@ -150,12 +150,12 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
 
 
-def gathered(sink: GradientBuckets, kind: str) -> dict[str, torch.Tensor]:
-    """Gather the owners' parts of the weights ("own") or sums ("own_grad") of every parameter."""
+def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
+    """Gather the owners' parts of the weights ("param_shard") or sums ("grad_shard"), by name."""
     found = {}
     for bucket in sink.buckets:
         flat = getattr(bucket, kind)
-        if sink.level:  # at level 0 each is the whole
+        if sink.zero_stage:  # at stage 0 each is the whole
             flat = all_gather(flat, sink.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape)

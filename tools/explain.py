@@ -142,7 +142,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.watch)
         explainer.know(run)
         batches = micro_batches(config, grid.dp.rank)
-        if run.sink.level:
+        if run.sink.zero_stage:
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -166,7 +166,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         return Explained(counted, stated, counted == stated, "\n".join(lines))
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {told(run.model.stages)}", "=")]
-    sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.level else [])]
+    sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.zero_stage else [])]
     lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
     lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
     sent = [e.parcel.kind for e in explainer.events if e.parcel and e.verb == "send"]

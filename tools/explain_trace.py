@@ -36,7 +36,9 @@ ASIDE = {
     "training/control.py": ("go on?", "agreement"),
 }
 ZERO = {
-    "mpu/zero/buckets.py": "grad sum",
+    "mpu/zero/bucket.py": "grad sum",
+    "mpu/zero/param_and_grad_buffer.py": "grad sum",
+    "mpu/zero/reduce.py": "grad sum",
     "mpu/zero/weights.py": "gather",
     "mpu/zero/optimizer.py": "norm",
 }
@@ -229,7 +231,7 @@ class Explainer:
                 event = event or (seen if isinstance(seen, Seen) else None)
                 phase = phase or _phase(path, name)
                 if bucket is None and not layer and self.buckets is not None:
-                    bucket = self.buckets.number(here.get("block", here.get("bucket")))
+                    bucket = self.buckets.number(here.get("bucket", here.get("self")))
                     layer = "" if bucket is None else f"bucket {bucket}"
                 for key in ("layer", "self"):
                     known = self.layers.get(id(here.get(key)), "")

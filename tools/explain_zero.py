@@ -26,7 +26,7 @@ class Buckets:
     """
 
     def __init__(self, run: Run) -> None:
-        self.sink, done = run.sink, run.sink.done
+        self.sink, done = run.sink, run.sink.register_grad_ready
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
         self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
@@ -37,7 +37,7 @@ class Buckets:
             self._given[id(param)] += 1
             done(param)
 
-        run.sink.done = noted  # type: ignore[method-assign]
+        run.sink.register_grad_ready = noted  # type: ignore[method-assign]
 
     def begin(self, micro_batches: int) -> None:
         """Begin a step: no gradient is done."""
@@ -50,7 +50,8 @@ class Buckets:
 
     def whole(self) -> list[int]:
         """List the buckets whose weights were gathered for use and not freed yet."""
-        return [self.place[id(block)] for block in self.sink.gatherer.whole]
+        gatherer = self.sink.gatherer
+        return [self.place[id(bucket)] for bucket in gatherer.unsharded] if gatherer else []
 
     def after(self, leaving: int) -> str:
         """Say which gradients the bucket behind the leaving one still waits for; "" if none."""
@@ -86,10 +87,10 @@ class Buckets:
             if self.sink.grid.data.size == 1 and not bucket.reduce_axes:
                 continue
             text = f"  bucket {i} holds the gradients of {self.contents(i)}"
-            if self.sink.level:
+            if self.sink.zero_stage:
                 text = f"  bucket {i}: {self.contents(i)}; {bucket.length:,} numbers, rank "
                 text += f"{shard.rank} of {shard.size} owns [{bucket.low:,}, {bucket.high:,})"
-            if self.sink.level == 3:
+            if self.sink.zero_stage == 3:
                 text += "; weights "
                 text += "gathered for use" if bucket.sharded else "whole, gathered after updates"
             lines += wrap(text, WIDTH, subsequent_indent="    ")

@@ -9,7 +9,7 @@ order in which a step uses the blocks gives both the gathers and how much is who
 
 from itertools import groupby, pairwise
 
-from mpu.zero.layout import Flat
+from mpu.zero.layout import BucketLayout
 from training import pipeline
 from training.config import Config
 from training.estimate import gradient_bytes, level
@@ -17,7 +17,7 @@ from training.estimate import gradient_bytes, level
 EMBEDDING = "embedding.weight"
 
 
-def transient(config: Config, flats: list[Flat]) -> dict[str, int]:
+def transient(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
     """Return the most bytes of each kind that a step allocates at one moment.
 
     whole gradients: at levels 2 and 3 those of all buckets where they leave together, after the
@@ -38,7 +38,7 @@ def transient(config: Config, flats: list[Flat]) -> dict[str, int]:
     }
 
 
-def both_ends(flats: list[Flat]) -> Flat | None:
+def both_ends(flats: list[BucketLayout]) -> BucketLayout | None:
     """Return the bucket of an embedding whose weight is the output layer's too, on this rank."""
     names = {name for flat in flats for name, _, _ in flat.params}
     if EMBEDDING not in names or "norm.weight" not in names or "head.weight" in names:
@@ -46,7 +46,7 @@ def both_ends(flats: list[Flat]) -> Flat | None:
     return next(flat for flat in flats for name, _, _ in flat.params if name == EMBEDDING)
 
 
-def _whole_gradients(config: Config, flats: list[Flat]) -> int:
+def _whole_gradients(config: Config, flats: list[BucketLayout]) -> int:
     """Count the elements of gradient buffers at the fullest moment of a step."""
     p, count = config.parallel, max(pipeline.micro_batch_counts(config))
     if level(config) < 2:
@@ -63,7 +63,7 @@ def _whole_gradients(config: Config, flats: list[Flat]) -> int:
     return long + max(short, default=0)
 
 
-def _gathered(config: Config, flats: list[Flat]) -> int:
+def _gathered(config: Config, flats: list[BucketLayout]) -> int:
     """Count the elements of whole weights at the fullest moment of a step."""
     sharded = [flat.length for flat in flats if not flat.axes]
     if level(config) < 3:
@@ -76,7 +76,7 @@ def _gathered(config: Config, flats: list[Flat]) -> int:
     return max(order)
 
 
-def uses(config: Config, flats: list[Flat]) -> list[int]:
+def uses(config: Config, flats: list[BucketLayout]) -> list[int]:
     """List the shared buckets in the order in which one micro-batch uses them, without a pipeline.
 
     Forward from the embedding to the head, and back; a look-up needs no weight in backward. A
@@ -102,7 +102,7 @@ def uses(config: Config, flats: list[Flat]) -> list[int]:
     return [i for i, _ in groupby(forward + back)]
 
 
-def gathers(config: Config, flats: list[Flat], micro_batches: int) -> list[int]:
+def gathers(config: Config, flats: list[BucketLayout], micro_batches: int) -> list[int]:
     """List the elements of every gather of shared weights in one step of level 3.
 
     A step whose order of uses is known from the one before.

@@ -12,7 +12,7 @@ import torch
 
 from mpu.pipeline.layout import Stage
 from mpu.zero import layout
-from mpu.zero.layout import Entry, Flat
+from mpu.zero.layout import BucketLayout, ParamEntry
 from training import pipeline
 from training.config import Config
 
@@ -105,7 +105,7 @@ def chunk_of(name: str, stages: tuple[Stage, ...]) -> int:
     return 0
 
 
-def flats(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) -> list[Flat]:
+def flats(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) -> list[BucketLayout]:
     """Lay the parameters of a pipeline rank, or others that a fork has, out in buckets.
 
     They stand apart where a gradient is summed over another axis: norms under sequence
@@ -125,11 +125,11 @@ def flats(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) ->
         axes = ("tp",) if len(shape) == 1 and p.sequence_parallel else ()
         if apart and name in ("embedding.weight", "head.weight"):
             axes = ("ends",)
-        entries.append(Entry(name, prod(shape), chunk_of(name, stages), axes))
-    return layout.cut(entries, size, p.data_parallel_size, by_block=level(config) == 3)
+        entries.append(ParamEntry(name, prod(shape), chunk_of(name, stages), axes))
+    return layout.make_buckets(entries, size, p.data_parallel_size, by_block=level(config) == 3)
 
 
-def state(config: Config, flats: list[Flat]) -> dict[str, int]:
+def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps, wherever
     these lie: masters in host memory are apart from the weights, whatever the dtype of these."""
     size, p = config.run.dtype.itemsize, config.parallel
@@ -146,7 +146,7 @@ def offloaded(config: Config) -> bool:
     return config.parallel.optimizer_cpu_offload and config.parallel.device != "cpu"
 
 
-def host_bytes(config: Config, flats: list[Flat]) -> int:
+def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
     """Return the bytes in host memory of what --optimizer-cpu-offload keeps there.
 
     Of the owned part a gradient, a master and two moments, and where weights are narrower the

@@ -9,6 +9,7 @@ columns differ, and the line says so.
 from collections.abc import Mapping
 
 from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training import buffers, estimate
 from training.config import Config
 
@@ -20,15 +21,21 @@ def of(config: Config, optimizer: Optimizer) -> list[str]:
     so that it gathers none ahead. Waits for nothing on the device.
     """
     sink = optimizer.sink
-    peaks = {"whole gradients": sink.peak, "gathered weights": sink.gatherer.peak}
+    peaks = transient(sink)
     count = len(sink.buckets)
     text = f"rank {optimizer.grid.rank} has its weights in {count} bucket{'s' * (count > 1)}"
-    if sink.level == 3:
+    if sink.zero_stage == 3:
         text += ", a transformer block in each, and what lies outside of blocks"
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
         text += f" of about {sink.bucket_size:,} elements ({how})"
     return [text, *lines(config, optimizer.memory(), peaks, optimizer.grid.pp.rank)]
+
+
+def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
+    """Return the most bytes that a step has allocated on top, by the names of buffers.transient."""
+    gathered = sink.gatherer.peak if sink.gatherer else 0
+    return {"whole gradients": sink.live.peak, "gathered weights": gathered}
 
 
 def lines(

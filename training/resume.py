@@ -68,11 +68,11 @@ class Saver:
         sink.wait_for_weights()
         parameters = list(unique_parameters(self.model))
         parts = list(optimizer.named_weights())
-        kept_whole = [p for p in parameters if p[0] in sink.whole_names()]
+        kept_whole = [p for p in parameters if p[0] in sink.unsharded_names()]
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
-        holders = self.ctx.grid.replica if sink.level else self.ctx.grid.data
+        holders = self.ctx.grid.replica if sink.zero_stage else self.ctx.grid.data
         return pieces + checkpoint.state_pieces(
             parts, parameters, self.names, self.ctx.grid, holders
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from mpu.zero.layout import Flat
+from mpu.zero.layout import BucketLayout
 from training import batch_schedule, buffers, estimate, pipeline
 from training.activations import own_tokens
 from training.config import Config
@@ -81,7 +81,7 @@ def traffic(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) 
     return out + _data(config, buckets)
 
 
-def _data(config: Config, flats: list[Flat]) -> list[Traffic]:
+def _data(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
     """List what a rank sends to those with other samples.
 
     Level 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes it a reduce-scatter

@@ -49,8 +49,8 @@ class _Lookup(torch.autograd.Function):
         mine = (local >= 0) & (local < rows) if ctx.tp.size > 1 else None
         if mine is not None:
             local = local.masked_fill(~mine, 0)
-        x = F.embedding(local, ctx.sink.materialize(weight))
-        ctx.sink.release(weight)
+        x = F.embedding(local, ctx.sink.acquire(weight))
+        ctx.sink.end_use(weight)
         f.layer, f.local, f.mine = layer, local, mine
         return x if mine is None else x.masked_fill_(~mine[..., None], 0)
 
@@ -63,7 +63,7 @@ class _Lookup(torch.autograd.Function):
 
         def wgrad() -> None:
             layer.ctx.sink.add_rows(layer.weight, rows, grads)
-            layer.ctx.sink.done(layer.weight)
+            layer.ctx.sink.register_grad_ready(layer.weight)
 
         layer.ctx.queue.put(wgrad)
         return None, None, None

@@ -78,11 +78,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
         f.layer = layer
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        whole = layer.ctx.sink.materialize(weight)
+        whole = layer.ctx.sink.acquire(weight)
         if fits(x, whole, accumulate=kind):
             y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
-            layer.ctx.sink.release(weight)
+            layer.ctx.sink.end_use(weight)
             f.save_for_backward(x, inverse)
             return y
         up = x.to(kind)
@@ -90,7 +90,7 @@ class _RMSNorm(torch.autograd.Function):
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
         f.save_for_backward(x, inverse)
         y = (up * inverse).mul_(whole)
-        layer.ctx.sink.release(weight)
+        layer.ctx.sink.end_use(weight)
         return y.to(x.dtype)
 
     @staticmethod
@@ -102,14 +102,14 @@ class _RMSNorm(torch.autograd.Function):
         x, inverse = f.saved_tensors
         h, n = x.shape[-1], x.numel() // x.shape[-1]
         dy = dy.contiguous()
-        weight = ctx.sink.materialize(layer.weight)
+        weight = ctx.sink.acquire(layer.weight)
         if fits(x, dy, weight, accumulate=kind):
             dx = torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
             call("norm_backward", x.dtype, x, weight, inverse, dy, dx, parts, n, h)
-            ctx.sink.release(layer.weight)
+            ctx.sink.end_use(layer.weight)
             ctx.sink.add(layer.weight, parts.sum(0))
-            ctx.sink.done(layer.weight)
+            ctx.sink.register_grad_ready(layer.weight)
             return dx, None, None
         weight = weight.to(kind)
         rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
@@ -117,9 +117,9 @@ class _RMSNorm(torch.autograd.Function):
         dw = torch.mv(p.t(), r[:, 0])
         pull = torch.mv(p, weight)[:, None].mul_(r.pow(3)).div_(h)
         dx = torch.mul(grads, weight, out=p).mul_(r).addcmul_(rows, pull, value=-1.0)
-        ctx.sink.release(layer.weight)
+        ctx.sink.end_use(layer.weight)
         ctx.sink.add(layer.weight, dw)
-        ctx.sink.done(layer.weight)
+        ctx.sink.register_grad_ready(layer.weight)
         return dx.view(x.shape).to(x.dtype), None, None
 
 

@@ -96,18 +96,18 @@ class _ParallelLinear(nn.Module):
 
     def operand_of_weight(self) -> Tensor:
         """Return the operand of the whole local weight, [o, i]; `end_use` comes after its use."""
-        return self.recipe.operand(self.ctx.sink.materialize(self.weight))
+        return self.recipe.operand(self.ctx.sink.acquire(self.weight))
 
     def end_use(self) -> None:
         """Let the weight go, for now."""
-        self.ctx.sink.release(self.weight)
+        self.ctx.sink.end_use(self.weight)
 
     def wgrad(self, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to the weight's gradient: operands x [..., i] and dy [..., o], both whole."""
         sink = self.ctx.sink
         main_grad, fresh = sink.grad_slot(self.weight)
         self.recipe.accumulate(main_grad, fresh, x.flatten(0, -2), dy.flatten(0, -2))
-        sink.done(self.weight)
+        sink.register_grad_ready(self.weight)
 
     def extra_repr(self) -> str:
         """Return the sizes and the rank."""

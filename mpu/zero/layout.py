@@ -6,10 +6,10 @@ what the data-parallel ranks share equally. Parameters stand in reverse definiti
 about the order in which backward finishes them, each at a multiple of BLOCK elements; a bucket's
 length is a multiple of BLOCK for each rank, so that a share is whole blocks.
 
-    levels 0 to 2   parameters of one pipeline chunk, until there are `size` elements
-    level 3         those of one transformer block; those before, between and after blocks together
-    last            parameters whose gradient is summed over another axis too (norms under sequence
-                    parallelism, tied embeddings over the ends of a pipeline), one bucket an axis
+    stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
+    stage 3         those of one transformer block; those before, between and after blocks together
+    last            parameters whose gradient is summed over another axis too (tied embeddings over
+                    the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,31 @@ SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ZeroConfig:
     """How gradients and weights are shared among data-parallel ranks.
 
-    bucket_size: elements a bucket, about; 0 chooses. overlap: let a bucket leave during backward;
-    else all leave at `finish`. gather_ahead: gather weights under the computation before them.
-    each_micro_batch: sum after every micro-batch, not once a step (levels 2 and 3; other bits).
-    wire: dtype that contributions travel in, main: that a rank's own sum over its micro-batches
-    has; None: the accumulation dtype. keep: weights of level 3 stay from first use to last in a
-    step (pipelines, whose chunks take turns).
+    bucket_size: elements a bucket, about; 0 chooses. overlap_grad_reduce: let a bucket leave during
+    backward; else all leave at its end. overlap_param_gather: gather weights under the computation
+    before them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and
+    3; other bits). grad_reduce_dtype: that contributions travel in; main_grads_dtype: of a rank's
+    own sum over its micro-batches; None: the accumulation dtype. keep_unsharded: weights of stage 3
+    stay from first use to last in a step (pipelines, whose chunks take turns).
     """
 
-    level: int = 0
+    zero_stage: int = 0
     bucket_size: int = 0
-    overlap: bool = True
-    gather_ahead: bool = False
-    each_micro_batch: bool = False
-    wire: torch.dtype | None = None
-    main: torch.dtype | None = None
-    keep: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    reduce_each_micro_batch: bool = False
+    grad_reduce_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+    keep_unsharded: bool = False
 
 
-class Entry(NamedTuple):
+class ParamEntry(NamedTuple):
     """One parameter of this rank: `chunk` of the pipeline, `axes` that its gradient is summed over
-    besides the data-parallel one."""
+    besides the data-parallel one.
+    """
 
     name: str
     numel: int
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-class Flat(NamedTuple):
+class BucketLayout(NamedTuple):
     """One bucket: (name, offset, numel) of its parameters, and its padded length in elements."""
 
     params: tuple[tuple[str, int, int], ...]
@@ -74,13 +75,15 @@ def block_of(name: str) -> str:
     return ".".join(parts[: at + 1])
 
 
-def cut(entries: Sequence[Entry], size: int, ranks: int, by_block: bool = False) -> list[Flat]:
+def make_buckets(
+    entries: Sequence[ParamEntry], size: int, ranks: int, by_block: bool = False
+) -> list[BucketLayout]:
     """Put parameters, given in definition order, into buckets in the order in which these leave.
 
-    size: elements a bucket, about. ranks: that share each bucket equally. by_block: level 3.
+    size: elements a bucket, about. ranks: that share each bucket equally. by_block: stage 3.
     """
-    groups: list[list[Entry]] = []
-    apart: dict[tuple[str, ...], list[Entry]] = {}
+    groups: list[list[ParamEntry]] = []
+    apart: dict[tuple[str, ...], list[ParamEntry]] = {}
     full, before = 0, None
     for entry in sorted(reversed(entries), key=lambda e: -e.chunk):
         if entry.axes:
@@ -92,48 +95,59 @@ def cut(entries: Sequence[Entry], size: int, ranks: int, by_block: bool = False)
             full = 0
         groups[-1].append(entry)
         full, before = full + entry.numel, together
-    return [_flat(group, ranks) for group in [*groups, *(apart[axes] for axes in sorted(apart))]]
+    groups += (apart[axes] for axes in sorted(apart, key=_tp_last))
+    return [_layout_of(group, ranks) for group in groups]
 
 
-def _flat(group: Sequence[Entry], ranks: int) -> Flat:
+def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Order buckets that are summed over extra axes alike on every rank: those over tp last."""
+    return "tp" in axes, axes
+
+
+def _layout_of(group: Sequence[ParamEntry], ranks: int) -> BucketLayout:
     offset, params = 0, []
     for entry in group:
         params.append((entry.name, offset, entry.numel))
         offset += -(-entry.numel // BLOCK) * BLOCK
     grain = BLOCK * ranks
-    return Flat(tuple(params), -(-offset // grain) * grain, group[0].axes)
+    return BucketLayout(tuple(params), -(-offset // grain) * grain, group[0].axes)
 
 
-def gaps(flat: Flat) -> list[tuple[int, int]]:
+def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
     """List the padding [low, high) between a bucket's parameters and after the last."""
-    ends = [offset + numel for _, offset, numel in flat.params]
-    starts = [offset for _, offset, _ in flat.params[1:]] + [flat.length]
+    ends = [offset + numel for _, offset, numel in layout.params]
+    starts = [offset for _, offset, _ in layout.params[1:]] + [layout.length]
     return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
 
 
 def memory(
-    flats: Sequence[Flat], level: int, ranks: int, weight: int, gradient: int, accumulate: int
+    layouts: Sequence[BucketLayout],
+    zero_stage: int,
+    ranks: int,
+    weight: int,
+    gradient: int,
+    accumulate: int,
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
     ranks: that share. weight, gradient, accumulate: bytes of an element of a weight, of a main
     gradient, and of a sum, master or moment. With L elements in all, a share of L/ranks:
 
-        level         0           1                     2                  3
+        stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
         gradients     L gradient  L gradient            share accumulate   share accumulate
         masters       L acc.      share accumulate, where a weight is narrower than that
         moments       2 L acc.    2 share accumulate
 
-    Level 1 also has sums of its own, share accumulate, where main gradients are narrower; at level
-    3 buckets that are summed over another axis keep whole weights (mpu/zero/buckets.py says why).
+    Stage 1 also has sums of its own, share accumulate, where main gradients are narrower. At stage
+    3 buckets that are summed over another axis keep whole weights (docs/design.md says why).
     """
-    whole = sum(flat.length for flat in flats)
-    own = whole // ranks if level else whole
-    kept = sum(flat.length for flat in flats if flat.axes)
-    parameters = own + kept - kept // ranks if level == 3 else whole
-    gradients = own * accumulate if level >= 2 else whole * gradient
-    if level == 1 and gradient < accumulate:
+    whole = sum(layout.length for layout in layouts)
+    own = whole // ranks if zero_stage else whole
+    kept = sum(layout.length for layout in layouts if layout.axes)
+    parameters = own + kept - kept // ranks if zero_stage == 3 else whole
+    gradients = own * accumulate if zero_stage >= 2 else whole * gradient
+    if zero_stage == 1 and gradient < accumulate:
         gradients += own * accumulate
     return {
         "parameters": parameters * weight,

@@ -2,11 +2,11 @@
 """Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics
 contract.
 
-Weights and gradients lie in flat buckets (mpu/zero/buckets.py), so one fused kernel call updates a
+Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates a
 bucket's; bf16 weights have masters in the accumulation dtype. A rank holds masters and moments of
-the part of each bucket that it owns: all of it at level 0, an equal share from level 1 on. After
+the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
 the update whole weights are gathered, in their own dtype, under the next forward where that was
-asked for; at level 3 they are gathered when they are used.
+asked for; at stage 3 they are gathered when they are used.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.adam import make
-from mpu.zero.buckets import GradientBuckets
 from mpu.zero.layout import BLOCK
 from mpu.zero.offload import Offload
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 
 class Optimizer:
@@ -34,7 +34,7 @@ class Optimizer:
     def __init__(
         self,
         module: nn.Module,
-        sink: GradientBuckets,
+        sink: ParamAndGradBuffer,
         grid: Grid,
         group: Callable[[str, nn.Parameter], tuple[bool, bool]],
         *,
@@ -47,7 +47,8 @@ class Optimizer:
         cpu_offload: bool = False,
     ) -> None:
         self.sink, self.grid, self.clip = sink, grid, clip
-        grads, weights = [b.own_grad for b in sink.buckets], [b.own for b in sink.buckets]
+        grads = [bucket.grad_shard for bucket in sink.buckets]
+        weights = [bucket.param_shard for bucket in sink.buckets]
         self.offload = Offload(grads, weights) if cpu_offload else None
         if self.offload:
             grads, self.masters = self.offload.gradients, self.offload.masters
@@ -108,7 +109,7 @@ class Optimizer:
             counted += [placement.first_holder] * len(at[param])
             lengths.append(len(at[param]))
             names.append(name)
-        device = self.sink.buckets[0].own.device
+        device = self.sink.buckets[0].param_shard.device
         self._order = torch.tensor(order, device=device)
         self._counted = torch.tensor(counted, device=device)
         self._lengths = torch.tensor(lengths, device=device)
@@ -127,7 +128,7 @@ class Optimizer:
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         every = torch.cat(blocks).to(self._order.device)
-        if self.sink.level:
+        if self.sink.zero_stage:
             every = all_gather(every, self.sink.shard)[0]
         squares = every[self._order].square_().mul_(self._counted)
         own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
@@ -137,7 +138,7 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([bucket.own_grad for bucket in self.sink.buckets])
+        return self._norm([bucket.grad_shard for bucket in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
@@ -178,7 +179,7 @@ class Optimizer:
         """Take up loaded state after `steps` updates."""
         for adam in self.adams:
             adam.set_steps(steps)
-        if self.offload and self.sink.buckets[0].own.dtype == self.sink.dtype:
+        if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
             self.offload.masters_from_weights()  # a checkpoint holds no others
 
     def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
@@ -186,8 +187,9 @@ class Optimizer:
         part; otherwise as `named_state`."""
         for bucket in self.sink.buckets:
             if bucket.sharded:
+                own, first = bucket.param_shard, bucket.low
                 for name, low, high, start in bucket.owned():
-                    yield name, "", low - start, bucket.own[low - bucket.low : high - bucket.low]
+                    yield name, "", low - start, own[low - first : high - first]
 
     def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, kind, first, values) for kind in master, exp_avg, exp_avg_sq.
@@ -198,7 +200,7 @@ class Optimizer:
         every = zip(self.sink.buckets, self.masters, self._segment_of, self._adam_of, strict=True)
         for bucket, master, segments, adam in every:
             for name, low, high, start in bucket.owned():
-                if master.dtype != bucket.own.dtype:
+                if master.dtype != bucket.param_shard.dtype:
                     yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
                 first, segment = next((lo, s) for lo, hi, s in segments if lo <= low and high <= hi)
                 moments = zip(("exp_avg", "exp_avg_sq"), adam.moments(segment), strict=True)
@@ -210,26 +212,27 @@ class Optimizer:
         if self.offload:
             self.offload.weights_from_masters()
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master.dtype != bucket.own.dtype and not self.offload:
-                bucket.own.copy_(master)
+            if master.dtype != bucket.param_shard.dtype and not self.offload:
+                bucket.param_shard.copy_(master)
         self._gather_weights()
 
     def _gather_weights(self) -> None:
         """Gather the weights that are kept whole, under the next forward where that was asked."""
         sink = self.sink
         for bucket in reversed(sink.buckets):  # about the order of the next forward
-            if sink.level and bucket.weights is not None:
+            if sink.zero_stage and bucket.weights is not None:
                 into = bucket.weights
-                _, bucket.gathering = all_gather(bucket.own, sink.shard, async_op=True, into=into)
+                shard = bucket.param_shard
+                _, bucket.gathering = all_gather(shard, sink.shard, async_op=True, into=into)
         for bucket in sink.buckets:
-            if bucket.plain or not sink.sharing.gather_ahead:
+            if bucket.plain or not sink.config.overlap_param_gather:
                 bucket.gathering.wait()
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master is not bucket.own:
-                master.copy_(bucket.own)
+            if master is not bucket.param_shard:
+                master.copy_(bucket.param_shard)
 
     def memory(self) -> dict[str, int]:
         """Measure the bytes this rank keeps from step to step: of live storages, each once."""
@@ -238,8 +241,8 @@ class Optimizer:
         for adam, here in zip(self._adam_of, self._segment_of, strict=True):
             moments += (moment for _, _, segment in here for moment in adam.moments(segment))
         kinds: dict[str, list[Tensor | None]] = {
-            "parameters": [t for b in buckets for t in (b.own, b.weights)],
-            "gradients": [t for b in buckets for t in (b.own_grad, b.grad)],
+            "parameters": [t for b in buckets for t in (b.param_shard, b.weights)],
+            "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self.masters],
             "moments": [*moments],
         }

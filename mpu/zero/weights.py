@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO level 3: each rank keeps its part of the weights, and a block's are gathered for their use.
+"""ZeRO stage 3: each rank keeps its part of the weights, and a block's are gathered for their use.
 
-    take(block i)      free block i-1, start the gather of block i+1, wait for block i's
+    acquire(block i)    free block i-1, start the gather of block i+1, wait for block i's
 
 Which block comes next is known from the step before: the order of uses, forward and backward, is
 written down and followed. Where it differs (an evaluation after a step, another number of
@@ -9,128 +9,107 @@ micro-batches) a block is gathered when it is asked for, and the new order is le
 their blocks in one order, so they gather in one order.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather
-from mpu.comm.transport import DONE, Axis, Handle
-
-
-@dataclass(eq=False)
-class FlatWeights:
-    """Where the weights of some parameters lie: flat, padded, one part a data-parallel rank."""
-
-    params: list[tuple[str, nn.Parameter, int]]  # name, parameter, offset
-    length: int
-    low: int  # this rank owns [low, high)
-    high: int
-    sharded: bool  # `weights` come and go
-    own: Tensor = field(init=False)  # [low, high)
-    weights: Tensor | None = field(init=False, default=None)  # all of them, while they are whole
-    gathering: Handle = field(init=False, default=DONE)
-    users: int = field(init=False, default=0)  # uses that have begun and not ended
-    waiting: int = field(init=False, default=0)  # uses whose gradients this step still waits for
-
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Take the memory that stays, and move whole weights there."""
-        if self.sharded:
-            self.own = torch.zeros(self.high - self.low, dtype=dtype, device=device)
-            return
-        self.show(torch.zeros(self.length, dtype=dtype, device=device), copy=True)
-        self.own = self.weights[self.low : self.high]  # type: ignore[index]
-
-    def show(self, flat: Tensor, copy: bool = False) -> None:
-        """Let the parameters be views of `flat`; copy: bring their values along."""
-        self.weights = flat
-        for _, param, start in self.params:
-            home = flat[start : start + param.numel()].view(param.shape)
-            if copy:
-                home.copy_(param.data)
-            param.data = home
-
-    def owned(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (name, low, high, offset) of the parameters of which this rank owns elements [low,
-        high) of the bucket."""
-        for name, param, start in self.params:
-            low, high = max(start, self.low), min(start + param.numel(), self.high)
-            if low < high:
-                yield name, low, high, start
-
-    def hide(self) -> None:
-        """Free the whole weights. What reads a parameter now sees not-a-numbers."""
-        self.gathering.wait()
-        self.weights = None
-        nothing = self.own.new_full((1,), torch.nan)
-        for _, param, _ in self.params:
-            param.data = nothing.expand(param.shape)
+from mpu.comm.transport import Axis
+from mpu.zero.bucket import ParamAndGradBucket
 
 
 class Gatherer:
-    """Gathers sharded weights before their use and frees them after it.
+    """Gathers the weights of sharded buckets before their use and frees them after it.
 
     ahead: gather the next block under the computation of this one. keep: what this step has
-    gathered stays until its gradients are done. peak: the most bytes that were whole at once.
+    gathered stays until its gradients are done. unsharded: the buckets whose weights are whole.
+    peak: the most bytes that were whole at once.
     """
 
     def __init__(self, axis: Axis, ahead: bool, keep: bool) -> None:
         self.axis, self.ahead, self.keep = axis, ahead, keep
-        self.whole: list[FlatWeights] = []
+        self.unsharded: list[ParamAndGradBucket] = []
         self.peak = 0
-        self._current: FlatWeights | None = None
-        self._order: list[FlatWeights] = []  # of this pass
-        self._known: list[FlatWeights] = []  # of the last pass of this kind
-        self._kind, self._orders = 0, dict[int, list[FlatWeights]]()
+        self._current: ParamAndGradBucket | None = None
+        self._order: list[ParamAndGradBucket] = []  # of this pass
+        self._known: list[ParamAndGradBucket] = []  # of the last pass of this kind
+        self._kind, self._orders = 0, dict[int, list[ParamAndGradBucket]]()
 
-    def begin(self, kind: int) -> None:
+    def fill(self, buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
+        """Yield the names of one sharded bucket after another, whose parameters may be written
+        until the next; this rank then keeps its part.
+        """
+        for bucket in buckets:
+            if bucket.sharded:
+                flat = bucket.param_shard.new_zeros(bucket.length)
+                bucket.view_params_in(flat, copy=True)
+                yield {name for name, _, _ in bucket.params}
+                bucket.param_shard.copy_(flat[bucket.low : bucket.high])
+                _hide(bucket)
+
+    def begin_pass(self, kind: int) -> None:
         """Begin a pass: kind is a step's number of micro-batches, or 0 for all that is no step."""
         if self._order:
             self._orders[self._kind] = self._order
         self._kind, self._order, self._known = kind, [], self._orders.get(kind, [])
-        for block in list(self.whole):
-            assert not block.users, "a weight is in use at the end of a pass"
-            self._free(block)
+        for bucket in list(self.unsharded):
+            assert not bucket.users, "a weight is in use at the end of a pass"
+            self.reshard(bucket)
 
-    def take(self, block: FlatWeights) -> None:
+    def acquire(self, bucket: ParamAndGradBucket) -> None:
         """Begin a use: start the gather, if it is not under way, and that of the next block."""
-        block.users += 1
-        if block is self._current:
+        bucket.users += 1
+        if bucket is self._current:
             return
-        following = self._follow(block) if self.ahead else None
-        for other in list(self.whole):
+        following = self._follow(bucket) if self.ahead else None
+        for other in list(self.unsharded):
             busy = other.users or (self.keep and other.waiting)
-            if not busy and other not in (block, following):
-                self._free(other)
-        self._current = block
-        for wanted in (block, following):
+            if not busy and other not in (bucket, following):
+                self.reshard(other)
+        self._current = bucket
+        for wanted in (bucket, following):
             if wanted is not None and wanted.weights is None:
-                self._gather(wanted)
+                self.unshard(wanted)
 
-    def give_back(self, block: FlatWeights) -> None:
-        """Free a block whose part in this step is over."""
-        if block in self.whole and not block.users:
-            self._free(block)
+    def end_use(self, bucket: ParamAndGradBucket) -> None:
+        """End a use; the weights go when another block is used."""
+        bucket.users -= 1
 
-    def _follow(self, block: FlatWeights) -> FlatWeights | None:
+    def reshard_if_unused(self, bucket: ParamAndGradBucket) -> None:
+        """Free the weights of a bucket whose part in this step is over."""
+        if bucket in self.unsharded and not bucket.users:
+            self.reshard(bucket)
+
+    def _follow(self, bucket: ParamAndGradBucket) -> ParamAndGradBucket | None:
         """Write a use down; return what was used next last time."""
         at = len(self._order)
-        self._order.append(block)
-        if self._known[at : at + 1] != [block]:
+        self._order.append(bucket)
+        if self._known[at : at + 1] != [bucket]:
             self._known = []
         return self._known[at + 1] if at + 1 < len(self._known) else None
 
-    def _gather(self, block: FlatWeights) -> None:
-        weights = block.own.new_empty(block.length)
-        block.show(weights)
-        _, block.gathering = all_gather(block.own, self.axis, async_op=True, into=weights)
-        self.whole.append(block)
-        live = sum(b.length * b.own.element_size() for b in self.whole)
+    def unshard(self, bucket: ParamAndGradBucket) -> None:
+        """Start the gather of a bucket's weights; `bucket.gathering` is to be waited for."""
+        weights = bucket.param_shard.new_empty(bucket.length)
+        bucket.view_params_in(weights)
+        shard = bucket.param_shard
+        _, bucket.gathering = all_gather(shard, self.axis, async_op=True, into=weights)
+        self.unsharded.append(bucket)
+        live = sum(b.length * b.param_shard.element_size() for b in self.unsharded)
         self.peak = max(self.peak, live)
 
-    def _free(self, block: FlatWeights) -> None:
-        block.hide()
-        self.whole.remove(block)
-        if block is self._current:
+    def reshard(self, bucket: ParamAndGradBucket) -> None:
+        """Free a bucket's whole weights."""
+        _hide(bucket)
+        self.unsharded.remove(bucket)
+        if bucket is self._current:
             self._current = None
+
+
+def _hide(bucket: ParamAndGradBucket) -> None:
+    """Free the whole weights. What reads a parameter now sees not-a-numbers."""
+    bucket.gathering.wait()
+    bucket.weights = None
+    nothing = bucket.param_shard.new_full((1,), torch.nan)
+    for _, param, _ in bucket.params:
+        param.data = nothing.expand(param.shape)

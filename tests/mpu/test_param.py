@@ -131,7 +131,7 @@ def test_use_sends_an_ordinary_gradient_to_the_sink():
     class Counting(GradientSink):
         finished = 0
 
-        def done(self, param):
+        def register_grad_ready(self, param):
             self.finished += 1
 
     sink, weight = Counting(), nn.Parameter(torch.tensor([2.0, 3.0]))

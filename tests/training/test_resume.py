@@ -265,7 +265,7 @@ def test_a_step_that_was_skipped_is_not_saved(tmp_path: Path, capsys: Any) -> No
     def step(self: Any, *args: Any) -> Any:
         count.append(1)
         if len(count) == 4:
-            self.sink.buckets[0].own_grad[0] = float("nan")
+            self.sink.buckets[0].grad_shard[0] = float("nan")
         return inner(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:

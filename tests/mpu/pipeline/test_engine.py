@@ -120,7 +120,7 @@ def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
     case = dict(schedule=name, pp=2, v=CHUNKS[name], m=4, tp=1, dp=2, sp=False, tied=False,
                 recompute=None, layers=8, rows=8)  # fmt: skip
     run = pretrain_llama.build(config_of(case), comm.grid(pp=2), torch.device("cpu"), Watch())
-    found, finish = [], run.sink.finish
+    found, finish = [], run.sink.finish_grad_sync
 
     def noted():
         for bucket in run.sink.buckets:
@@ -128,7 +128,7 @@ def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
             found.append((chunks, bucket.rounds == 0))
         finish()
 
-    run.sink.finish = noted
+    run.sink.finish_grad_sync = noted
     pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank), 0.0)
     return found
 

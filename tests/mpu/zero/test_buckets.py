@@ -8,16 +8,16 @@ from torch import nn
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.param import Placement, use
-from mpu.zero.buckets import GradientBuckets
-from mpu.zero.layout import BLOCK, Sharing
+from mpu.zero.layout import BLOCK, ZeroConfig
 from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.twin import gathered
 
 
 class Toy(nn.Module):
     """Four weights used in order; `plain` goes by autograd's own .grad; `idle` is never used."""
 
-    def __init__(self, sink: GradientBuckets, tp: Axis | None = None) -> None:
+    def __init__(self, sink: ParamAndGradBuffer, tp: Axis | None = None) -> None:
         super().__init__()
         self.sink = sink
         for i in range(4):
@@ -49,17 +49,17 @@ def order_on_the_wire(comm) -> dict:
     spy = Spy()
     grid.traced(spy)
     try:
-        sink = GradientBuckets(grid, torch.float32, Sharing(bucket_size=1))
+        sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(bucket_size=1))
         toy = Toy(sink)
         sink.attach(toy)
         sink.begin_step(micro_batches=2)
-        done = sink.done
-        sink.done = lambda p: (spy.events.append("done"), done(p))
+        done = sink.register_grad_ready
+        sink.register_grad_ready = lambda p: (spy.events.append("done"), done(p))
         for _ in range(2):
             spy.events.append("micro-batch")
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
         spy.events.append("finish")
-        sink.finish()
+        sink.finish_grad_sync()
     finally:
         grid.traced(None)
     grads = {name: sink.main[p].tolist() for name, p in toy.named_parameters()}
@@ -84,7 +84,7 @@ def test_a_bucket_leaves_when_its_last_gradient_is_done(world):
 
 
 def test_sums_ties_idle_and_plain_parameters(world):
-    toy = Toy(GradientBuckets(Grid(), torch.float32))
+    toy = Toy(ParamAndGradBuffer(Grid(), torch.float32))
     names = ("w0", "w1", "w2", "w3")
     for result in world(2).run(order_on_the_wire):
         grads, w = result["grads"], {n: getattr(toy, n).detach() for n in names}
@@ -100,8 +100,8 @@ def test_sums_ties_idle_and_plain_parameters(world):
 def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
     """Two micro-batches at a level; return the global sums, whole."""
     grid = comm.grid()
-    sink = GradientBuckets(
-        grid, torch.float32, Sharing(level, 1, overlap, gather_ahead=True, each_micro_batch=each)
+    sink = ParamAndGradBuffer(
+        grid, torch.float32, ZeroConfig(level, 1, overlap, True, reduce_each_micro_batch=each)
     )
     toy = Toy(sink)
     del toy.plain
@@ -113,11 +113,14 @@ def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
         sink.begin_step(micro_batches=2)
         for _ in range(2):
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
-        sink.finish()
-    found = {name: grad.tolist() for name, grad in gathered(sink, "own_grad").items()}
-    assert sink.live == 0 and not sink.gatherer.whole, "a buffer outlives the step"
-    assert level < 2 or sink.peak > 0
-    assert level < 3 or (sink.gatherer.peak > 0 and toy.w1.isnan().all())
+        sink.finish_grad_sync()
+    found = {name: grad.tolist() for name, grad in gathered(sink, "grad_shard").items()}
+    assert sink.live.now == 0, "a buffer outlives the step"
+    assert level < 2 or sink.live.peak > 0
+    assert (sink.gatherer is not None) == (level == 3)
+    if level == 3:
+        assert sink.gatherer.peak > 0 and toy.w1.isnan().all()
+        assert not sink.gatherer.unsharded, "weights outlive the step"
     return found
 
 
@@ -135,14 +138,14 @@ def test_idle_and_tied_parameters_at_every_level(world, level):
 
 
 def used_plainly(comm) -> str:
-    sink = GradientBuckets(comm.grid(), torch.float32, Sharing(3))
+    sink = ParamAndGradBuffer(comm.grid(), torch.float32, ZeroConfig(3))
     toy = Toy(sink)
     sink.attach(toy)
     list(sink.fill())
     sink.begin_step()
     toy(torch.ones(3)).backward()
     try:
-        sink.finish()
+        sink.finish_grad_sync()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -158,7 +161,7 @@ def overlapped(comm) -> list:
     grid, spy = comm.grid(), Spy()
     grid.traced(spy)
     try:
-        sink = GradientBuckets(grid, torch.float32, Sharing(bucket_size=1))
+        sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(bucket_size=1))
         toy = Toy(sink)
         del toy.idle, toy.plain
         toy.forward = lambda x: (
@@ -167,11 +170,11 @@ def overlapped(comm) -> list:
         del toy.w2, toy.w3
         sink.attach(toy)
         sink.begin_step()
-        done = sink.done
-        sink.done = lambda p: (spy.events.append("done"), done(p))
+        done = sink.register_grad_ready
+        sink.register_grad_ready = lambda p: (spy.events.append("done"), done(p))
         toy(torch.ones(3)).backward()
         spy.events.append("finish")
-        sink.finish()
+        sink.finish_grad_sync()
     finally:
         grid.traced(None)
     return [e if isinstance(e, str) else e[0] for e in spy.events]
@@ -194,7 +197,7 @@ def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
         module = nn.Module()
         for name, grad in grads.items():
             module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
-        sink = GradientBuckets(Grid(), torch.float32, Sharing(bucket_size=size))
+        sink = ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size))
         sink.attach(module)
         optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
         sink.begin_step()

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from mpu.grid import Grid
-from mpu.zero.buckets import GradientBuckets
-from mpu.zero.layout import Sharing
+from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 SHAPES = {"a": (40, 30), "n1": (30,), "b": (7, 5), "n2": (5,), "head": (9, 4)}
 
@@ -23,7 +23,7 @@ def make(dtype: torch.dtype, bucket: int, clip: float = 0.0):
     for name, shape in SHAPES.items():
         module.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    sink = GradientBuckets(Grid(), accumulate, Sharing(bucket_size=bucket))
+    sink = ParamAndGradBuffer(Grid(), accumulate, ZeroConfig(bucket_size=bucket))
     sink.attach(module)
     optimizer = Optimizer(module, sink, Grid(), group, lr=0.0, weight_decay=0.1, clip=clip)
     return module, sink, optimizer

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bucket: flat weights and gradients of some parameters, and a step's life of both.
+
+    begin_step             nothing is written; so many uses will give a gradient
+    open_grad              main gradients have memory (from stage 2 on it comes and goes)
+    register_grad_ready    one use has given its gradient; is_ready: all have
+    start_grad_sync        layers are done with that memory; the first collective of its sum starts
+    wait_and_start_next    the first is waited for, the second starts, ... (mpu/zero/reduce.py)
+    wait                   grad_shard holds the sum
+
+Each rank owns an equal part of every bucket, [low, high). The ZeRO stage says what else it keeps:
+
+    0   all of it; every rank gets the sums and makes every update
+    1   all of it; a sum arrives at its owner, which updates its part; the weights are gathered
+    2   of gradients the owner's sum, and a buffer from a bucket's first gradient to its sum
+    3   of weights too the owner's part; a block's are gathered for use (mpu/zero/weights.py)
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.transport import DONE, Axis, Handle
+from mpu.zero.layout import BucketLayout, gaps
+from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
+
+
+@dataclass
+class LiveBytes:
+    """Bytes of whole gradients that come and go in a step: now, and the most there were."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count memory that is taken, or, negative, that is free again."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+class ParamAndGradBucket:
+    """Flat weights and gradients of some parameters, and how far the gradients' sum has come.
+
+    params: by name. uses: of them in one micro-batch. main: where layers find main gradients
+    (GradientSink.main); an open bucket's are there. live: of whole gradients, from stage 2 on.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Mapping[str, nn.Parameter],
+        uses: int,
+        reduction: Reduction,
+        reduce_axes: tuple[Axis, ...],
+        main: dict[nn.Parameter, Tensor],
+        live: LiveBytes,
+    ) -> None:
+        self.layout, self.length, self.uses = layout, layout.length, uses
+        self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
+        self.reduction, self.reduce_axes = reduction, reduce_axes
+        self._main, self._live = main, live
+        stage, shard = reduction.zero_stage, reduction.shard
+        part = self.length // shard.size
+        self.low = shard.rank * part if stage else 0  # this rank owns [low, high)
+        self.high = self.low + part if stage else self.length
+        self.sharded = stage == 3 and not reduce_axes  # `weights` come and go
+        self.weights: Tensor | None = None  # all of them, while they are whole
+        self.gathering: Handle = DONE  # of the weights
+        self.users = 0  # sharded: uses that have begun and not ended
+        self.rounds = 0  # times it leaves yet in this step
+        self.waiting = 0  # uses whose gradients it waits for before it leaves
+        self.plain = False  # a weight of it is used in plain autograd, without the sink
+        self._summed = False  # grad_shard holds the sum of an earlier micro-batch
+        self._steps: Iterator[Handle] = iter(())  # the collectives of its sum
+        self._handle: Handle | None = None  # of the one that is under way
+        self._leaving = 0  # bytes of whole gradients that are free when that is over
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Take the memory that stays, and move whole weights there."""
+        _, first, _ = self.params[0]
+        dtype, device, how = first.dtype, first.device, self.reduction
+        self.grad: Tensor | None = None  # this rank's own sum of all of it, while it has memory
+        if how.zero_stage < 2:
+            self.grad = torch.zeros(self.length, dtype=how.main_dtype, device=device)
+        if self.grad is not None and how.main_dtype == how.dtype:
+            self.grad_shard = self.grad[self.low : self.high]  # the sum of [low, high)
+        else:
+            self.grad_shard = torch.zeros(self.high - self.low, dtype=how.dtype, device=device)
+        if self.sharded:
+            self.param_shard = torch.zeros(self.high - self.low, dtype=dtype, device=device)
+        else:
+            weights = torch.zeros(self.length, dtype=dtype, device=device)
+            self.view_params_in(weights, copy=True)
+            self.param_shard = weights[self.low : self.high]
+        if self.grad is not None:
+            self.open_grad()
+
+    def view_params_in(self, flat: Tensor, copy: bool = False) -> None:
+        """Let the parameters be views of `flat`; copy: bring their values along."""
+        self.weights = flat
+        for _, param, start in self.params:
+            home = flat[start : start + param.numel()].view(param.shape)
+            if copy:
+                home.copy_(param.data)
+            param.data = home
+
+    def owned(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield (name, low, high, offset) of the parameters of which this rank owns elements [low,
+        high) of the bucket.
+        """
+        for name, param, start in self.params:
+            low, high = max(start, self.low), min(start + param.numel(), self.high)
+            if low < high:
+                yield name, low, high, start
+
+    def begin_step(self, micro_batches: int, each: bool) -> None:
+        """Start a step; each: the bucket leaves after every micro-batch, else after the last.
+
+        One that is summed over extra axes leaves once a step in any case.
+        """
+        each = each and not self.reduce_axes
+        self.rounds = micro_batches if each else 1
+        self.waiting = self.uses * (1 if each else micro_batches)
+        self._summed = False
+
+    def open_grad(self) -> None:
+        """Let gradients into the bucket, taking memory for them where it has none."""
+        if self.grad is None:
+            grad = self.param_shard.new_empty(self.length, dtype=self.reduction.main_dtype)
+            for low, high in gaps(self.layout):
+                grad[low:high].zero_()
+            self._live.add(grad.nbytes)
+            self.grad = grad
+        for _, param, start in self.params:
+            self._main[param] = self.grad[start : start + param.numel()].view(param.shape)
+
+    def _close_grad(self) -> Tensor:
+        """Let no more gradients in, where their memory goes; return them."""
+        assert (grad := self.grad) is not None
+        if self.reduction.zero_stage >= 2:
+            self.grad, self._leaving = None, grad.nbytes
+            for _, param, _ in self.params:
+                del self._main[param]
+        return grad
+
+    def register_grad_ready(self) -> None:
+        """Count one use of a parameter that has given all its gradient of one micro-batch."""
+        assert self.rounds, "a parameter gave a gradient after its bucket had left"
+        self.waiting -= 1
+
+    @property
+    def is_ready(self) -> bool:
+        """True when nothing is waited for and the bucket may leave under backward."""
+        return not self.waiting and not self.reduce_axes
+
+    def start_grad_sync(self) -> None:
+        """Start the sum of the gradients, after that of an earlier micro-batch."""
+        self.wait()
+        self.rounds -= 1
+        grad, how = self._close_grad(), self.reduction
+        sum_over_extra_axes(grad, self.reduce_axes)
+        earlier, last = self._summed, not self.rounds
+        self._steps = sum_over_data(grad, self.grad_shard, how, earlier=earlier, last=last)
+        self._handle = next(self._steps)
+        self._summed = True
+        if self.rounds:
+            self.waiting = self.uses
+
+    def wait_and_start_next(self) -> None:
+        """Wait for the collective that is under way, and start the next one, if any."""
+        if self._handle is None:
+            return
+        self._handle.wait()
+        self._handle = next(self._steps, None)
+        if self._leaving:
+            self._live.add(-self._leaving)
+            self._leaving = 0
+
+    def wait(self) -> None:
+        """Wait until the sum is complete: grad_shard holds it."""
+        while self._handle is not None:
+            self.wait_and_start_next()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep the weights and gradients of a rank in flat buckets, and let the buckets' sums leave in one
+order on every rank.
+
+mpu/zero/layout.py says which parameters share a bucket, mpu/zero/bucket.py what one bucket does,
+mpu/zero/reduce.py how it is summed.
+
+    last micro-batch      ... ready(p) ready(p) | bucket 0 leaves | ready(p) ... | bucket 1 leaves
+    finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
+
+ready(p) is register_grad_ready(p): a use of parameter p has given its gradient.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import gather_bytes
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
+from mpu.param import GradientSink, placement_of
+from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
+from mpu.zero.layout import ParamEntry, ZeroConfig, automatic_size, make_buckets
+from mpu.zero.reduce import Reduction
+from mpu.zero.weights import Gatherer
+
+
+class ParamAndGradBuffer(GradientSink):
+    """The gradient sink of a training run, and the holder of its weights.
+
+    dtype: of the sums. Gradients are summed over grid.data, or, where there are several instances
+    of the optimizer, over the ranks that share one (grid.shard) and then over grid.replica. The
+    bits of the weights depend on that, reduce_each_micro_batch and the dtypes only
+    (docs/numerics.md).
+    """
+
+    def __init__(
+        self, grid: Grid, dtype: torch.dtype = torch.float32, config: ZeroConfig | None = None
+    ) -> None:
+        super().__init__(dtype)
+        self.grid, self.shard = grid, grid.shard
+        self.config = config = config or ZeroConfig()
+        self.zero_stage = stage = config.zero_stage if self.shard.size > 1 else 0
+        self.each = config.reduce_each_micro_batch and stage >= 2
+        main, wire = config.main_grads_dtype or dtype, config.grad_reduce_dtype
+        self.reduction = Reduction(stage, grid.shard, grid.replica, dtype, main, wire)
+        self.buckets: list[ParamAndGradBucket] = []
+        self.live = LiveBytes()  # of whole gradients, at stages 2 and 3
+        self.gatherer: Gatherer | None = None
+        if stage == 3:
+            self.gatherer = Gatherer(self.shard, config.overlap_param_gather, config.keep_unsharded)
+        self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
+        self._uses: dict[nn.Parameter, int] = {}
+        self._apart: dict[nn.Parameter, Tensor] = {}
+        self._next = 0  # bucket to leave
+        self._last: ParamAndGradBucket | None = None  # that left
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return what a new weight lies in: at stage 3 no memory, until `fill`."""
+        if self.zero_stage < 3:
+            return super().empty(shape, dtype, device)
+        return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
+
+    def attach(self, module: nn.Module, chunk_of: Callable[[str], int] = lambda name: 0) -> None:
+        """Build the buckets for a module's parameters; a tied parameter counts each of its uses.
+
+        chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket.
+        """
+        for _, param in module.named_parameters(remove_duplicate=False):
+            self._uses[param] = self._uses.get(param, 0) + 1
+        params = dict(module.named_parameters())
+        axes: dict[tuple[str, ...], tuple[Axis, ...]] = {}
+        entries = []
+        for name, param in params.items():
+            extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
+            names = tuple(a.name for a in extra)
+            axes[names] = extra
+            entries.append(ParamEntry(name, param.numel(), chunk_of(name), names))
+        self.bucket_size = self.config.bucket_size
+        if not self.bucket_size:  # chosen with all ranks of the pipeline, by the one with most
+            own = str(sum(entry.numel for entry in entries)).encode()
+            device = next(iter(params.values())).device
+            every = gather_bytes(own, self.grid.pp, device)
+            self.bucket_size = automatic_size(max(map(int, every)))
+        ranks, by_block = self.grid.data.size, self.zero_stage == 3
+        for layout in make_buckets(entries, self.bucket_size, ranks, by_block):
+            held = [params[name] for name, _, _ in layout.params]
+            bucket = ParamAndGradBucket(
+                layout,
+                params,
+                sum(self._uses[param] for param in held),
+                self.reduction,
+                axes[layout.axes],
+                self.main,
+                self.live,
+            )
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(held, bucket)
+
+    def fill(self) -> Iterator[set[str]]:
+        """Yield names of parameters that may be written now: all at once, but at stage 3 a bucket
+        at a time, of which this rank keeps its part.
+        """
+        yield self.unsharded_names()
+        if self.gatherer:
+            yield from self.gatherer.fill(self.buckets)
+
+    def unsharded_names(self) -> set[str]:
+        """Name the parameters whose weights this rank keeps whole."""
+        return {name for b in self.buckets if not b.sharded for name, _, _ in b.params}
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        """Return the whole local weight, waiting for its gather where that is still on its way."""
+        bucket = self._bucket_of[param]
+        if self.gatherer and bucket.sharded:
+            self.gatherer.acquire(bucket)
+        bucket.gathering.wait()
+        return param
+
+    def is_sharded(self, param: nn.Parameter) -> bool:
+        """Say whether the weight is whole only between `acquire` and `end_use`."""
+        return self._bucket_of[param].sharded
+
+    def end_use(self, param: nn.Parameter) -> None:
+        """Say that the weight is not needed for now; it goes when another bucket is used."""
+        bucket = self._bucket_of[param]
+        if self.gatherer and bucket.sharded:
+            self.gatherer.end_use(bucket)
+
+    def wait_for_weights(self) -> None:
+        """Wait until every weight that is kept whole is whole."""
+        for bucket in self.buckets:
+            bucket.gathering.wait()
+
+    def begin_step(self, micro_batches: int = 1) -> None:
+        """Start a step: nothing written, nothing launched; each use is done once a micro-batch."""
+        super().begin_step()
+        self._next, self._last = 0, None
+        for bucket in self.buckets:
+            bucket.begin_step(micro_batches, self.each)
+        if self.gatherer:
+            self.gatherer.begin_pass(micro_batches)
+
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        """Return the parameter's part of its bucket's gradients, which are allocated if need be."""
+        if param not in self.main:
+            self._bucket_of[param].open_grad()
+        return self.main[param]
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
+        """Add grad[i] to row rows[i]; apart where the parameter has another use on this rank.
+
+        A tied gradient is then (sum of the head's) + (sum of the embedding's), the same bits in
+        every schedule and whether or not the two are on one rank.
+        """
+        if self._uses[param] == 1:
+            return super().add_rows(param, rows, grad)
+        if param not in self._apart:
+            self._apart[param] = torch.zeros_like(self.main_grad(param))
+        apart = self._apart[param]
+        apart.index_add_(0, rows, grad.to(apart.dtype))
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        """Count the use, and let ready buckets leave, in the same order on every rank."""
+        self._bucket_of[param].register_grad_ready()
+        while (self.config.overlap_grad_reduce or self.each) and self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if not bucket.is_ready:
+                return
+            self._leave(bucket)
+            if not self.config.overlap_grad_reduce:
+                bucket.wait()
+            self._next += 1
+            if bucket.rounds and self._next == sum(not b.reduce_axes for b in self.buckets):
+                self._next = 0  # the next micro-batch
+
+    def _leave(self, bucket: ParamAndGradBucket) -> None:
+        """Start the sum of a bucket, and go on with the one that left before it."""
+        self._complete(bucket)
+        bucket.start_grad_sync()
+        if self._last is not None and self._last is not bucket:
+            self._last.wait_and_start_next()
+        self._last = bucket
+        self._written.difference_update(param for _, param, _ in bucket.params)
+        if self.gatherer and not bucket.rounds:
+            self.gatherer.reshard_if_unused(bucket)
+
+    def _complete(self, bucket: ParamAndGradBucket) -> None:
+        """Bring in look-ups summed apart and plain autograd's `.grad`; zero where no one wrote."""
+        for name, param, _ in bucket.params:
+            if param in self._apart:
+                self.add(param, self._apart.pop(param))
+            if param.grad is not None:
+                if bucket.sharded:
+                    raise RuntimeError(
+                        f"{name} was used in plain autograd, which at ZeRO level 3 sees no weight: "
+                        "take it by mpu.param.use(weight, ctx.sink)"
+                    )
+                self.add(param, param.grad)
+                param.grad, bucket.plain = None, True
+            elif param not in self._written:
+                self.main_grad(param).zero_()
+
+    def finish_grad_sync(self) -> None:
+        """Complete every sum: each bucket's grad_shard is then the global batch's gradient."""
+        for bucket in self.buckets:
+            if bucket.rounds:
+                bucket.rounds = 1
+                self._leave(bucket)
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.waiting = 0
+        if self.gatherer:
+            self.gatherer.begin_pass(0)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sum a bucket's gradients over ranks: the sequence of collectives, for every ZeRO stage.
+
+    extra axes     all_reduce_in_order      norms under sequence parallelism, tied embeddings
+    to the owner   reduce_scatter           over the ranks that share a bucket
+    instances      reduce_scatter, all_gather    of the owner's sum, where there are several
+    stage 0        all_gather               so that every rank has the sums
+
+On NCCL stage 0 with one instance is one all_reduce. The bits of a sum depend on what Reduction
+holds and on the number of micro-batches in it, never on the bucket (docs/numerics.md).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather, all_reduce, all_reduce_in_order, reduce_scatter
+from mpu.comm.transport import Axis, Handle
+
+
+class Reduction(NamedTuple):
+    """Over which data-parallel ranks gradients are summed, and in which dtypes.
+
+    shard: the ranks that share a bucket; replicate: the same part in the other instances of the
+    optimizer. dtype: of a sum. main_dtype: of a rank's own sum over its micro-batches. wire_dtype:
+    that contributions travel in; None: main_dtype.
+    """
+
+    zero_stage: int
+    shard: Axis
+    replicate: Axis
+    dtype: torch.dtype
+    main_dtype: torch.dtype
+    wire_dtype: torch.dtype | None = None
+
+
+def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...]) -> None:
+    """Sum whole gradients over axes that are not data-parallel, in place and at once."""
+    for axis in axes:
+        all_reduce_in_order(grad, axis)
+
+
+def sum_over_data(
+    grad: Tensor, grad_shard: Tensor, how: Reduction, *, earlier: bool, last: bool
+) -> Iterator[Handle]:
+    """Sum `grad` into its owners' `grad_shard`; each collective runs until the next is asked for.
+
+    earlier: grad_shard holds the sum of an earlier micro-batch, to which this one is added. last:
+    no micro-batch of the step follows, so instances add their sums. From stage 2 on nothing here
+    holds `grad` once its reduce-scatter is waited for. At stage 0 `grad` becomes the sum too.
+    """
+    own, shard, replicate, stage = grad_shard, how.shard, how.replicate, how.zero_stage
+    narrow = how.wire_dtype not in (None, grad.dtype) and shard.size > 1
+    if not stage:
+        part = grad.numel() // shard.size
+        own = grad[shard.rank * part : (shard.rank + 1) * part]
+    if stage or not grad.is_cuda or shard.staged or narrow or replicate.size > 1:
+        into = torch.empty_like(own) if earlier else own
+        put = grad.to(how.wire_dtype) if narrow else grad
+        _, handle = reduce_scatter(put, shard, async_op=True, into=into)
+        del put
+        yield handle
+        if stage:
+            grad = own  # the buffer is free
+        if earlier:
+            own.add_(into)
+        if replicate.size > 1 and last:
+            piece, handle = reduce_scatter(own, replicate, async_op=True)
+            yield handle
+            yield all_gather(piece, replicate, async_op=True, into=own)[1]
+        if not stage:
+            yield all_gather(own, shard, async_op=True, into=grad)[1]
+    else:
+        yield all_reduce(grad, shard, async_op=True)[1]
+    if not stage and grad.dtype != how.dtype:
+        grad_shard.copy_(grad)
