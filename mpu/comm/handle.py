@@ -42,6 +42,8 @@ class Handle:
         """Wait once; a second call does nothing."""
         work, finish, event = self._work, self._finish, self._event
         self._work = self._finish = self._event = None
+        if event is not None:
+            event.waiting()
         if work is not None:
             try:
                 work.wait()

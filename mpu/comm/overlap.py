@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mpu.comm.handle import Label
 from mpu.comm.paths import Path
 
 
@@ -93,7 +94,8 @@ class AllGatherMatmul(torch.autograd.Function):
         layer = layer or _Autograd(weights)
         f.path, f.layer, f.weights = path, layer, weights
         f.save_for_backward(x)  # the shard
-        gathering = path.of("gather", x, sum(len(w) for w in weights)).gather(x)
+        gathers = path.of("gather", x, sum(len(w) for w in weights))
+        gathering = gathers.gather(x, Label(layer, "forward"))
         out = gathering.multiply([layer.take(w) for w in weights])
         gathering.close()
         for weight in weights:
@@ -107,13 +109,15 @@ class AllGatherMatmul(torch.autograd.Function):
         path, layer, weights = f.path, f.layer, f.weights
         (x,) = f.saved_tensors
         way = path.of("scatter", dys[0], x.shape[-1])
-        again = None if layer.deferring else way.gather_again(x)
-        dx, scattering = way.multiply_scatter(dys, [layer.take(w).t() for w in weights])
+        again = None if layer.deferring else way.gather_again(x, Label(layer, "backward"))
+        dx, scattering = way.multiply_scatter(
+            dys, [layer.take(w).t() for w in weights], Label(layer, "backward")
+        )
         for weight in weights:
             layer.give_back(weight)
 
         def wgrad() -> None:
-            gathering = again or way.gather_again(x)
+            gathering = again or way.gather_again(x, Label(layer, "wgrad"))
             whole = gathering.whole()
             for weight, dy in zip(weights, dys, strict=True):
                 layer.add(weight, _flat(whole), _flat(dy))
@@ -131,7 +135,9 @@ class MatmulReduceScatter(torch.autograd.Function):
         f.path, f.layer, f.weight = path, layer, weight
         f.save_for_backward(x)
         scatters = path.of("scatter", x, len(weight))
-        y, scattering = scatters.multiply_scatter([x], [layer.take(weight)])
+        y, scattering = scatters.multiply_scatter(
+            [x], [layer.take(weight)], Label(layer, "forward")
+        )
         layer.give_back(weight)
         scattering.wait()
         return y
@@ -141,7 +147,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         path, layer, weight = f.path, f.layer, f.weight
         (x,) = f.saved_tensors
         gathers = path.of("gather", dy, x.shape[-1])
-        gathering = gathers.gather(dy)
+        gathering = gathers.gather(dy, Label(layer, "backward"))
         (dx,) = gathering.multiply([layer.take(weight).t()])
         layer.give_back(weight)
         once = not layer.deferring
@@ -149,7 +155,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             gathering.close()
 
         def wgrad() -> None:
-            arrived = gathering if once else gathers.gather_again(dy)
+            arrived = gathering if once else gathers.gather_again(dy, Label(layer, "wgrad"))
             layer.add(weight, _flat(x), _flat(arrived.whole()))
             arrived.close()
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
-from mpu.comm.handle import DONE, Handle, start
+from mpu.comm.handle import DONE, Handle, Label, start
 from mpu.comm.in_memory import sum_of_parts
 from mpu.comm.p2p import exchange
 from mpu.grid import Axis
@@ -73,16 +73,16 @@ class Path(ABC):
         return self
 
     @abstractmethod
-    def gather(self, x: Tensor) -> Gathering:
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
         """Start x on its way to every rank, there to be multiplied."""
 
-    def gather_again(self, x: Tensor) -> Gathering:
+    def gather_again(self, x: Tensor, label: Label | None = None) -> Gathering:
         """Start x on its way to every rank, while something else is multiplied."""
-        return self.gather(x)
+        return self.gather(x, label)
 
     @abstractmethod
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], label: Label | None = None
     ) -> tuple[Tensor, Handle]:
         """Start the sum over ranks of sum_i x_i w_i^T on its way to the owners of its rows."""
 
@@ -109,35 +109,35 @@ class _Whole(Gathering):
 class Replicated(Path):
     """x is whole on every rank; partial products are all-reduced."""
 
-    def gather(self, x: Tensor) -> Gathering:
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
         return _Whole(x, self.axis, x, DONE)
 
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], label: Label | None = None
     ) -> tuple[Tensor, Handle]:
-        return all_reduce(_sum_of_products(xs, weights), self.axis, async_op=True)
+        return all_reduce(_sum_of_products(xs, weights), self.axis, async_op=True, label=label)
 
 
 class Separate(Path):
     """The collective, then the matmul; the matmul, then the collective."""
 
-    def gather(self, x: Tensor) -> Gathering:
-        return _Whole(x, self.axis, *all_gather(x, self.axis, async_op=True))
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
+        return _Whole(x, self.axis, *all_gather(x, self.axis, async_op=True, label=label))
 
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], label: Label | None = None
     ) -> tuple[Tensor, Handle]:
-        return reduce_scatter(_sum_of_products(xs, weights), self.axis, async_op=True)
+        return reduce_scatter(_sum_of_products(xs, weights), self.axis, async_op=True, label=label)
 
 
 class _RingGathering(Gathering):
     """Each rank passes on to the left what came from the right."""
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         super().__init__(x, axis)
         self._full = x.new_empty((axis.size, *x.shape))
         self._full[axis.rank] = x
-        self._turns = [axis.rank, *axis.following]
+        self._turns, self._label = [axis.rank, *axis.following], label
         self._here = 1
         self._coming = self._pass_on(0)
 
@@ -146,7 +146,7 @@ class _RingGathering(Gathering):
             return DONE
         left, right = (self.axis.rank - 1) % self.axis.size, (self.axis.rank + 1) % self.axis.size
         into = self._full[self._turns[i + 1]]
-        return exchange(self._full[self._turns[i]], self.axis, left, right, into)
+        return exchange(self._full[self._turns[i]], self.axis, left, right, into, self._label)
 
     def multiply(self, weights: Sequence[Tensor]) -> list[Tensor]:
         n, size = self.x.shape[0], self.axis.size
@@ -174,11 +174,11 @@ class _RingGathering(Gathering):
 class Ring(Path):
     """Parts as messages: gathered round the ring, scattered straight to their owners."""
 
-    def gather(self, x: Tensor) -> Gathering:
-        return _RingGathering(x, self.axis)
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
+        return _RingGathering(x, self.axis, label)
 
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], label: Label | None = None
     ) -> tuple[Tensor, Handle]:
         rank, size = self.axis.rank, self.axis.size
         n = xs[0].shape[0] // size
@@ -191,7 +191,7 @@ class Ring(Path):
                 parts[rank] = mine
             else:
                 source = (rank - i) % size
-                flying.append(exchange(mine, self.axis, owner, source, parts[source]))
+                flying.append(exchange(mine, self.axis, owner, source, parts[source], label))
         assert parts is not None
         out = torch.empty_like(parts[0])
 
@@ -206,7 +206,7 @@ class Ring(Path):
 class _SharedGathering(Gathering):
     """Each rank writes its part where all see it."""
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         super().__init__(x, axis)
         self._turn: Any = None
         self._copy: Tensor | None = None
@@ -217,7 +217,7 @@ class _SharedGathering(Gathering):
             self._turn.put(x)
             return self._turn
 
-        self._handle = start("all_gather", axis, x, call, (x,), None, True)
+        self._handle = start("all_gather", axis, x, call, (x,), None, True, label)
 
     def whole(self) -> Tensor:
         self._handle.wait()
@@ -240,8 +240,8 @@ class Symmetric(Separate):
     leaves is written there once, and added where it lies.
     """
 
-    def gather(self, x: Tensor) -> Gathering:
-        return _SharedGathering(x, self.axis)
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
+        return _SharedGathering(x, self.axis, label)
 
 
 PATHS: dict[str, type[Path]] = {"none": Separate, "ring": Ring, "symmetric": Symmetric}

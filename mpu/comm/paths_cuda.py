@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm.handle import Handle
+from mpu.comm.handle import Handle, Label
 from mpu.comm.paths import Gathering, Path, Separate
 from mpu.comm.symmetric_cuda import CHUNKS
 from mpu.grid import Axis
@@ -60,14 +60,14 @@ class Kernels(Path):
     def of(self, op: str, x: Tensor, width: int) -> Path:
         return Separate(self.axis) if x.dtype == torch.float64 else self
 
-    def gather(self, x: Tensor) -> Gathering:
+    def gather(self, x: Tensor, label: Label | None = None) -> Gathering:
         return _Pushed(x, self.axis)
 
-    def gather_again(self, x: Tensor) -> Gathering:
-        return Separate(self.axis).gather(x)
+    def gather_again(self, x: Tensor, label: Label | None = None) -> Gathering:
+        return Separate(self.axis).gather(x, label)
 
     def multiply_scatter(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], label: Label | None = None
     ) -> tuple[Tensor, Handle]:
         x, w = xs[0], weights[0]
         if len(xs) > 1:

@@ -27,7 +27,7 @@ from mpu.comm.collectives import (
     gather_bytes,
     reduce_scatter,
 )
-from mpu.comm.handle import Handle
+from mpu.comm.handle import Handle, Label
 from mpu.grid import Axis, Grid
 from mpu.param import GradientSink, placement_of
 from mpu.zero.layout import Entry, Flat, Sharing, automatic_size, cut, gaps
@@ -277,6 +277,7 @@ class GradientBuckets(GradientSink):
         To the owner, then over the other instances of the optimizer; at level 0 back to everyone.
         """
         own, shard, replica = bucket.own_grad, self.shard, self.replica
+        label = Label(bucket, "grad sum")
         narrow = self.sharing.wire not in (None, grad.dtype) and shard.size > 1
         if not self.level:
             part = bucket.length // shard.size
@@ -284,7 +285,7 @@ class GradientBuckets(GradientSink):
         if self.level or not grad.is_cuda or shard.staged or narrow or replica.size > 1:
             into = torch.empty_like(own) if bucket.summed else own
             put = grad.to(self.sharing.wire) if narrow else grad
-            _, handle = reduce_scatter(put, shard, async_op=True, into=into)
+            _, handle = reduce_scatter(put, shard, True, into, label)
             del put
             yield handle
             if self.level >= 2:
@@ -294,13 +295,13 @@ class GradientBuckets(GradientSink):
                 own.add_(into)
             bucket.summed = True
             if replica.size > 1 and not bucket.rounds:
-                piece, handle = reduce_scatter(own, replica, async_op=True)
+                piece, handle = reduce_scatter(own, replica, True, None, label)
                 yield handle
-                yield all_gather(piece, replica, async_op=True, into=own)[1]
+                yield all_gather(piece, replica, True, own, label)[1]
             if not self.level:
-                yield all_gather(own, shard, async_op=True, into=grad)[1]
+                yield all_gather(own, shard, True, grad, label)[1]
         else:
-            yield all_reduce(grad, self.shard, async_op=True)[1]
+            yield all_reduce(grad, self.shard, True, label=label)[1]
         if not self.level and grad.dtype != self.dtype:
             bucket.own_grad.copy_(grad)
 
@@ -322,7 +323,7 @@ class GradientBuckets(GradientSink):
                 self._complete(bucket)
                 for axis in bucket.reduce_axes:
                     assert bucket.grad is not None
-                    all_reduce_in_order(bucket.grad, axis)
+                    all_reduce_in_order(bucket.grad, axis, Label(bucket, "grad sum"))
                 self._launch(bucket)
         for bucket in self.buckets:
             self._drain(bucket)

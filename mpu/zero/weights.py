@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather
-from mpu.comm.handle import DONE, Handle
+from mpu.comm.handle import DONE, Handle, Label
 from mpu.grid import Axis
 
 
@@ -125,7 +125,8 @@ class Gatherer:
     def _gather(self, block: FlatWeights) -> None:
         weights = block.own.new_empty(block.length)
         block.show(weights)
-        _, block.gathering = all_gather(block.own, self.axis, async_op=True, into=weights)
+        label = Label(block, "gather")
+        _, block.gathering = all_gather(block.own, self.axis, True, weights, label)
         self.whole.append(block)
         live = sum(b.length * b.own.element_size() for b in self.whole)
         self.peak = max(self.peak, live)
