@@ -39,7 +39,7 @@ from model.llama import (
 )
 from mpu import native
 from mpu.comm.collectives import sum_in_order
-from mpu.comm.transport import CommunicationError
+from mpu.comm.transport import CommunicationError, Label
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -106,7 +106,8 @@ def train_step(
     total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
     run.watch.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
-    total = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp)
+    label = Label("train_step", "loss sum")
+    total = sum_in_order(sum_in_order(total, run.grid.data, label), run.grid.pp, label)
     run.watch.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)

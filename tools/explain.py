@@ -10,8 +10,9 @@ how much, why.
 
 It starts tp x dp x pp processes on this machine, builds a small Llama with pretrain_llama.build and
 runs pretrain_llama.train_step once. What is printed is seen, not worked out: the trace of the grid
-hears of each collective and message and looks up the Python stack; a TorchDispatchMode sees the
-operations around it. At the end, the totals stand beside the formulas of docs/parallelism.md.
+hears of each collective and message, with the label that its caller gave it; a TorchDispatchMode
+sees the operations around it. At the end, the totals stand beside the formulas of
+docs/parallelism.md.
 """
 
 import argparse
@@ -35,8 +36,9 @@ from mpu.grid import Grid, Launch
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, make_grid, train_step
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
+from tools.explain_ops import Operations
 from tools.explain_text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
-from tools.explain_trace import Explainer, Operations
+from tools.explain_trace import Explainer
 from tools.explain_zero import ZERO_SIZES
 from training.arguments import parse
 from training.config import Config
@@ -146,7 +148,7 @@ def explain(config: Config, grid: Grid) -> Explained:
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
-        with Operations(explainer):
+        with Operations(explainer.ran):
             _, _, found_inf = train_step(run, batches, config.optimizer.lr)
             run.watch.action = f"the end of iteration {run.iteration + 1}"
             agreement = Agreement(grid.world)

@@ -4,10 +4,11 @@ gradients are done, which weights are whole.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from textwrap import wrap
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mpu.zero.layout import block_of
 from pretrain_llama import Run
@@ -47,6 +48,14 @@ class Buckets:
     def number(self, block: Any) -> int | None:
         """Return which bucket this is; None if it is none."""
         return self.place.get(id(block))
+
+    def holding(self, memory: Collection[int]) -> int | None:
+        """Return which bucket's weights or gradients lie in one of these; None if none do."""
+        for i, bucket in enumerate(self.sink.buckets):
+            tensors = [value for value in vars(bucket).values() if isinstance(value, Tensor)]
+            if any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors):
+                return i
+        return None
 
     def whole(self) -> list[int]:
         """List the buckets whose weights were gathered for use and not freed yet."""

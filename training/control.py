@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
-from mpu.comm.transport import Axis
+from mpu.comm.transport import Axis, Label
 from training.config import CheckpointConfig, Config, RunConfig
 
 
@@ -232,7 +232,8 @@ class _Flags:
     """
 
     def __init__(self, flags: Tensor, world: Axis, stream: torch.cuda.Stream | None) -> None:
-        self._sum, self._handle = all_reduce(flags, world, async_op=True)
+        label = Label("agreement", "go on?")
+        self._sum, self._handle = all_reduce(flags, world, async_op=True, label=label)
         self._host, self._arrived = self._sum, None
         if stream is not None:
             self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)

@@ -10,7 +10,7 @@
     operators.)
 
 The linear layers fuse these with their matmuls (mpu/comm/overlap.py); everything else calls them
-here.
+here. who: the layer that asks, for the trace of the axis.
 """
 
 from collections.abc import Callable
@@ -20,61 +20,59 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
-from mpu.comm.transport import Axis
+from mpu.comm.transport import Axis, Label
+
+Verb = Callable[[Tensor, Axis, Label], Tensor]
 
 
-def _identity(x: Tensor, axis: Axis) -> Tensor:
+def _identity(x: Tensor, axis: Axis, label: Label) -> Tensor:
     return x.view_as(x)
 
 
-def _reduce(x: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(x.clone(), axis)[0]
+def _reduce(x: Tensor, axis: Axis, label: Label) -> Tensor:
+    return all_reduce(x.clone(), axis, label=label)[0]
 
 
-def _gather(x: Tensor, axis: Axis) -> Tensor:
-    return all_gather(x, axis)[0]
+def _gather(x: Tensor, axis: Axis, label: Label) -> Tensor:
+    return all_gather(x, axis, label=label)[0]
 
 
-def _scatter(x: Tensor, axis: Axis) -> Tensor:
-    return reduce_scatter(x, axis)[0]
+def _scatter(x: Tensor, axis: Axis, label: Label) -> Tensor:
+    return reduce_scatter(x, axis, label=label)[0]
 
 
 class _Pair(torch.autograd.Function):
     """Do one verb forward and its conjugate backward."""
 
     @staticmethod
-    def forward(
-        f: Any, x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
-    ) -> Tensor:
-        f.axis, f.back = axis, back
-        return there(x, axis)
+    def forward(f: Any, x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor:
+        f.axis, f.back, f.who = axis, back, who
+        return there(x, axis, Label(who, "forward"))
 
     @staticmethod
     def backward(f: Any, dy: Tensor) -> Any:
-        return f.back(dy, f.axis), None, None, None
+        return f.back(dy, f.axis, Label(f.who, "backward")), None, None, None, None
 
 
-def _pair(
-    x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor]
-) -> Tensor:
-    return x if axis.size == 1 else _Pair.apply(x, axis, there, back)
+def _pair(x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor:
+    return x if axis.size == 1 else _Pair.apply(x, axis, there, back, who)
 
 
-def copy_to_parallel(x: Tensor, axis: Axis) -> Tensor:
+def copy_to_parallel(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Pass x on; sum its gradient over the axis."""
-    return _pair(x, axis, _identity, _reduce)
+    return _pair(x, axis, _identity, _reduce, who)
 
 
-def reduce_from_parallel(x: Tensor, axis: Axis) -> Tensor:
+def reduce_from_parallel(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Sum x over the axis; pass its gradient on."""
-    return _pair(x, axis, _reduce, _identity)
+    return _pair(x, axis, _reduce, _identity, who)
 
 
-def gather_from_sequence(x: Tensor, axis: Axis) -> Tensor:
+def gather_from_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """[s/t, b, h] -> [s, b, h]; the gradient is summed and scattered back."""
-    return _pair(x, axis, _gather, _scatter)
+    return _pair(x, axis, _gather, _scatter, who)
 
 
-def scatter_to_sequence(x: Tensor, axis: Axis) -> Tensor:
+def scatter_to_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """[s, b, h] partial -> [s/t, b, h] summed; the gradient is gathered."""
-    return _pair(x, axis, _scatter, _gather)
+    return _pair(x, axis, _scatter, _gather, who)

@@ -36,8 +36,11 @@ class Label(NamedTuple):
 class Started(Protocol):
     """What a trace returns for a collective that is about to start."""
 
+    def waiting(self) -> None:
+        """Note that somebody begins to wait for the result."""
+
     def waited(self) -> None:
-        """Note that somebody waited for the result."""
+        """Note that the result is there."""
 
 
 class Trace(Protocol):
@@ -73,6 +76,8 @@ class Handle:
         """Wait once; a second call does nothing. Raises CommunicationError."""
         work, finish, event = self._work, self._finish, self._event
         self._work = self._finish = self._event = None
+        if event is not None:
+            event.waiting()
         if work is not None:
             try:
                 work.wait()

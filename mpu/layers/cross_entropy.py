@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather
+from mpu.comm.transport import Label
 from mpu.context import LayerContext
 from mpu.layers.fused import call, fits
 
+LABEL = Label("cross_entropy", "forward")  # of its collective
 ROWS = 64  # tokens a chunk: a chunk of logits stays in the cache through every pass over it
 
 
@@ -61,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
             top.fill_(-torch.inf)
             stats[1:].zero_()
 
-        every = all_gather(stats[None], tp)[0]  # [t, 3, tokens]
+        every = all_gather(stats[None], tp, label=LABEL)[0]  # [t, 3, tokens]
         peak = every[:, 0].amax(0)
         sums = torch.zeros_like(peak)
         for part in every:

@@ -34,8 +34,8 @@ class VocabParallelEmbedding(nn.Module):
         """Look up, sum over the ranks, and keep this rank's part of the sequence under SP."""
         x = _Lookup.apply(tokens.t(), self.weight, self)
         tp = self.ctx.tp
-        out: Tensor = scatter_to_sequence(x, tp) if self.ctx.sp else reduce_from_parallel(x, tp)
-        return out
+        gather = scatter_to_sequence if self.ctx.sp else reduce_from_parallel
+        return gather(x, tp, self)
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,14 +18,14 @@ themselves.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpu.comm.p2p import Outbox, receive, send
-from mpu.comm.transport import Handle
+from mpu.comm.transport import Handle, Label
 from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.param import WeightGradientQueue, run_deferred
@@ -34,6 +34,21 @@ from mpu.pipeline.simulate import Message, Step, plan
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch
+
+
+class Parcel(NamedTuple):
+    """What a message carries: the output of a stage's F, or the input's gradient of its B.
+
+    kind: F or B. stage: the one that made it. peer: the pipeline rank at the other end.
+    """
+
+    kind: str
+    micro_batch: int
+    stage: int
+    peer: int
+
+
+PHASE = {"F": "forward", "B": "backward"}
 
 
 class Engine:
@@ -184,7 +199,10 @@ class _Run:
     def _post(self, message: Message) -> tuple[Tensor, Handle]:
         engine, grid = self.engine, self.engine.grid
         axis = grid.pp if message.sender < message.to else grid.pp_back
-        return receive(self.shape, engine.dtype, engine.device, axis, message.sender)
+        kind, stage = message.kind, self.schedule.stage(message.to, message.chunk)
+        maker = stage + (-1 if kind == "F" else 1)
+        label = Label(Parcel(kind, message.micro_batch, maker, message.sender), PHASE[kind])
+        return receive(self.shape, engine.dtype, engine.device, axis, message.sender, label)
 
     def _take(self, action: Action) -> Tensor | None:
         """Return what an F or B starts from, waiting for it if it comes from another rank."""
@@ -210,5 +228,5 @@ class _Run:
         if to == self.rank:
             self.handed[kind, chunk, i] = out
             return
-        grid = self.engine.grid
-        self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to))
+        grid, label = self.engine.grid, Label(Parcel(kind, i, stage, to), PHASE[kind])
+        self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to, label))
