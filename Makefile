@@ -22,8 +22,8 @@ train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes
 test: setup lint ## lint, and every test that needs neither a GPU nor patience
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs
 
-prove: setup ## every proof in its long form
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -m "not gpu"
+prove: setup ## every proof in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
+	@OMP_NUM_THREADS=1 $(RUN) tests/prove.py $(call given,PART)
 
 explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \

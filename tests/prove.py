@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every test in its long form, part by part, and print how each part went: `make prove`.
+
+    python tests/prove.py              all parts, one after another
+    python tests/prove.py kills model  these
+
+Exits 1 if a part fails, after all of them have run.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = "tests/gpu"  # `make gpu-check` runs it
+# A test file belongs to the part that names it, or else to the one that names the nearest folder.
+PARTS: dict[str, tuple[str, ...]] = {
+    "house": ("tests",),
+    "mpu": ("tests/mpu",),
+    "training": ("tests/training",),
+    "checkpoint": (
+        "tests/training/checkpoint",
+        "tests/test_reshard.py",
+        "tests/test_large_world.py",
+    ),
+    "tools": ("tests/tools", "tests/benchmarks"),
+    "model": (
+        "tests/test_parity.py",
+        "tests/test_pipeline_parity.py",
+        "tests/test_zero_parity.py",
+        "tests/test_fork.py",
+    ),
+    "zero": ("tests/test_zero_order.py", "tests/test_zero_memory.py", "tests/test_waits.py"),
+    "runs": (
+        "tests/test_pipeline_run.py",
+        "tests/test_zero_run.py",
+        "tests/test_sample_ledger.py",
+    ),
+    "failures": (
+        "tests/test_failures.py",
+        "tests/test_pipeline_failures.py",
+        "tests/test_zero_failures.py",
+        "tests/test_torchrun.py",
+    ),
+    "kills": ("tests/test_kills.py",),
+    "repeated-kills": ("tests/test_storm.py",),
+}
+
+
+@dataclass
+class Outcome:
+    """How a part went. counts: {"tests", "failures", "errors", "skipped"} of pytest."""
+
+    part: str
+    counts: dict[str, int]
+    code: int
+    seconds: float
+
+    def __str__(self) -> str:
+        bad = self.counts["failures"] + self.counts["errors"]
+        result = "passed" if self.code == 0 else f"{bad} FAILED" if bad else f"EXIT {self.code}"
+        if self.counts["skipped"]:
+            result += f", {self.counts['skipped']} skipped"
+        return f"{self.part:<15} {self.counts['tests']:>6,} {result:<24} {self.seconds:>8,.0f}"
+
+
+def part_of(name: str, parts: Mapping[str, Sequence[str]] = PARTS) -> str:
+    """Return the part of a test file, by the longest path that holds it. Raises KeyError."""
+    fits = [
+        (len(path), part)
+        for part, paths in parts.items()
+        for path in paths
+        if name == path or name.startswith(path + "/")
+    ]
+    if not fits:
+        raise KeyError(name)
+    return max(fits)[1]
+
+
+def files_of(part: str) -> list[str]:
+    """List the test files of a part."""
+    names = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py"))
+    return [n for n in names if not n.startswith(GPU + "/") and part_of(n) == part]
+
+
+def run(part: str, files: Sequence[str]) -> Outcome:
+    """Run a part's files in a pytest of its own. A part without a test fails."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-m", "pytest", "-q", "-rs", "-m", "not gpu", f"--junitxml={report}", *files]
+        code = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
+        keys = ("tests", "failures", "errors", "skipped")
+        counts = dict.fromkeys(keys, 0)
+        if report.exists():
+            for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+                counts = {key: counts[key] + int(suite.get(key, 0)) for key in keys}
+    return Outcome(part, counts, code, time.monotonic() - began)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Write one line a part, and all of them together."""
+    total = f"{sum(o.counts['tests'] for o in outcomes):>6,}"
+    bad = sum(o.code != 0 for o in outcomes)
+    result = f"{bad} of {len(outcomes)} parts FAILED" if bad else "passed"
+    seconds = sum(o.seconds for o in outcomes)
+    head = f"{'part':<15} {'tests':>6} {'result':<24} {'seconds':>8}"
+    last = f"{'all':<15} {total} {result:<24} {seconds:>8,.0f}"
+    return "\n".join([head, *map(str, outcomes), last])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts that are named, or all; return 1 if one fails, 2 for a name of no part."""
+    for part in argv:
+        if part not in PARTS:
+            print(f"make prove: PART {part} is none of {', '.join(PARTS)}", file=sys.stderr)
+            return 2
+    outcomes = []
+    try:
+        for part in argv or PARTS:
+            print(f"make prove: {part}", flush=True)
+            outcomes.append(run(part, files_of(part)))
+            print(outcomes[-1], flush=True)
+    finally:  # also after Ctrl-C
+        print(f"\n{table(outcomes)}", flush=True)
+    return int(any(outcome.code for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
