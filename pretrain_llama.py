@@ -46,7 +46,7 @@ from mpu.grid import Grid, Launch
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
-from mpu.zero import adam
+from mpu.zero import adam_backends
 from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -344,7 +344,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
     grid.launch.check_meeting()
     device, data = choose_device(config, grid.launch), config.data
     backend = config.parallel.optimizer_backend
-    if why := adam.missing(backend, device.type, accumulate_dtype(config)):
+    if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mpu.comm.transport import Axis
+from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
-from mpu.param import GradientSink, WeightGradientQueue
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Comm:
 
         memory: its ranks share memory, as those of a run on one host do.
         """
-        from mpu.comm.connect import share
+        from mpu.connect import share
         from mpu.grid import Grid, Launch
 
         key = (tp, cp, pp, instances, memory)

@@ -57,7 +57,7 @@ POINTS = {
     "bucket leaves": (bucket.ParamAndGradBucket, "start_grad_sync"),
     "bucket goes on": (bucket.ParamAndGradBucket, "wait_and_start_next"),
     "gather of the optimizer": (optimizer, "all_gather"),
-    "AdamW": (adam._Torch, "step"),
+    "AdamW": (adam.TorchAdam, "step"),
     "evaluation": (pretrain_llama, "forward_only"),
     "saving": (saving, "write_safetensors"),
     "committing": (saving, "_commit"),

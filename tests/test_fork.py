@@ -4,8 +4,8 @@ ranks, cut by tensor, data or pipeline parallelism; save in one layout and go on
 
 The fork adds a gain vector to the attention's output, whose gradient is a partial sum over tp under
 sequence parallelism, and a temperature to the logits, partial because each rank has its own
-columns. Both are ordinary autograd code: `mpu.param.use` sends the gradient to the sink, and the
-Placement says over which axis it is partial. Neither mpu nor training is touched.
+columns. Both are ordinary autograd code: `mpu.gradients.use` sends the gradient to the sink, and
+the Placement says over which axis it is partial. Neither mpu nor training is touched.
 """
 
 import importlib.util

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpu.param import WeightGradientQueue
+from mpu.gradients import WeightGradientQueue
 from pretrain_llama import train_step
 from training.control import Agreement
 
@@ -129,7 +129,7 @@ def _path(file: str) -> str:
 
 CARRIERS = "mpu/comm/"  # what carries a collective is not where it is called
 MATMUL = "mpu/comm/overlap.py"  # stands there, but calls
-SERVANTS = (CARRIERS, "mpu/zero/", "mpu/param.py")  # what they do is done for a layer
+SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do is done for a layer
 # what the step itself does, by the file in which it stands
 STEP = {
     _path(train_step.__code__.co_filename): "train_step",

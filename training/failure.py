@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpu.comm.connect import share, share_gpus
 from mpu.comm.transport import CommunicationError
+from mpu.connect import share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags import table

@@ -56,7 +56,7 @@ def lines(
         if found or transient[kind]:
             why = (
                 "the formula is of the second step on, with the most micro-batches, of that model; "
-                "a block that mpu.param.use has touched is whole until its backward"
+                "a block that mpu.gradients.use has touched is whole until its backward"
             )
             out.append(_line(f"{kind}, at most", found, transient[kind], why))
     return out

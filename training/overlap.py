@@ -89,7 +89,10 @@ def settle(
         methods = [method for method in METHODS if method != "symmetric" or not why_not]
         machine = " + ".join(sorted({rank["machine"] for rank in ranks}))
         needed = {key for _, key in names}
-        chosen = _auto(ctx, config, layers, needed, methods, machine, note, recorded or {})
+        chosen = _auto(
+            ctx, config, layers, needed=needed, methods=methods, machine=machine, note=note,
+            recorded=recorded or {},
+        )  # fmt: skip
         if why_not:
             note(f"overlap: symmetric is not to be had: {why_not}")
     elif mode == "symmetric" and why_not:

@@ -155,7 +155,7 @@ class ProcessGroupTransport(Transport):
             return dist.all_reduce(wire, op=op, group=self.group, async_op=True)
 
         home = _copy_back(wire, x)
-        return x, axis.start("all_reduce", x, call, (wire,), home, async_op, label)
+        return x, axis.start("all_reduce", x, call, (wire,), home, async_op=async_op, label=label)
 
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -172,7 +172,10 @@ class ProcessGroupTransport(Transport):
         def call() -> Any:
             return _all_gather(out, wire, group=self.group, async_op=True)
 
-        return result, axis.start("all_gather", x, call, (wire, out), finish, async_op, label)
+        handle = axis.start(
+            "all_gather", x, call, (wire, out), finish, async_op=async_op, label=label
+        )
+        return result, handle
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -186,7 +189,10 @@ class ProcessGroupTransport(Transport):
             def call() -> Any:
                 return _reduce_scatter(out, wire, group=self.group, async_op=True)
 
-            return out, axis.start("reduce_scatter", x, call, (wire, out), None, async_op, label)
+            handle = axis.start(
+                "reduce_scatter", x, call, (wire, out), None, async_op=async_op, label=label
+            )
+            return out, handle
         parts = torch.empty_like(wire)
 
         def exchange() -> Any:
@@ -196,7 +202,10 @@ class ProcessGroupTransport(Transport):
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         keep = (wire, parts)
-        return out, axis.start("reduce_scatter", x, exchange, keep, finish, async_op, label)
+        handle = axis.start(
+            "reduce_scatter", x, exchange, keep, finish, async_op=async_op, label=label
+        )
+        return out, handle
 
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:

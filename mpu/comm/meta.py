@@ -20,7 +20,7 @@ class MetaTransport(Transport):
     ) -> tuple[Tensor, Handle]:
         """Return x."""
         assert x.is_meta and op == dist.ReduceOp.SUM
-        return x, axis.start("all_reduce", x, _nothing, (), None, async_op, label)
+        return x, axis.start("all_reduce", x, _nothing, (), None, async_op=async_op, label=label)
 
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -28,7 +28,7 @@ class MetaTransport(Transport):
         """Return a tensor of axis.size times the rows of x."""
         assert x.is_meta
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-        return out, axis.start("all_gather", x, _nothing, (), None, async_op, label)
+        return out, axis.start("all_gather", x, _nothing, (), None, async_op=async_op, label=label)
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -36,7 +36,10 @@ class MetaTransport(Transport):
         """Return a tensor of the rows of x over axis.size."""
         assert x.is_meta and x.shape[0] % axis.size == 0
         out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-        return out, axis.start("reduce_scatter", x, _nothing, (), None, async_op, label)
+        handle = axis.start(
+            "reduce_scatter", x, _nothing, (), None, async_op=async_op, label=label
+        )
+        return out, handle
 
 
 def _nothing() -> None:

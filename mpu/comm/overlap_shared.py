@@ -26,7 +26,7 @@ class _SharedGathering(Gathering):
             self._turn.put(x)
             return self._turn
 
-        self._handle = axis.start("all_gather", x, call, (x,), None, True, label)
+        self._handle = axis.start("all_gather", x, call, (x,), None, async_op=True, label=label)
 
     def whole(self) -> Tensor:
         self._handle.wait()

@@ -26,7 +26,7 @@ def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     def call() -> Any:
         return dist.isend(wire, axis.ranks[to], group=group_of(axis))
 
-    return axis.start("send", x, call, (wire,), None, True, label)
+    return axis.start("send", x, call, (wire,), None, async_op=True, label=label)
 
 
 def receive(
@@ -48,7 +48,7 @@ def receive(
         if wire is not out:
             out.copy_(wire)
 
-    return out, axis.start("receive", out, call, (wire,), finish, True, label)
+    return out, axis.start("receive", out, call, (wire,), finish, async_op=True, label=label)
 
 
 class _Both:
@@ -83,7 +83,7 @@ def exchange(
         if out is not into:
             into.copy_(out)
 
-    return axis.start("send", x, call, (wire, out), finish, True, label)
+    return axis.start("send", x, call, (wire, out), finish, async_op=True, label=label)
 
 
 class Outbox:

@@ -60,7 +60,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
                 flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
         write, later = (lambda turn: turn.put(x.detach())), async_op and axis.size == 2
-        return x, self._begin("all_reduce", axis, x, write, read, later, label)
+        return x, self._begin("all_reduce", axis, x, write, read, async_op=later, label=label)
 
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -81,7 +81,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
                 copy(out[low:high], x)
 
         write = lambda turn: turn.put(x)  # noqa: E731
-        return out, self._begin("all_gather", axis, x, write, read, async_op, label)
+        return out, self._begin("all_gather", axis, x, write, read, async_op=async_op, label=label)
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -110,7 +110,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
             parts[rank] = own.clone() if aside else own
             sum_of_parts(parts, out)
 
-        return out, self._begin("reduce_scatter", axis, x, write, read, async_op, label)
+        handle = self._begin(
+            "reduce_scatter", axis, x, write, read, async_op=async_op, label=label
+        )
+        return out, handle
 
     def _begin(
         self,
@@ -134,6 +137,6 @@ class SharedMemoryTransport(ProcessGroupTransport):
             read(turns[0])
             turns[0].close()
 
-        handle = axis.start(verb, x, call, (x,), finish, async_op, label)
+        handle = axis.start(verb, x, call, (x,), finish, async_op=async_op, label=label)
         turns[0].complete = handle.wait
         return handle

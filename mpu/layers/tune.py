@@ -20,8 +20,8 @@ from torch import Tensor
 from mpu.comm.collectives import barrier, gather_bytes
 from mpu.comm.overlap_map import OverlapMap, key
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
-from mpu.param import GradientSink, WeightGradientQueue
 
 MARGIN = 0.01  # of the time of `none`: less is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow

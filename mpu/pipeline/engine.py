@@ -18,6 +18,7 @@ themselves.
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mpu.comm.p2p import Outbox, receive, send
 from mpu.comm.transport import Handle, Label
 from mpu.comm.watch import Watch
+from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.grid import Grid
-from mpu.param import WeightGradientQueue, run_deferred
-from mpu.pipeline.schedules import Action, Schedule
+from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import Message, Step, plan
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
@@ -85,7 +86,8 @@ class Engine:
         self.schedule, clock = schedule, None
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
-        with Outbox(polls=self.device.type == "cuda" and not self.grid.pp.staged) as outbox:
+        polls = self.device.type == "cuda" and not self.grid.pp.staged
+        with Outbox(polls) if self.grid.pp.size > 1 else nullcontext() as outbox:
             during = f" {during}" if during else ""
             turn = _Run(self, schedule, forward, shape, outbox, during)
             for step in steps:
@@ -139,7 +141,7 @@ class _Run:
         schedule: Schedule,
         forward: Forward,
         shape: tuple[int, ...],
-        outbox: Outbox,
+        outbox: Outbox | None,  # None where one rank is the whole pipeline
         during: str,
     ) -> None:
         self.engine, self.schedule, self.forward = engine, schedule, forward
@@ -160,14 +162,13 @@ class _Run:
         fused = kind != "F" and not self.schedule.split
         if kind == "W" and fused:
             return  # it ran with its B
-        given = self._take(step.action) if kind != "W" else None
+        given = self._take(step) if kind != "W" else None
         name = "BW" if fused else kind
-        stage = self.schedule.stage(self.rank, chunk)
         doing = f"{name} chunk {chunk} micro-batch {i}"
-        self.engine.watch.action = f"{doing} in stage {stage}{self.during}"
+        self.engine.watch.action = f"{doing} in stage {step.stage}{self.during}"
         begin = clock.now() if clock else None
         if kind == "F":
-            out = self._forward(chunk, i, given)
+            out = self._forward(step, given)
         elif kind == "B":
             out = self._backward(chunk, i, given, fused)
         else:
@@ -175,16 +176,17 @@ class _Run:
         if clock:
             clock.noted.append((name, chunk, i, begin, clock.now()))
         if out is not None:
-            self._give(kind, stage, i, out)
+            self._give(kind, step.stage, i, out)
 
-    def _forward(self, chunk: int, i: int, hidden: Tensor | None) -> Tensor | None:
+    def _forward(self, step: Step, hidden: Tensor | None) -> Tensor | None:
+        _, chunk, i = step.action
         with torch.set_grad_enabled(self.training):
             if hidden is not None and self.training:
                 self.inputs[chunk, i] = hidden.requires_grad_()
             out = self.forward(chunk, i, hidden)
             if self.training:
                 self.outputs[chunk, i] = get_gradient_edge(out)
-        return None if self.schedule.stage(self.rank, chunk) == self.last else out.detach()
+        return None if step.stage == self.last else out.detach()
 
     def _backward(self, chunk: int, i: int, dy: Tensor | None, fused: bool) -> Tensor | None:
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
@@ -204,10 +206,10 @@ class _Run:
         label = Label(Parcel(kind, message.micro_batch, maker, message.sender), PHASE[kind])
         return receive(self.shape, engine.dtype, engine.device, axis, message.sender, label)
 
-    def _take(self, action: Action) -> Tensor | None:
+    def _take(self, step: Step) -> Tensor | None:
         """Return what an F or B starts from, waiting for it if it comes from another rank."""
+        action, stage = step.action, step.stage
         kind, chunk, i = action
-        stage = self.schedule.stage(self.rank, chunk)
         if stage == (0 if kind == "F" else self.last):
             return None
         if action in self.handed:
@@ -229,4 +231,5 @@ class _Run:
             self.handed[kind, chunk, i] = out
             return
         grid, label = self.engine.grid, Label(Parcel(kind, i, stage, to), PHASE[kind])
+        assert self.outbox is not None
         self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to, label))

@@ -48,7 +48,7 @@ class Schedule:
     split: bool = False
     v_shape: bool = False
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Count the stages, p v."""
         return len(self.ranks) * self.chunks

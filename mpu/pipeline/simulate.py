@@ -29,11 +29,12 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One action of a rank, the receives posted before it, and what is sent after it."""
+    """One action of a rank, the receives posted before it, what is sent after it, its stage."""
 
     action: Action
     receives: tuple[Message, ...]
     sends: Message | None
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     on a pair, and never part a B from its W in a schedule that is not split.
     """
     hoisted = []
-    for rank in _blocking(schedule):
+    for number, rank in enumerate(_blocking(schedule)):
         receives: list[tuple[Message, ...]] = [()] * len(rank)
         for n, step in enumerate(rank):
             before = max(n - 1, 0)
@@ -79,7 +80,12 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
                 before -= 1
             receives[before] += step.receives
         steps = zip(rank, receives, strict=True)
-        hoisted.append(tuple(step._replace(receives=earlier) for step, earlier in steps))
+        hoisted.append(
+            tuple(
+                step._replace(receives=earlier, stage=schedule.stage(number, step.action.chunk))
+                for step, earlier in steps
+            )
+        )
     return tuple(hoisted)
 
 

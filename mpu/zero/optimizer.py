@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.grid import Grid
 from mpu.param import placement_of
-from mpu.zero.adam import make
+from mpu.zero.adam_backends import make
 from mpu.zero.layout import BLOCK
 from mpu.zero.offload import Offload
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -27,7 +27,8 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. backend: whose kernel (mpu/zero/adam.py).
+    largest global norm a step uses; 0 turns clipping off. backend: whose kernel
+    (mpu/zero/adam_backends.py).
     cpu_offload: masters and moments live in host memory (mpu/zero/offload.py).
     """
 

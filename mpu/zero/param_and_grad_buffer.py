@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.transport import Axis
+from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from mpu.param import GradientSink, placement_of
+from mpu.param import placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
 from mpu.zero.layout import ParamEntry, ZeroConfig, automatic_size, make_buckets
 from mpu.zero.reduce import Reduction
@@ -90,10 +91,10 @@ class ParamAndGradBuffer(GradientSink):
                 layout,
                 params,
                 sum(self._uses[param] for param in held),
-                self.reduction,
-                axes[layout.axes],
-                self.main,
-                self.live,
+                reduction=self.reduction,
+                reduce_axes=axes[layout.axes],
+                main=self.main,
+                live=self.live,
             )
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(held, bucket)
@@ -195,7 +196,7 @@ class ParamAndGradBuffer(GradientSink):
                 if bucket.sharded:
                     raise RuntimeError(
                         f"{name} was used in plain autograd, which at ZeRO level 3 sees no weight: "
-                        "take it by mpu.param.use(weight, ctx.sink)"
+                        "take it by mpu.gradients.use(weight, ctx.sink)"
                     )
                 self.add(param, param.grad)
                 param.grad, bucket.plain = None, True

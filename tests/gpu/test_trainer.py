@@ -84,8 +84,8 @@ def test_recomputation_on_a_gpu(tmp_path, granularity):
 
 def test_weight_gradients_come_out_in_fp32():
     """bf16 operands, fp32 product and sum: no worse than fp32 accumulation of exact products."""
+    from mpu.gradients import GradientSink
     from mpu.layers.linear import Recipe
-    from mpu.param import GradientSink
 
     sink, weight = GradientSink(), torch.nn.Parameter(torch.zeros(64, 32, device="cuda").bfloat16())
     x, dy = (torch.randn(512, n, device="cuda").bfloat16() for n in (32, 64))

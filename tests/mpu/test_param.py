@@ -10,18 +10,9 @@ import torch
 from torch import nn
 
 from mpu.comm.transport import Axis
+from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred, use
 from mpu.layers.linear import Recipe
-from mpu.param import (
-    GradientSink,
-    Placement,
-    WeightGradientQueue,
-    cut,
-    draw_normal,
-    parameter,
-    placement_of,
-    run_deferred,
-    use,
-)
+from mpu.param import Placement, cut, draw_normal, parameter, placement_of
 
 
 def axis(rank: int, size: int) -> Axis:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm import connect, workspace
+from mpu import connect
+from mpu.comm import workspace
 from mpu.comm.overlap_map import OverlapMap
 from mpu.comm.watch import Watch
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpu.param import GradientSink
 from tests.dry import read as parsed
 from tests.twin import config_of, micro_batches
 from training import overlap

@@ -25,11 +25,11 @@ from mpu.comm.collectives import (
     group_of,
     reduce_scatter,
 )
-from mpu.comm.connect import share
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import SymmetricBuffer
 from mpu.comm.transport import Axis, Handle
 from mpu.comm.workspace import Workspace
+from mpu.connect import share
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 WAIT = timedelta(seconds=20)

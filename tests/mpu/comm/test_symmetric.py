@@ -28,11 +28,11 @@ from mpu.comm.collectives import (
     by_process_group,
     group_of,
 )
-from mpu.comm.connect import share
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import SymmetricBuffer, Unavailable
 from mpu.comm.transport import Axis, CommunicationError
 from mpu.comm.workspace import Workspace
+from mpu.connect import share
 
 WAIT = timedelta(seconds=20)
 

@@ -6,10 +6,10 @@ import torch
 from torch.autograd import gradcheck
 
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink
 from mpu.layers.attention import attention_core, document_mask
 from mpu.layers.fused import RMSNorm, apply_rope, swiglu
 from mpu.layers.rope import rope_frequencies, rope_table
-from mpu.param import GradientSink
 
 
 def table(length: int, d: int, dtype: torch.dtype = torch.float64):

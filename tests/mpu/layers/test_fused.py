@@ -10,10 +10,10 @@ import torch
 
 from mpu import native
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.fused import RMSNorm, apply_rope, fits, swiglu
 from mpu.layers.rope import rope_frequencies, rope_table
-from mpu.param import GradientSink
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

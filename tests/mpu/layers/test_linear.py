@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink, run_deferred
 from mpu.grid import Grid, Launch
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
-from mpu.param import GradientSink, run_deferred
 
 S, B, IN, OUT = 8, 3, 12, 20
 

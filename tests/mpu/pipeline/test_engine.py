@@ -12,7 +12,7 @@ import torch
 
 import pretrain_llama
 from mpu.comm.watch import Watch
-from mpu.param import WeightGradientQueue, run_deferred
+from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import CHUNKS, build, forward_only
 from mpu.pipeline.simulate import Costs, simulate

@@ -160,12 +160,12 @@ def test_the_plan_of_two_ranks_receives_one_action_ahead():
             Step(W(1), (), None),
         ),
         (
-            Step(F(0), first, None),
-            Step(B(0), (), None),
-            Step(W(0), (), back[0]),
-            Step(F(1), (), None),
-            Step(B(1), (), None),
-            Step(W(1), (), back[1]),
+            Step(F(0), first, None, 1),
+            Step(B(0), (), None, 1),
+            Step(W(0), (), back[0], 1),
+            Step(F(1), (), None, 1),
+            Step(B(1), (), None, 1),
+            Step(W(1), (), back[1], 1),
         ),
     )
 

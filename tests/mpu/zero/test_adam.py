@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu.zero import adam
+from mpu.zero import adam, adam_backends
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 SIZES, DECAY = ((7, 1024), (30,), (513,)), (0.1, 0.0, 0.1)
@@ -31,7 +31,7 @@ def make(backend: str, dtype: torch.dtype = torch.float32):
     segments = [segment for group in groups for segment in group["params"]]
     for segment in segments:
         segment.grad = torch.zeros_like(segment)
-    return adam.make(backend, groups, lr=1.0, betas=BETAS, eps=EPS), segments
+    return adam_backends.make(backend, groups, lr=1.0, betas=BETAS, eps=EPS), segments
 
 
 def give(step: int, segments: list[Tensor]) -> list[Tensor]:
@@ -264,15 +264,16 @@ def test_a_step_does_not_wait_for_the_device(packages, backend, dtype):
 
 
 def test_says_what_is_missing(packages, monkeypatch):
-    assert adam.missing("torch", "cpu") == adam.missing("torch", "cuda", torch.float64) == ""
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float64)):
+        assert adam_backends.missing("torch", device, dtype) == ""
     for backend in ("apex", "te"):
-        assert adam.missing(backend, "cuda") == ""
+        assert adam_backends.missing(backend, "cuda") == ""
         flag = f"--optimizer-backend {backend}"
-        assert adam.missing(backend, "cpu") == (
+        assert adam_backends.missing(backend, "cpu") == (
             f"{flag} has CUDA kernels only: use --optimizer-backend torch on cpu"
         )
         fp64 = f"{flag} updates fp32 masters only, not float64: use --optimizer-backend torch"
-        assert adam.missing(backend, "cuda", torch.float64) == fp64
+        assert adam_backends.missing(backend, "cuda", torch.float64) == fp64
         with pytest.raises(ValueError, match=fp64):
             make(backend, torch.float64)
     monkeypatch.delattr(sys.modules["apex.optimizers"], "FusedAdam")  # another package's name
@@ -281,6 +282,6 @@ def test_says_what_is_missing(packages, monkeypatch):
         ("apex", "NVIDIA apex, built with its CUDA extensions,", "AttributeError"),
         ("te", "Transformer Engine", "ModuleNotFoundError"),
     ):
-        said = adam.missing(backend, "cuda")
+        said = adam_backends.missing(backend, "cuda")
         assert said.startswith(f"--optimizer-backend {backend} needs {package} which cannot be")
         assert error in said and said.endswith("install it or use --optimizer-backend torch")

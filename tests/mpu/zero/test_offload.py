@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpu.zero import adam
+from mpu.zero import adam, adam_backends
 from mpu.zero.offload import Offload
 
 LENGTHS = (3072, 1024, 2048)
@@ -38,7 +38,7 @@ def train(dtype: torch.dtype, offloaded: bool, device: str = "cpu") -> list[Tens
     buckets = segments(masters, offload.gradients if offload else grads)
     if not offload:  # one for all buckets, as without offloading
         buckets = [[group for groups in buckets for group in groups]]
-    adams = [adam.make("torch", b, lr=0.0, betas=(0.9, 0.95), eps=1e-8) for b in buckets]
+    adams = [adam_backends.make("torch", b, lr=0.0, betas=(0.9, 0.95), eps=1e-8) for b in buckets]
     for step in range(4):
         for grad in grads:
             grad.copy_(torch.randn(len(grad), generator=g))
