@@ -92,9 +92,12 @@ class Recorder:
         if self.sink is None or axis.name != "data":
             return None
         if verb == "reduce_scatter":
+            assert label == (self.sink.buckets[self.sums[memory]], "grad sum")
             return Started(self, "sum", "summed", self.sums[memory])
         if memory not in self.weights or not self.sink.zero_stage:
             return None
+        bucket = self.sink.buckets[self.weights[memory]]
+        assert label == (bucket, "gather" if bucket.sharded else "update")
         return Started(self, "gather", "gathered", self.weights[memory])
 
     def train(self, steps: int = 1) -> list[Event]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.transport import DONE, Axis, Handle
+from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.zero.layout import BucketLayout, gaps
 from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
@@ -160,10 +160,16 @@ class ParamAndGradBucket:
         """Start the sum of the gradients, after that of an earlier micro-batch."""
         self.wait()
         self.rounds -= 1
-        grad, how = self._close_grad(), self.reduction
-        sum_over_extra_axes(grad, self.reduce_axes)
-        earlier, last = self._summed, not self.rounds
-        self._steps = sum_over_data(grad, self.grad_shard, how, earlier=earlier, last=last)
+        grad, label = self._close_grad(), Label(self, "grad sum")
+        sum_over_extra_axes(grad, self.reduce_axes, label)
+        self._steps = sum_over_data(
+            grad,
+            self.grad_shard,
+            self.reduction,
+            label,
+            earlier=self._summed,
+            last=not self.rounds,
+        )
         self._handle = next(self._steps)
         self._summed = True
         if self.rounds:

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
+from mpu.comm.transport import Label
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.adam_backends import make
 from mpu.zero.layout import BLOCK
 from mpu.zero.offload import Offload
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+
+NORM = Label("optimizer", "norm")
 
 
 class Optimizer:
@@ -130,12 +133,12 @@ class Optimizer:
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         every = torch.cat(blocks).to(self._order.device)
         if self.sink.zero_stage:
-            every = all_gather(every, self.sink.shard)[0]
+            every = all_gather(every, self.sink.shard, label=NORM)[0]
         squares = every[self._order].square_().mul_(self._counted)
         own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
         rows = own.new_zeros(self._rows)
-        rows[self._row] = sum_in_order(own, self.grid.tp)
-        return sum_in_order(rows, self.grid.pp).sum().sqrt()
+        rows[self._row] = sum_in_order(own, self.grid.tp, NORM)
+        return sum_in_order(rows, self.grid.pp, NORM).sum().sqrt()
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
@@ -222,9 +225,9 @@ class Optimizer:
         sink = self.sink
         for bucket in reversed(sink.buckets):  # about the order of the next forward
             if sink.zero_stage and bucket.weights is not None:
-                into = bucket.weights
-                shard = bucket.param_shard
-                _, bucket.gathering = all_gather(shard, sink.shard, async_op=True, into=into)
+                shard, into = bucket.param_shard, bucket.weights
+                label = Label(bucket, "update")
+                _, bucket.gathering = all_gather(shard, sink.shard, True, into=into, label=label)
         for bucket in sink.buckets:
             if bucket.plain or not sink.config.overlap_param_gather:
                 bucket.gathering.wait()

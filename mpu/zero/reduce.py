@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, all_reduce_in_order, reduce_scatter
-from mpu.comm.transport import Axis, Handle
+from mpu.comm.transport import Axis, Handle, Label
 
 
 class Reduction(NamedTuple):
@@ -36,14 +36,14 @@ class Reduction(NamedTuple):
     wire_dtype: torch.dtype | None = None
 
 
-def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...]) -> None:
+def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...], label: Label) -> None:
     """Sum whole gradients over axes that are not data-parallel, in place and at once."""
     for axis in axes:
-        all_reduce_in_order(grad, axis)
+        all_reduce_in_order(grad, axis, label)
 
 
 def sum_over_data(
-    grad: Tensor, grad_shard: Tensor, how: Reduction, *, earlier: bool, last: bool
+    grad: Tensor, grad_shard: Tensor, how: Reduction, label: Label, *, earlier: bool, last: bool
 ) -> Iterator[Handle]:
     """Sum `grad` into its owners' `grad_shard`; each collective runs until the next is asked for.
 
@@ -59,7 +59,7 @@ def sum_over_data(
     if stage or not grad.is_cuda or shard.staged or narrow or replicate.size > 1:
         into = torch.empty_like(own) if earlier else own
         put = grad.to(how.wire_dtype) if narrow else grad
-        _, handle = reduce_scatter(put, shard, async_op=True, into=into)
+        _, handle = reduce_scatter(put, shard, async_op=True, into=into, label=label)
         del put
         yield handle
         if stage:
@@ -67,12 +67,12 @@ def sum_over_data(
         if earlier:
             own.add_(into)
         if replicate.size > 1 and last:
-            piece, handle = reduce_scatter(own, replicate, async_op=True)
+            piece, handle = reduce_scatter(own, replicate, async_op=True, label=label)
             yield handle
-            yield all_gather(piece, replicate, async_op=True, into=own)[1]
+            yield all_gather(piece, replicate, async_op=True, into=own, label=label)[1]
         if not stage:
-            yield all_gather(own, shard, async_op=True, into=grad)[1]
+            yield all_gather(own, shard, async_op=True, into=grad, label=label)[1]
     else:
-        yield all_reduce(grad, shard, async_op=True)[1]
+        yield all_reduce(grad, shard, async_op=True, label=label)[1]
     if not stage and grad.dtype != how.dtype:
         grad_shard.copy_(grad)

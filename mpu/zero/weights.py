@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mpu.comm.collectives import all_gather
-from mpu.comm.transport import Axis
+from mpu.comm.transport import Axis, Label
 from mpu.zero.bucket import ParamAndGradBucket
 
 
@@ -92,8 +92,8 @@ class Gatherer:
         """Start the gather of a bucket's weights; `bucket.gathering` is to be waited for."""
         weights = bucket.param_shard.new_empty(bucket.length)
         bucket.view_params_in(weights)
-        shard = bucket.param_shard
-        _, bucket.gathering = all_gather(shard, self.axis, async_op=True, into=weights)
+        shard, label = bucket.param_shard, Label(bucket, "gather")
+        _, bucket.gathering = all_gather(shard, self.axis, True, into=weights, label=label)
         self.unsharded.append(bucket)
         live = sum(b.length * b.param_shard.element_size() for b in self.unsharded)
         self.peak = max(self.peak, live)

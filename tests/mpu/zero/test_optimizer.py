@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpu.grid import Grid
-from mpu.zero.layout import ZeroConfig
+from mpu.zero.layout import BLOCK, ZeroConfig
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
@@ -124,3 +124,25 @@ def test_state_is_a_view_and_resumes_bit_for_bit():
     for a, b in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     assert resumed.params_norm().item() == optimizer.params_norm().item()
+
+
+def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
+    """A flat layout of several blocks: the norm is the 2-norm of all gradients, whatever the
+    buckets.
+    """
+    grads = {f"p{i}": torch.randn(n) for i, n in enumerate((BLOCK + 5, 7, 3 * BLOCK, 1))}
+    norms = set()
+    for size in (1, BLOCK, 10**9):
+        module = nn.Module()
+        for name, grad in grads.items():
+            module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
+        sink = ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size))
+        sink.attach(module)
+        optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
+        sink.begin_step()
+        for name, grad in grads.items():
+            sink.add(module.get_parameter(name), grad)
+        norms.add(optimizer.grad_norm().item())
+    assert len(norms) == 1
+    want = torch.cat(list(grads.values())).double().norm().item()
+    assert abs(norms.pop() - want) < 1e-6 * want

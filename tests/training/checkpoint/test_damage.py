@@ -104,7 +104,6 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import torch
-from mpu.grid import Grid
 from training.checkpoint import SaveError, save
 from training.checkpoint.pieces import whole
 
@@ -204,7 +203,6 @@ WRITER = """
 import sys
 from pathlib import Path
 import torch
-from mpu.grid import Grid
 from training.checkpoint import SaveError, save
 from training.checkpoint.pieces import whole
 

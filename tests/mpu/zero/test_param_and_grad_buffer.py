@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: what leaves when, in which order, and what parameters without gradient become."""
+"""Which bucket leaves when, in which order, and what parameters without gradient become."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.param import Placement
-from mpu.zero.layout import BLOCK, ZeroConfig
+from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.twin import gathered
@@ -39,10 +39,11 @@ class Spy:
     """Stands for Axis.trace: writes down every collective, between the marks of the test."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.labels = [], []
 
     def issued(self, verb, axis, tensor, nbytes, async_op, label=None):
         self.events.append((verb, tensor.numel()))
+        self.labels.append(label)
 
 
 def order_on_the_wire(comm) -> dict:
@@ -188,23 +189,35 @@ def test_reductions_start_under_backward(world):
         assert before.index("reduce_scatter") < len(before) - 1 - before[::-1].index("done")
 
 
-def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
-    """A flat layout of several blocks: the norm is the 2-norm of all gradients, whatever the
-    buckets.
-    """
-    grads = {f"p{i}": torch.randn(n) for i, n in enumerate((BLOCK + 5, 7, 3 * BLOCK, 1))}
-    norms = set()
-    for size in (1, BLOCK, 10**9):
-        module = nn.Module()
-        for name, grad in grads.items():
-            module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
-        sink = ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size))
-        sink.attach(module)
-        optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
+def labels_of(comm, stage: int) -> list[tuple[str, object]]:
+    """Return (phase, who) of each collective of a step, buckets by number."""
+    grid, spy = comm.grid(tp=2), Spy()
+    grid.traced(spy)
+    try:
+        sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(stage, 1))
+        toy = Toy(sink, grid.tp)
+        del toy.plain
+        toy.plain = 2.0
+        sink.attach(toy)
+        list(sink.fill())
+        optimizer = Optimizer(toy, sink, grid, lambda n, p: (True, False))
         sink.begin_step()
-        for name, grad in grads.items():
-            sink.add(module.get_parameter(name), grad)
-        norms.add(optimizer.grad_norm().item())
-    assert len(norms) == 1
-    want = torch.cat(list(grads.values())).double().norm().item()
-    assert abs(norms.pop() - want) < 1e-6 * want
+        toy(torch.tensor([1.0, 2.0, 3.0])).backward()
+        sink.finish_grad_sync()
+        optimizer.step(1e-3)
+    finally:
+        grid.traced(None)
+    number = {id(bucket): i for i, bucket in enumerate(sink.buckets)}
+    return [(label.phase, number.get(id(label.who), label.who)) for label in spy.labels]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_collective_of_a_step_says_who_asks(world, stage):
+    for found in world(4).run(labels_of, stage):
+        phases = {phase: [who for at, who in found if at == phase] for phase, _ in found}
+        assert set(phases.pop("grad sum")) == set(range(2 if stage == 3 else 5))
+        assert set(phases.pop("norm")) == {"optimizer"}
+        kept = [[], [4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [1]][stage]  # whole between steps
+        assert phases.pop("update", []) == kept
+        assert set(phases.pop("gather", [])) == ({0} if stage == 3 else set())
+        assert not phases
