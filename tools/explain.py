@@ -170,7 +170,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.level else [])]
     lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
     lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
-    sent = [event.parcel.kind for event in explainer.events if event.verb == "send"]
+    sent = [e.parcel.kind for e in explainer.events if e.parcel and e.verb == "send"]
     mine = {
         "order": in_order(explainer, len(run.model.stages)),
         "story": lines,
