@@ -116,6 +116,9 @@ class Started:
         self.recorder, self.then, self.bucket = recorder, then, bucket
         recorder.note(what, bucket=bucket)
 
+    def waiting(self) -> None:
+        """What is noted is the end of the wait."""
+
     def waited(self) -> None:
         self.recorder.note(self.then, bucket=self.bucket)
 

@@ -49,7 +49,7 @@ class Layers:
                 f"torch {torch.__version__} does not tell which autograd node runs "
                 "(torch._C._current_autograd_node): tools/explain.py needs 2.11 to 2.13"
             )
-        self._node: Callable[[], Node | None] = current
+        self._node: Callable[[], Any] = current
         self.names = {id(module): name for name, module in model.named_modules()}
         self._modules: list[str] = []  # whose forward runs, outermost first
         self._works: list[str] = []  # whose weight gradient runs
@@ -98,7 +98,7 @@ class Layers:
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._modules.pop()
         done = {_node_of(x) for x in tree_leaves((args, kwargs))} | {None}
-        nodes = [_node_of(x) for x in tree_leaves(out)]
+        nodes: list[Any] = [_node_of(x) for x in tree_leaves(out)]
         while nodes:
             if (node := nodes.pop()) not in done:
                 done.add(node)

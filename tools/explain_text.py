@@ -205,10 +205,9 @@ def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "ra
 
 def in_order(explainer: Explainer, chunks: int) -> list[str]:
     """Write a rank's actions, one a line: from whom the input came, to whom the output went."""
-    taken = {
-        e.waited_in: e.parcel.peer for e in explainer.events if e.parcel and e.verb == "receive"
-    }
-    given = {e.action: e.parcel.peer for e in explainer.events if e.parcel and e.verb == "send"}
+    messages = [(e, e.parcel.peer) for e in explainer.events if e.parcel]
+    taken = {e.waited_in: peer for e, peer in messages if e.verb == "receive"}
+    given = {e.action: peer for e, peer in messages if e.verb == "send"}
     lines = []
     for number, action in enumerate(explainer.actions):
         if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", action):

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What starts a collective says whose it is; nothing is read off the names of local variables."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pretrain_llama
+from mpu.comm.transport import Label
+from mpu.pipeline.engine import Parcel
+from tests.renamed_locals import CASES, RENAMED, explained
+from tools.explain import micro_batches, tiny
+from tools.explain_trace import Actions
+from training.control import Agreement
+
+ROOT = Path(__file__).resolve().parents[2]
+PHASES = {"forward", "backward", "wgrad", "grad sum", "gather", "norm", "update"}
+STRINGS = {
+    ("cross_entropy", "forward"), ("train_step", "loss sum"), ("optimizer", "norm"),
+    ("agreement", "go on?"),
+}  # fmt: skip
+EACH = ("--zero-reduce-each-microbatch",)
+LAYOUTS = [  # tp, dp, pp, the rest of tiny's arguments, kinds of labels that must be there
+    (2, 1, 1, {}, {"layer forward", "layer backward", "cross_entropy forward"}),
+    (2, 1, 1, {"more": ("--tp-comm-overlap", "ring")}, {"layer forward", "layer backward"}),
+    (2, 1, 1, {"sequence_parallel": False}, {"layer forward", "layer backward"}),
+    (2, 2, 1, {}, {"bucket grad sum", "layer forward", "optimizer norm", "train_step loss sum"}),
+    (1, 2, 1, {"zero": 1, "micro_batches": 2}, {"bucket grad sum", "bucket update"}),
+    (1, 2, 1, {"zero": 2, "micro_batches": 2, "more": EACH}, {"bucket grad sum", "bucket update"}),
+    (2, 2, 1, {"zero": 3}, {"bucket grad sum", "bucket gather", "bucket update"}),
+    (2, 1, 2, {"schedule": "zb-h1", "tied": True}, {"parcel forward", "layer wgrad"}),
+    (1, 2, 2, {"zero": 3, "schedule": "zb-v"}, {"parcel backward", "bucket gather"}),
+]  # fmt: skip
+
+
+class Strict:
+    """A trace that refuses a collective without a label, between `begin` and the end."""
+
+    def __init__(self) -> None:
+        self.strict, self.labels = False, []
+
+    def issued(self, verb, axis, tensor, sent, is_async, label=None):
+        if self.strict:
+            assert isinstance(label, Label), f"{verb} over {axis.name} of {list(tensor.shape)}"
+            self.labels.append(label)
+        return self
+
+    def waiting(self) -> None:
+        """Hear of a wait that begins."""
+
+    def waited(self) -> None:
+        """Hear of a wait that is over."""
+
+
+def kind(label, run) -> str:
+    """Name a label; fail where it does not say whose the collective is."""
+    who, phase = label
+    if isinstance(who, str):
+        assert (who, phase) in STRINGS, label
+        return f"{who} {phase}"
+    assert phase in PHASES, label
+    if isinstance(who, nn.Module):
+        assert any(who is module for module in run.model.modules())
+        return f"layer {phase}"
+    if isinstance(who, Parcel):
+        assert phase == {"F": "forward", "B": "backward"}[who.kind], label
+        return f"parcel {phase}"
+    assert any(who is bucket for bucket in run.sink.buckets), label
+    return f"bucket {phase}"
+
+
+def kinds_of_two_steps(comm, tp, dp, pp, rest):
+    config, grid, trace = tiny(tp, dp, pp, **rest), comm.grid(tp, pp=pp), Strict()
+    grid.traced(trace)
+    try:
+        run = pretrain_llama.build(config, grid, torch.device("cpu"), Actions(lambda words: None))
+        trace.strict, agreement = True, Agreement(grid.world)
+        for _ in range(2):
+            found_inf = pretrain_llama.train_step(run, micro_batches(config, grid.dp.rank), 1e-3)[2]
+            agreement.ask(False, False, found_inf)
+            run.iteration += 1
+        agreement.close()
+    finally:
+        grid.traced(None)
+    return dict(Counter(kind(label, run) for label in trace.labels))
+
+
+@pytest.mark.parametrize("tp, dp, pp, rest, expected", LAYOUTS, ids=str)
+def test_every_collective_of_a_step_has_a_label(world, tp, dp, pp, rest, expected):
+    results = world(tp * dp * pp).run(kinds_of_two_steps, tp, dp, pp, rest)
+    found = set().union(*results)
+    assert expected | {"agreement go on?"} <= found, found
+
+
+def test_no_local_variable_is_read():
+    """Frames are walked for files and line numbers, and locals are nobody's business."""
+    for folder in ("tools", "mpu", "model", "training"):
+        for file in (ROOT / folder).rglob("*.py"):
+            source = file.read_text()
+            assert "f_locals" not in source and "co_name" not in source, file
+
+
+def test_locals_may_be_renamed(world):
+    """Two processes import the product with every local renamed, and explain the same steps."""
+    expected = world(2).run(explained)[0]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = [sys.executable, "-m", "tests.renamed_locals", str(store.port)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([*script, str(rank)], cwd=ROOT, env=env) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert int(store.get("renamed")) > RENAMED
+    for i, text in enumerate(expected):
+        assert store.get(f"text {i}").decode() == text, CASES[i]
