@@ -10,15 +10,16 @@ Each run of RUNS is trained three times on the CPU, by the command line of pretr
     resumed   this checkout goes on from the checkpoint that BASE saved after STEPS, to the end
 
 `new` must log the same losses, gradient norms and learning rates as `base`, to the last bit, and
-write the same files, byte for byte. So must `resumed` for the steps it makes. Every run starts in a
-folder of its own with the same relative paths, so nothing in its files is excused. A row of the
-table is a run, the first difference stands below it. Exit code 1 where anything differs or fails.
+write the same files, byte for byte. So must `resumed` for the steps it makes, held to those that
+`base` made without stopping. Every run starts in a folder of its own with the same relative paths,
+so nothing in its files is excused. A row of the table is a run, the first difference stands below
+it. Exit code 1 where anything differs or fails.
 
 BASE is a commit, or a directory with a checkout. The forked run trains a copy of model/llama.py of
 each tree with another activation and one more norm (see FORK), as a person would fork it.
 
-A rank is a fork of this process, which has imported torch and nothing of either tree: importing
-torch takes longer than such a run.
+A rank is forked from this process, which has imported torch (benchmarks/differences.py does) and
+nothing of either tree: importing torch takes longer than such a run.
 """
 
 import argparse
@@ -37,9 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # a rank's threads; read while torch is imported
-
-import torch  # noqa: E402, F401 (for the ranks: see above)
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank's threads; read while torch is imported, below
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the first difference between two runs' logs and checkpoints, without the product's code.
 
-Every function returns it as a text, base's value first, and "" where there is none.
+What is called ..._differ(s) returns it as a text, base's value first, and "" where there is none.
 """
 
 import json
