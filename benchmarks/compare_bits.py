@@ -99,10 +99,11 @@ RUNS = {
     "forked": Run(2, SP, forked=True),
 }
 FORK = {  # what is edited in a copy of model/llama.py: each stands there once, in both trees
-    r"from mpu\.layers\.swiglu import swiglu\n": (
-        "\n\ndef swiglu(gate_up):\n"
+    r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)": "self.down(gated(self.gate_up(x)))",
+    r"\Z": (
+        "\n\ndef gated(gate_up):\n"
         "    gate, up = gate_up.chunk(2, -1)\n"
-        "    return gate.relu().square() * up\n\n\n"
+        "    return gate.relu().square() * up\n"
     ),
     r"( +)self\.mlp_norm = (RMSNorm\(.*\)\n)": (
         r"\1self.mlp_norm = \2" r"\1self.mlp_out_norm = \2"
