@@ -9,7 +9,7 @@ Ranks of one host, one thread each, results written to tensors that are there al
     gloo      the process group's own verb (all_gather_into_tensor, reduce_scatter_tensor,
               all_reduce)
     ordered   ours through gloo: the same gather; sums by an all-to-all and additions in rank order
-    memory    ours through shared memory (mpu/comm/in_memory.py): the same bits as `ordered`
+    memory    ours through shared memory (mpu/comm/shared_memory.py): the same bits as `ordered`
 
 `all_gather in place` is what the path `symmetric` does in front of a matmul: nothing is copied out,
 the gathered tensor is read where the ranks wrote it.
