@@ -13,7 +13,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,6 @@ import mpu
 from model.llama import (
     Llama,
     LlamaConfig,
-    flops_per_token,
     from_hf_config,
     hf_config,
     hf_names,
@@ -44,6 +43,7 @@ from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
 from mpu.pipeline.engine import Engine
+from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero import adam
@@ -59,11 +59,11 @@ from training.control import Agreement, StopSignal, due, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.dry_run import report
-from training.estimate import accumulate_dtype
 from training.failure import as_process, compare, connect, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
+from training.model_profile import accumulate_dtype, model_profile
 from training.overlap import settle, unchosen
 from training.pipeline import rank_stages, schedule_of
 from training.profile import Profile
@@ -154,6 +154,16 @@ def llama_config(config: Config) -> LlamaConfig:
     return LlamaConfig(**sizes.of_model(config.model))
 
 
+def model_provider(
+    config: Config,
+    ctx: LayerContext,
+    recompute: Recompute | None = None,
+    stages: Sequence[Stage] | None = None,
+) -> Llama:
+    """Build one rank's model: what `training` is given to learn all that it must know of it."""
+    return Llama(llama_config(config), ctx, recompute, stages)
+
+
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Lay the ranks out; no process group yet."""
     p = config.parallel
@@ -176,7 +186,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     ctx.overlap.mode = p.tp_comm_overlap
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
+    stages = rank_stages(config, model_provider, grid.pp.rank)
+    model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
         model.initialize(config.run.seed, names)
@@ -243,7 +254,7 @@ def train(
                 **values,
             )
             if run.iteration == settled:
-                for line in memory_report.of(config, run.optimizer):
+                for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
             stop_at_nan(settings.on_nan, skipped, run.iteration - 1)
             profile.step()
@@ -297,7 +308,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config = parse(argv, launch.world, from_hf=from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
-                print(report(config, meta_model(config, grid)))
+                print(report(config, model_provider))
                 return 0
             config, device, loaders, digests = prepare(config, grid)
         except (ValueError, OSError) as error:
@@ -355,17 +366,10 @@ def note_of(grid: Grid) -> Callable[[str], None]:
     return print if grid.rank == 0 else lambda text: None
 
 
-def meta_model(config: Config, grid: Grid) -> Llama:
-    """Build one rank's model without memory, to show its shapes."""
-    sp, meta = config.parallel.sequence_parallel, torch.device("meta")
-    ctx = LayerContext(grid, sp, config.run.dtype, device=meta)
-    return Llama(llama_config(config), ctx, stages=rank_stages(config, grid.pp.rank))
-
-
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load, train and close the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *pipeline.lines(config)]:
+    for line in [*config.notes, *pipeline.lines(config, model_provider)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
@@ -381,7 +385,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         config.log,
         rank=grid.rank,
         world_size=grid.world_size,
-        flops_per_token=flops_per_token(run.model.config, config.model.seq_length),
+        flops_per_token=model_profile(config, model_provider).flops,
         dtype=config.run.dtype,
         device=run.device,
         total_iterations=total,

@@ -287,8 +287,9 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self._kept: deque[Callable[[], None]] | None = None
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run one weight gradient, or keep it."""
+    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
+        """Run one weight gradient, or keep it. kept: the tensors that `work` holds until it runs,
+        for a queue that counts their bytes."""
         if self._kept is None:
             work()
         else:

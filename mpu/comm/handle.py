@@ -85,13 +85,16 @@ def start(
 ) -> Handle:
     """Issue one collective or message, record it, and wait for it unless `async_op`.
 
-    label: who asks for it, for the axis' trace.
+    label: who asks for it, for the axis' trace. A meta tensor has no bytes: the trace hears of it,
+    and nothing is sent.
     """
     event = None
     if axis.trace is not None:
         event = axis.trace.issued(
             verb, axis, tensor, _wire_bytes(verb, tensor, axis.size), async_op, label
         )
+    if tensor.is_meta:
+        return DONE
     what = f"{verb} over {axis.name} (ranks {list(axis.ranks)})"
     try:
         work = call()

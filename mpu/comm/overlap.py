@@ -37,8 +37,8 @@ class Weights(Protocol):
     def give_back(self, weight: Any) -> None:
         """Say that it is not needed for now."""
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run a weight gradient, now or later."""
+    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
+        """Run a weight gradient, now or later; it holds `kept` until then."""
 
     def add(self, weight: Any, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to the weight's gradient: x [rows, i], dy [rows, o]."""
@@ -59,7 +59,7 @@ class _Autograd:
     def give_back(self, weight: Tensor) -> None:
         pass
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
         work()
 
     def add(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
@@ -119,7 +119,7 @@ class AllGatherMatmul(torch.autograd.Function):
                 layer.add(weight, _flat(whole), _flat(dy))
             gathering.close()
 
-        layer.put(wgrad)
+        layer.put(wgrad, (x, *dys))
         scattering.wait()
         return dx, None, None, *getattr(layer, "grads", [None] * len(weights))
 
@@ -153,7 +153,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             layer.add(weight, _flat(x), _flat(arrived.whole()))
             arrived.close()
 
-        layer.put(wgrad)
+        layer.put(wgrad, (x, dy))
         return dx, None, None, *getattr(layer, "grads", [None])
 
 

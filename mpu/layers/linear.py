@@ -55,9 +55,9 @@ class _Linear(nn.Module):
         """Say that it is not needed for now."""
         self.ctx.sink.release(weight)
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Run a weight gradient, now or later."""
-        self.ctx.queue.put(work)
+    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
+        """Run a weight gradient, now or later; it holds `kept` until then."""
+        self.ctx.queue.put(work, kept)
 
     def add(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
         """Give the sink dy^T x; the weight gets no other gradient from this use."""
