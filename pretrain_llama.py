@@ -13,7 +13,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -31,7 +31,6 @@ import mpu
 from model.llama import (
     Llama,
     LlamaConfig,
-    flops_per_token,
     from_hf_config,
     hf_config,
     hf_names,
@@ -44,6 +43,7 @@ from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
 from mpu.pipeline.engine import Engine
+from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero import adam_backends
@@ -60,11 +60,11 @@ from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.data.loader import Loader
 from training.dry_run import report
-from training.estimate import accumulate_dtype
 from training.failure import as_process, compare, connect, meet, refuse, tell_launcher
 from training.log import Log
 from training.lr import decoupled_learning_rate, learning_rate
 from training.memory import keep_freed_memory
+from training.model_profile import accumulate_dtype, model_profile
 from training.overlap import Overlap, settle
 from training.pipeline import rank_stages, schedule_of
 from training.profile import Profile
@@ -159,6 +159,16 @@ def llama_config(config: Config) -> LlamaConfig:
     return LlamaConfig(**sizes.of_model(config.model))
 
 
+def model_provider(
+    config: Config,
+    ctx: LayerContext,
+    recompute: Recompute | None = None,
+    stages: Sequence[Stage] | None = None,
+) -> Llama:
+    """Build one rank's model: what `training` is given to learn all that it must know of it."""
+    return Llama(llama_config(config), ctx, recompute, stages)
+
+
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Lay the ranks out; no process group yet."""
     p = config.parallel
@@ -180,7 +190,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     ))  # fmt: skip
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    model = Llama(llama_config(config), ctx, recompute, rank_stages(config, grid.pp.rank))
+    stages = rank_stages(config, model_provider, grid.pp.rank)
+    model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
         model.initialize(config.run.seed, names)
@@ -251,7 +262,7 @@ def train(
                 **values,
             )
             if run.iteration == settled:
-                for line in memory_report.of(config, run.optimizer):
+                for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
             stop_at_nan(settings.on_nan, heard.skipped, run.iteration - 1)
             profile.step()
@@ -303,7 +314,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config = parse(argv, launch.world, from_hf=from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
-                print(report(config, meta_model(config, grid)))
+                print(report(config, model_provider))
                 return 0
             config, device, loaders, digests = prepare(config, grid)
         except (ValueError, OSError) as error:
@@ -361,17 +372,10 @@ def note_of(grid: Grid) -> Callable[[str], None]:
     return print if grid.rank == 0 else lambda text: None
 
 
-def meta_model(config: Config, grid: Grid) -> Llama:
-    """Build one rank's model without memory, to show its shapes."""
-    sp, meta = config.parallel.sequence_parallel, torch.device("meta")
-    ctx = LayerContext(grid, sp, config.run.dtype, device=meta)
-    return Llama(llama_config(config), ctx, stages=rank_stages(config, grid.pp.rank))
-
-
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load, train and close the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *pipeline.lines(config)]:
+    for line in [*config.notes, *pipeline.lines(config, model_provider)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
@@ -391,7 +395,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         config.log,
         rank=grid.rank,
         world_size=grid.world_size,
-        flops_per_token=flops_per_token(run.model.config, config.model.seq_length),
+        flops_per_token=model_profile(config, model_provider).flops,
         dtype=config.run.dtype,
         device=run.device,
         total_iterations=total,

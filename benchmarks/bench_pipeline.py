@@ -45,6 +45,7 @@ from benchmarks.bench_step import (  # noqa: E402
 from mpu.pipeline.layout import Stage  # noqa: E402
 from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
 from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
+from pretrain_llama import model_provider  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.pipeline import stages_of  # noqa: E402
 
@@ -137,7 +138,7 @@ def flags_of(case: str) -> list[str]:
 
 def cut_of(case: str) -> tuple[Stage, ...]:
     """Return the case's stages, as the run cuts them."""
-    return stages_of(parse([*flags_of(case), "--train-iters", "1"], P))
+    return stages_of(parse([*flags_of(case), "--train-iters", "1"], P), model_provider)
 
 
 class Link:

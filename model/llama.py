@@ -382,17 +382,3 @@ def parameter_group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
     Decay is for matrices, not norms; the decoupled learning rate for the embedding and the head.
     """
     return param.dim() > 1, name in ("embedding.weight", "head.weight")
-
-
-def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
-    """Count the model's floating-point operations a trained token, without recomputation.
-
-    6 for each weight in a matmul (2 forward, 4 backward) and 6 L s a d for causal attention's two
-    products (half of the s^2 square); embedding look-ups and elementwise work are not counted
-    (Chowdhery et al. 2022, appendix B, with the causal half).
-    """
-    c, d = config, config.head_size
-    attention = c.hidden_size * d * (2 * c.num_attention_heads + 2 * c.num_query_groups)
-    weights = c.num_layers * (attention + 3 * c.hidden_size * c.ffn_hidden_size)
-    weights += c.hidden_size * c.vocab_size
-    return 6.0 * weights + 6.0 * c.num_layers * seq_length * c.num_attention_heads * d

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.collectives import ProcessGroupTransport, group_of
-from mpu.comm.transport import Axis, Trace
+from mpu.comm.transport import Axis, Trace, Transport
 
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 
@@ -257,6 +257,14 @@ class Grid:
         if self.world_size > 1:
             group = dist.new_group(timeout=timeout, backend="gloo")
             self.background = replace(self.background, transport=ProcessGroupTransport(group))
+
+    def carried_by(self, transport: Transport) -> "Grid":
+        """Let one transport carry every axis that has several ranks."""
+        for name in self.AXES:
+            axis: Axis = getattr(self, name)
+            if axis.size > 1:
+                setattr(self, name, replace(axis, transport=transport))
+        return self
 
     def traced(self, trace: Trace | None) -> "Grid":
         """Let `trace` see every collective of every axis."""

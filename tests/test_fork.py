@@ -108,8 +108,12 @@ def build_fork(
         OptimizerConfig(lr=1e-2, lr_decay_style="constant"),
         run=RunConfig(dtype=torch.float64),
     )
-    stages = rank_stages(settings, grid.pp.rank)
-    model = alpaca.Alpaca(config, ctx, stages=stages)
+
+    def provider(settings, ctx, recompute=None, stages=None):
+        return alpaca.Alpaca(config, ctx, recompute, stages)
+
+    stages = rank_stages(settings, provider, grid.pp.rank)
+    model = provider(settings, ctx, stages=stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
         model.initialize(seed, names)

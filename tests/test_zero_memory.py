@@ -45,8 +45,9 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int]]:
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
     found = run.optimizer.memory()
     found |= memory_report.transient(run.sink)
-    flats = estimate.flats(config, grid.pp.rank)
-    said = estimate.state(config, flats) | buffers.transient(config, flats)
+    flats = estimate.flats(config, pretrain_llama.model_provider, grid.pp.rank)
+    said = estimate.state(config, flats)
+    said |= buffers.transient(config, pretrain_llama.model_provider, grid.pp.rank)
     assert [f.length for f in flats] == [bucket.length for bucket in run.sink.buckets]
     assert said.pop("tied look-ups") >= 0  # not measured
     return found, said

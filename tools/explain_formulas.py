@@ -10,8 +10,12 @@ import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training import batch_schedule, estimate, pipeline
+from mpu.pipeline.layout import Stage
+from mpu.zero.layout import block_of
+from pretrain_llama import model_provider
+from training import batch_schedule, buffers, estimate, pipeline
 from training.config import Config
+from training.model_profile import rank_parameters
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
 
@@ -120,10 +124,12 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         p.data_parallel_size,
         p.pipeline_model_parallel_size,
     )
-    stages = pipeline.rank_stages(config, pp_rank)
+    stages = pipeline.rank_stages(config, model_provider, pp_rank)
     schedule = pipeline.schedule_of(config, batch_schedule.micro_batches(config, 0))
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
-    shapes, whole = estimate.shapes(config, stages=stages), estimate.shapes(config)
+    held = estimate.parameters(config, model_provider, pp_rank)
+    every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
+    whole = rank_parameters(config, model_provider, every, 0)
     sp = int(p.sequence_parallel and t > 1)
     return {
         "s": m.seq_length,
@@ -145,7 +151,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "e": config.run.dtype.itemsize,
         "g": estimate.accumulate_bytes(config),
         "q": estimate.gradient_bytes(config),
-        "P": len(shapes.keys() & whole.keys()),
+        "P": len(held.keys() & whole.keys()),
         "Q": len(whole),
         **_buckets(config, pp_rank),
     }
@@ -157,14 +163,14 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     copies = p.num_distributed_optimizer_instances
     ranks = p.data_parallel_size // copies
     level = p.zero if ranks > 1 else 0
-    flats = estimate.flats(config, pp_rank)
+    flats = estimate.flats(config, model_provider, pp_rank)
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
-    shared = {name: flat.length for flat in flats if not flat.axes for name, *_ in flat.params}
-    whole = [name for flat in flats for name, *_ in flat.params]
-    layers = [n for name, n in shared.items() if name.endswith("attention.qkv.weight")]
-    again, ahead = "embedding.weight" in shared, int(p.overlap_param_gather)
-    again = again and "norm.weight" in whole and "head.weight" not in whole
-    alone = again and "norm.weight" in shared
+    tied = buffers.both_ends(config, model_provider, pp_rank)
+    shared = [(flat.length, {name for name, *_ in flat.params}) for flat in flats if not flat.axes]
+    layers = [n for n, names in shared if any(map(block_of, names))]
+    again = [n for n, names in shared if names & {*tied}]
+    others = [n for n, names in shared if not any(map(block_of, names)) and not names & {*tied}]
+    alone, ahead = others if again else [], int(p.overlap_param_gather)
     group = p.recompute_num_layers if p.recompute_method == "uniform" else 1
     full, rest = divmod(len(layers), group or 1)
     groups = [group or 1] * full + [rest] * (rest > 0)
@@ -185,8 +191,8 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
         "O": ahead,
         "F": int(p.pipeline_model_parallel_size > 1 or (ahead and blocks == 2)),
         "J": layers[0] if layers else 0,
-        "I": shared["embedding.weight"] if again else 0,
-        "Y": shared["norm.weight"] if alone else 0,
+        "I": sum(again),
+        "Y": sum(alone),
         "X": sum(several) - len(several),
         "U": len(several) + (groups[-1:] == [1] and not alone),
     }

@@ -6,6 +6,7 @@ from textwrap import wrap
 from typing import Any
 
 from mpu.pipeline.schedules import table
+from pretrain_llama import model_provider
 from tools.explain_formulas import Applied, Totals, symbols
 from tools.explain_trace import Explainer, Seen
 from tools.explain_zero import WIDTH, ZERO_SIZES
@@ -239,9 +240,8 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     it sent, and whether its sums are equal. Returns whether all is equal, and the lines.
     """
     schedule = schedule_of(config, symbols(config)["m"])
-    lines = [
-        f"  pipeline rank {rank}: {told(rank_stages(config, rank))}" for rank in range(len(every))
-    ]
+    held = [rank_stages(config, model_provider, rank) for rank in range(len(every))]
+    lines = [f"  pipeline rank {rank}: {told(stages)}" for rank, stages in enumerate(held)]
     lines += ["", rule("the schedule, were F, B and W equally long and messages free")]
     lower = "; the second of a rank's chunks in lower case" if schedule.chunks == 2 else ""
     lines += [f"  a row a rank, F0 the forward of micro-batch 0{lower}", ""]

@@ -1,52 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what a run would do before it starts: layout, memory, work, traffic. For any WORLD_SIZE.
 
-Everything is arithmetic on the Config; no process group, no device, no file is touched.
+The model is built and run on meta tensors; no process group, no device, no file is touched.
 """
 
 from dataclasses import replace
-
-from torch import nn
 
 from training import activations, batch_schedule, buffers, estimate, pipeline, traffic
 from training.activations import Held
 from training.config import Config
 from training.estimate import Shapes
 from training.megatron_flags import DIFFERENCES
+from training.model_profile import ModelProvider, model_profile
+from training.traffic import Traffic
 
 GPU_BYTES = 80e9  # of an H100 or A100
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
-def report(config: Config, module: nn.Module | None = None) -> str:
-    """Return the report of --dry-run.
-
-    `module` is the model of one rank, built on the meta device: its own shapes are then counted
-    instead of those worked out from the flags, as a fork's model may differ. In a pipeline each
-    rank has its own share, worked out from the flags, and the report is of the fullest.
-    """
+def report(config: Config, provider: ModelProvider) -> str:
+    """Return the report of --dry-run. In a pipeline each rank has its own share, and the report is
+    of the fullest."""
     size = config.parallel.pipeline_model_parallel_size
-    shapes = [
-        estimate.shapes(config, stages=pipeline.rank_stages(config, rank)) for rank in range(size)
-    ]
-    if module is not None and size == 1:
-        shapes = [{name: tuple(p.shape) for name, p in module.named_parameters()}]
-    held = activations.held(config)
-    kinds = [memory(config, rank, shapes[rank], held[rank]) for rank in range(size)]
+    shapes = [estimate.shapes(config, provider, rank) for rank in range(size)]
+    held = activations.held(config, provider)
+    kinds = [memory(config, provider, rank, held[rank]) for rank in range(size)]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
-    parameters = shapes[fullest]
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     sections = [
         ("Layout", _layout(config)),
-        ("Pipeline", pipeline.lines(config)),
+        ("Pipeline", pipeline.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
-        (f"Parameters of {rank}", _parameters(config, parameters)),
-        (f"Memory of {rank}", _memory(config, shapes, held, kinds[fullest], fullest)),
+        (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
+        (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
         ("Batch", _batch(config)),
-        ("Work", _work(config)),
+        ("Work", _work(config, model_profile(config, provider).flops)),
         (
             f"Traffic of one step{f', {rank}' if size > 1 else ''}",
-            _traffic(config, shapes, fullest),
+            _traffic(traffic.traffic(config, provider, fullest)),
         ),
         ("Said of the flags", list(config.notes)),
         (
@@ -59,10 +50,10 @@ def report(config: Config, module: nn.Module | None = None) -> str:
     )
 
 
-def memory(config: Config, pp_rank: int, parameters: Shapes, held: Held) -> dict[str, int]:
+def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:
     """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
-    flats = estimate.flats(config, pp_rank, parameters)
-    kinds = estimate.state(config, flats) | buffers.transient(config, flats)
+    kinds = estimate.state(config, estimate.flats(config, provider, pp_rank))
+    kinds |= buffers.transient(config, provider, pp_rank)
     if estimate.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
     return kinds | {"activations": held.activations, "logits": held.logits}
@@ -94,7 +85,7 @@ def _few(ranks: range) -> str:
     return ", ".join(names if len(names) <= 9 else [*names[:4], "...", names[-1]])
 
 
-def _parameters(config: Config, parameters: Shapes) -> list[str]:
+def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> list[str]:
     """One line a shape: the first layer stands for all that look like it."""
     lines: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, shape in parameters.items():
@@ -109,7 +100,8 @@ def _parameters(config: Config, parameters: Shapes) -> list[str]:
     padded = m.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     return [
         *(line.rstrip() for line in out),
-        f"{estimate.count(parameters):,} on a rank, {estimate.total_parameters(config):,} in all",
+        f"{estimate.count(parameters):,} on a rank, "
+        f"{model_profile(config, provider).parameters:,} in all",
         f"vocabulary {m.vocab_size:,}, padded to {padded:,}; the padding is masked out of the loss",
     ]
 
@@ -130,7 +122,7 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
 
 
 def _memory(
-    config: Config, shapes: list[Shapes], held: list[Held], kinds: dict[str, int], rank: int
+    config: Config, provider: ModelProvider, held: list[Held], kinds: dict[str, int], rank: int
 ) -> list[str]:
     """One line a kind, the total, and whether it fits."""
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
@@ -168,7 +160,7 @@ def _memory(
         if value or kind in STATE or kind in ("activations", "logits")
     ]
     lines.append(f"{'total':<16} {_bytes(total):>10}  buffers of collectives and kernels on top")
-    host = estimate.host_bytes(config, estimate.flats(config, rank, shapes[rank]))
+    host = estimate.host_bytes(config, estimate.flats(config, provider, rank))
     if host:
         lines.append(
             f"{'in host memory':<16} {_bytes(host):>10}  masters, moments, and copies of what goes "
@@ -178,7 +170,7 @@ def _memory(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this Llama"
     )
     if total > GPU_BYTES:
-        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, shapes, held)}")
+        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, provider, held)}")
     return lines
 
 
@@ -190,14 +182,14 @@ def shared_kinds(config: Config) -> list[str]:
     return [kind for kind, first in since.items() if zero >= first and kind not in own]
 
 
-def _advice(config: Config, shapes: list[Shapes], held: list[Held]) -> str:
+def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
     """Name the lowest --zero-stage above the run's that fits, or say how far the best one gets."""
     p, found = config.parallel, {}
     if p.data_parallel_size == 1:
         return "; with one data-parallel rank --zero-stage has no one to share with"
     for level in range(p.zero + 1, 4):
         other = replace(config, parallel=replace(p, zero_stage=level))
-        kinds = [memory(other, r, s, h) for r, (s, h) in enumerate(zip(shapes, held, strict=True))]
+        kinds = [memory(other, provider, rank, own) for rank, own in enumerate(held)]
         found[level] = max(sum(kind.values()) for kind in kinds)
     ranks = f", over {p.data_parallel_size} data-parallel ranks"
     for level, size in found.items():
@@ -225,8 +217,7 @@ def _batch(config: Config) -> list[str]:
     return lines
 
 
-def _work(config: Config) -> list[str]:
-    per_token = estimate.flops_per_token(config)
+def _work(config: Config, per_token: float) -> list[str]:
     tokens = batch_schedule.global_batch_size(config, 0) * config.model.seq_length
     ranks = config.parallel.world_size
     whole = per_token * batch_schedule.total_samples(config) * config.model.seq_length
@@ -241,11 +232,11 @@ def _days(seconds: float) -> str:
     return f"{seconds / 86400:,.1f} days" if seconds > 86400 else f"{seconds / 3600:,.2f} hours"
 
 
-def _traffic(config: Config, shapes: list[Shapes], rank: int) -> list[str]:
+def _traffic(rows: list[Traffic]) -> list[str]:
     lines = [
         f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {_bytes(t.bytes):>9}; a rank sends "
         f"{_bytes(t.sent)}"
-        for t in traffic.traffic(config, rank, shapes[rank])
+        for t in rows
     ]
     return lines or ["none: one rank"]
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how much memory a rank was measured to hold, beside what the formulas of the dry run state.
+"""Tell how much memory a rank was measured to hold, beside what the dry run states.
 
 What stays from step to step is in training/estimate.py, the most that comes and goes in a step in
-training/buffers.py. Both know the flags alone: where a fork's model has other parameters the two
-columns differ, and the line says so.
+training/buffers.py.
 """
 
 from collections.abc import Mapping
@@ -12,9 +11,10 @@ from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training import buffers, estimate
 from training.config import Config
+from training.model_profile import ModelProvider
 
 
-def of(config: Config, optimizer: Optimizer) -> list[str]:
+def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank and return the lines: the buckets, then one a kind of memory.
 
     For after a run's second step: the first one learns the order in which level 3 uses its blocks,
@@ -29,7 +29,7 @@ def of(config: Config, optimizer: Optimizer) -> list[str]:
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
         text += f" of about {sink.bucket_size:,} elements ({how})"
-    return [text, *lines(config, optimizer.memory(), peaks, optimizer.grid.pp.rank)]
+    return [text, *lines(config, provider, optimizer.memory(), peaks, optimizer.grid.pp.rank)]
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
@@ -39,26 +39,32 @@ def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
 
 
 def lines(
-    config: Config, measured: Mapping[str, int], peaks: Mapping[str, int], pp_rank: int = 0
+    config: Config,
+    provider: ModelProvider,
+    measured: Mapping[str, int],
+    peaks: Mapping[str, int],
+    pp_rank: int = 0,
 ) -> list[str]:
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
     measured: Optimizer.memory(). peaks: of what a step allocates on top, by the names of
     buffers.transient; a kind that is neither measured nor stated has no line.
     """
-    flats = estimate.flats(config, pp_rank)
-    kept, transient = estimate.state(config, flats), buffers.transient(config, flats)
+    kept = estimate.state(config, estimate.flats(config, provider, pp_rank))
+    stated = dict.fromkeys(peaks, 0)
+    if estimate.level(config) >= 2:  # below, a step allocates neither
+        stated = buffers.transient(config, provider, pp_rank)
     out = []
     for kind, found in measured.items():
-        why = "the formula knows the parameters of model/llama.py, and a fork may have others"
+        why = "the formula is of the model as it is built on meta tensors"
         out.append(_line(kind, found, kept[kind], why))
     for kind, found in peaks.items():
-        if found or transient[kind]:
+        if found or stated[kind]:
             why = (
-                "the formula is of the second step on, with the most micro-batches, of that model; "
+                "the formula is of the second step on, with the most micro-batches; "
                 "a block that mpu.gradients.use has touched is whole until its backward"
             )
-            out.append(_line(f"{kind}, at most", found, transient[kind], why))
+            out.append(_line(f"{kind}, at most", found, stated[kind], why))
     return out
 
 

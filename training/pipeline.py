@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the flags into pipeline stages and a schedule, and say what they cost: no model, no ranks.
+"""Turn the flags into pipeline stages and a schedule, and tell what they cost: no ranks.
 
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mpu.pipeline import layout, schedules
@@ -13,7 +11,8 @@ from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import CHUNKS, V_SHAPED, Schedule
 from mpu.pipeline.simulate import Costs, simulate
 from training import batch_schedule
-from training.config import Config, ModelConfig, ParallelConfig, UsageError
+from training.config import Config, ParallelConfig, UsageError
+from training.model_profile import ModelProvider, model_profile
 
 LAYOUT = "--pipeline-model-parallel-layout"
 SIZE = "--pipeline-model-parallel-size"
@@ -32,40 +31,31 @@ CUTS = (
 )
 
 
-def layer_flops(model: ModelConfig) -> float:
-    """Count the forward FLOPs of one layer, a token: its matmuls, and causal attention's two."""
-    m = model
-    heads = 2 * m.num_attention_heads + 2 * m.num_query_groups
-    weights = m.hidden_size * (m.kv_channels * heads + 3 * m.ffn_hidden_size)
-    return 2.0 * weights + attention_flops(m)
-
-
-def attention_flops(model: ModelConfig) -> float:
-    """Count the forward FLOPs of one layer's two products in causal attention, a token."""
-    return 2.0 * model.seq_length * model.num_attention_heads * model.kv_channels
-
-
-def head_flops(model: ModelConfig) -> float:
-    """Count the forward FLOPs of the output layer, a token."""
-    if model.vocab_size is None:
-        raise ValueError("the vocabulary size is not known before the tokenizer is read")
-    return 2.0 * model.hidden_size * model.vocab_size
-
-
-def stages_of(config: Config) -> tuple[Stage, ...]:
-    """Return the p v stages in order.
+def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
+    """Return the p v stages in order, balanced by what the model's parts cost.
 
     Raises UsageError naming the flag by which the layers do not add up.
     """
-    p, head_cost = config.parallel, head_flops(config.model)
+    layers = config.model.num_layers
+    if config.parallel.pipeline_model_parallel_size == 1:  # nothing to balance
+        return _cut(config, 0.0, (1.0,) * layers, 0.0)
+    model = model_profile(config, provider)
+    return _cut(config, model.embedding, model.layers, model.head)
+
+
+def _cut(
+    config: Config, embedding: float, layers: tuple[float, ...], head: float
+) -> tuple[Stage, ...]:
+    """Return the p v stages of layers of these costs between two ends of these."""
+    p = config.parallel
     try:
         return layout.stages(
-            config.model.num_layers,
+            layers,
             p.pipeline_model_parallel_size,
             p.virtual_stages,
             p.schedule in V_SHAPED,
-            layer_cost=layer_flops(config.model),
-            head_cost=head_cost,
+            embedding_cost=embedding,
+            head_cost=head,
             even=p.num_layers_per_virtual_pipeline_stage is not None,
             count_embedding=p.account_for_embedding_in_pipeline_split,
             count_loss=p.account_for_loss_in_pipeline_split,
@@ -77,13 +67,13 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         raise UsageError(f"{_cut_by(p)}: {error}") from None
 
 
-def rank_stages(config: Config, pp_rank: int) -> tuple[Stage, ...]:
+def rank_stages(config: Config, provider: ModelProvider, pp_rank: int) -> tuple[Stage, ...]:
     """Return what a pipeline rank holds, in the order of its chunks."""
-    cut = stages_of(config)
-    return tuple(cut[stage] for stage in _own(config, pp_rank))
+    cut = stages_of(config, provider)
+    return tuple(cut[stage] for stage in own_stages(config, pp_rank))
 
 
-def _own(config: Config, pp_rank: int) -> list[int]:
+def own_stages(config: Config, pp_rank: int) -> list[int]:
     """Number the stages of a pipeline rank, in the order of its chunks."""
     p = config.parallel
     size, v_shape = p.pipeline_model_parallel_size, p.schedule in V_SHAPED
@@ -121,39 +111,44 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
     return layers if p.recompute_method == "uniform" else min(layers, p.recompute_num_layers or 1)
 
 
-def costs(config: Config) -> Costs:
+def costs(config: Config, provider: ModelProvider) -> Costs:
     """Return the FLOPs a token of every stage: F = B = W, recomputation on top of B."""
-    m, cut = config.model, stages_of(config)
-    forward = [len(s.layers) * layer_flops(m) + s.loss * head_flops(m) for s in cut]
-    again = [recomputed_layers(config, s) * layer_flops(m) for s in cut]
+    model, cut = model_profile(config, provider), stages_of(config, provider)
+    forward = [
+        sum(model.layers[s.first : s.last]) + s.loss * model.head + s.embedding * model.embedding
+        for s in cut
+    ]
+    again = [sum(model.layers[s.first :][: recomputed_layers(config, s)]) for s in cut]
     if config.parallel.recompute_granularity == "selective":
-        again = [len(s.layers) * attention_flops(m) for s in cut]
+        again = [sum(model.core[s.first : s.last]) for s in cut]
     return Costs(forward, [f + a for f, a in zip(forward, again, strict=True)], forward)
 
 
 def messages(config: Config, pp_rank: int) -> int:
     """Count what a pipeline rank sends for one micro-batch: activations on, gradients back."""
-    own = _own(config, pp_rank)
-    last = len(stages_of(config)) - 1
+    own, p = own_stages(config, pp_rank), config.parallel
+    last = p.pipeline_model_parallel_size * p.virtual_stages - 1
     return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
 
 
-def lines(config: Config) -> list[str]:
-    """Say what each pipeline rank holds, and how long it waits, for rank 0 to print first."""
+def lines(config: Config, provider: ModelProvider) -> list[str]:
+    """Tell what each pipeline rank holds, and how long it waits, for rank 0 to print first."""
     p = config.parallel
     size, v = p.pipeline_model_parallel_size, p.virtual_stages
     if size == 1:
         return []
-    cost = costs(config)
+    cost = costs(config, provider)
     parts = (cost.forward, cost.input_gradient, cost.weight_gradient)
-    work = [sum(part[s] for part in parts for s in _own(config, rank)) for rank in range(size)]
+    own = [own_stages(config, rank) for rank in range(size)]
+    work = [sum(part[s] for part in parts for s in stages) for stages in own]
     more = 100 * (max(work) * size / sum(work) - 1)
     stages = f", {v} stages each" if v > 1 else ""
     out = [
         f"pipeline {p.schedule}: {size} ranks{stages}; the slowest does {more:.1f} % more than "
         "the mean"
     ]
-    out += [f"pipeline rank {rank}: {told(rank_stages(config, rank))}" for rank in range(size)]
+    held = [rank_stages(config, provider, rank) for rank in range(size)]
+    out += [f"pipeline rank {rank}: {told(stages)}" for rank, stages in enumerate(held)]
     for count in micro_batch_counts(config):
         waits = simulate(schedule_of(config, count), cost)
         ideal = simulate(schedule_of(config, count), even(cost))
@@ -250,9 +245,7 @@ def check(config: Config) -> None:
         raise UsageError(
             f"{GROUP} {group} needs --pipeline-schedule interleaved and {VIRTUAL} of at least 2"
         )
-    if config.model.vocab_size is None:  # what the head costs moves layers, it refuses none
-        config = replace(config, model=replace(config.model, vocab_size=1))
-    stages_of(config)
+    _cut(config, 0.0, (1.0,) * config.model.num_layers, 0.0)  # costs move layers, and refuse none
     for count in micro_batch_counts(config):
         schedule_of(config, count)
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out, from a Config alone, what one rank sends in a step: which collectives, of how many
-bytes. Scalars and what happens at start-up are left out.
+"""Work out what one rank sends in a step: which collectives, of how many bytes. Scalars and what
+happens at start-up are left out.
+
+What a micro-batch sends for its hidden states is measured (training/rank_profile.py); the sums of
+gradients and the gathers of weights follow from the buckets.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from mpu.zero.layout import BucketLayout
-from training import batch_schedule, buffers, estimate, pipeline
-from training.activations import own_tokens
+from mpu.grid import Grid
+from training import activations, batch_schedule, buffers, estimate, pipeline
 from training.config import Config
-from training.estimate import Shapes
+from training.model_profile import ModelProvider, grid_of
 
 
 @dataclass(frozen=True)
@@ -34,54 +36,47 @@ class Traffic:
         return self.times * factor * self.bytes * (self.size - 1) // self.size
 
 
-def traffic(config: Config, pp_rank: int = 0, parameters: Shapes | None = None) -> list[Traffic]:
+def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
     """List what a rank sends in a step; scalars and start-up are left out.
 
-    Per layer and micro-batch: under SP 2 all-gathers and 2 reduce-scatters forward, 4 and 2
-    backward, 2 more gathers where W is apart from B; else 2 all-reduces each way. The embedding
-    and the output layer add one layer's end each. Full recomputation repeats the forward ones. A
-    stage sends its output on and its input's gradient back. Of the data-parallel axis see `_data`.
+    For each micro-batch what its model does in F, B and W, and a stage's output and its input's
+    gradient; once a step the gradients that are summed over another axis than the data-parallel
+    one (of which see `_data`).
     """
-    m, p = config.model, config.parallel
-    t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    stages = pipeline.rank_stages(config, pp_rank)
-    parameters = parameters or estimate.shapes(config, stages=stages)
-    buckets = estimate.flats(config, pp_rank, parameters)
+    p, grid = config.parallel, grid_of(config, pp_rank)
     steps = batch_schedule.micro_batches(config, 0)
-    split = pipeline.schedule_of(config, steps).split
-    tokens = m.seq_length * config.batch.micro_batch_size
-    hidden = m.hidden_size * config.run.dtype.itemsize  # bytes of one token's
-    tensor, acc = tokens * hidden, estimate.accumulate_bytes(config)
-    layers = sum(len(s.layers) for s in stages)
-    again = sum(pipeline.recomputed_layers(config, s) for s in stages)
-    embedding, loss = any(s.embedding for s in stages), any(s.loss for s in stages)
-    out = []
-    if t > 1:
-        if p.sequence_parallel:
-            # embedding: scatter forward, gather backward; output layer: 2 gathers, 1 scatter
-            gathers = (6 + 2 * split) * layers + 2 * again + embedding + 2 * loss
-            scatters = 4 * layers + 2 * again + embedding + loss
-            out.append(Traffic("tp", "all-gather", steps * gathers, tensor, t))
-            out.append(Traffic("tp", "reduce-scatter", steps * scatters, tensor, t))
-            norms = sum(prod(s) for s in parameters.values() if len(s) == 1)
-            out.append(Traffic("tp", "all-reduce", 1, norms * acc, t))
-        else:
-            times = 4 * layers + 2 * again + embedding + loss
-            out.append(Traffic("tp", "all-reduce", steps * times, tensor, t))
-        if loss:
-            out.append(Traffic("tp", "all-gather", steps, t * 3 * tokens * acc, t))
-    if pp > 1:
+    model = activations.profile(config, provider, pp_rank)
+    found = Counter(
+        (c.axis, c.verb, c.bytes) for stage in model.stages for c in stage.collectives
+    )
+    rows = [
+        Traffic(axis, verb, steps * times, size, getattr(grid, axis).size)
+        for (axis, verb, size), times in sorted(found.items(), key=lambda row: (-row[0][2], row[0]))
+    ]
+    if p.pipeline_model_parallel_size > 1:
         messages = steps * pipeline.messages(config, pp_rank)
-        out.append(Traffic("pp", "send", messages, own_tokens(config) * hidden, pp))
-        if not m.untie_embeddings_and_output_weights and embedding != loss:
-            (tied,) = (
-                parameters[n] for n in ("embedding.weight", "head.weight") if n in parameters
-            )
-            out.append(Traffic("pp", "all-reduce", 1, prod(tied) * acc, 2))
-    return out + _data(config, buckets)
+        rows.append(Traffic("pp", "send", messages, model.hidden_bytes, grid.pp.size))
+    rows += _partial(config, provider, grid, pp_rank)
+    return rows + _data(config, provider, pp_rank)
 
 
-def _data(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
+def _partial(
+    config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
+) -> list[Traffic]:
+    """List the sums of gradients over other axes: norms under sequence parallelism over tp, tied
+    embeddings over the two ends of the pipeline."""
+    sizes: Counter[str] = Counter()
+    for param in estimate.parameters(config, provider, pp_rank).values():
+        for axis in param.entry.axes:
+            sizes[axis] += prod(param.shape)
+    acc, names = estimate.accumulate_bytes(config), {"ends": "pp"}
+    return [
+        Traffic(names.get(axis, axis), "all-reduce", 1, count * acc, getattr(grid, axis).size)
+        for axis, count in sizes.items()
+    ]
+
+
+def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
     """List what a rank sends to those with other samples.
 
     Level 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes it a reduce-scatter
@@ -93,6 +88,7 @@ def _data(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
     p, steps = config.parallel, batch_schedule.micro_batches(config, 0)
     acc, weight = estimate.accumulate_bytes(config), config.run.dtype.itemsize
     wire = 2 if p.grad_reduce_in_bf16 else estimate.gradient_bytes(config)
+    flats = estimate.flats(config, provider, pp_rank)
     whole = sum(flat.length for flat in flats)
     last = sum(flat.length for flat in flats if flat.axes)
     if not p.zero:
@@ -116,6 +112,6 @@ def _data(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
         rows.append(Traffic("dp", "all-gather", 1, whole * weight, ranks))
     else:
         rows.append(Traffic("dp", "all-gather", 1, last * weight, ranks))
-        sizes = Counter(buffers.gathers(config, flats, steps))
+        sizes = Counter(buffers.gathers(config, provider, flats, steps))
         rows += [Traffic("dp", "all-gather", n, size * weight, ranks) for size, n in sizes.items()]
     return [row for row in rows if row.size > 1 and row.bytes]

@@ -54,8 +54,11 @@ class Trace(Protocol):
         sent: int,
         is_async: bool,
         label: Label | None,
-    ) -> Started:
-        """Note a start. tensor: what was put in. sent: bytes that leave this rank."""
+    ) -> Started | None:
+        """Note a start; return what is to hear of the wait, if anything.
+
+        tensor: what was put in. sent: bytes that leave this rank.
+        """
 
 
 class Handle:

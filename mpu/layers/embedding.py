@@ -65,5 +65,5 @@ class _Lookup(torch.autograd.Function):
             layer.ctx.sink.add_rows(layer.weight, rows, grads)
             layer.ctx.sink.register_grad_ready(layer.weight)
 
-        layer.ctx.queue.put(wgrad)
+        layer.ctx.queue.put(wgrad, (rows, grads))
         return None, None, None

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say which part of the model each pipeline stage holds: cut L layers over p v stages.
 
-A model is one embedding, L equal layers and one head with the loss. Left alone, the cut balances
-the ranks, knowing what the head costs; it can also be even, fixed at the ends, or written out:
+A model is one embedding, L layers and one head with the loss. Left alone, the cut balances the
+ranks, knowing what each part costs; it can also be even, fixed at the ends, or written out:
 
     "Et*3|(tt|)*2ttL"    Ettt | tt | tt | ttL        E embedding, t layer, L loss, | next stage
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from math import inf
 
 from mpu.pipeline.schedules import stage_of
 
@@ -36,12 +38,12 @@ class Stage:
 
 @cache
 def stages(
-    num_layers: int,
+    costs: tuple[float, ...],
     p: int,
     v: int = 1,
     v_shape: bool = False,
     *,
-    layer_cost: float = 1.0,
+    embedding_cost: float = 0.0,
     head_cost: float = 0.0,
     even: bool = False,
     count_embedding: bool = False,
@@ -52,11 +54,13 @@ def stages(
 ) -> tuple[Stage, ...]:
     """Cut the layers over p ranks of v stages each; return the p v stages in order.
 
+    costs: of each layer, in any unit; embedding_cost and head_cost in the same.
     layout: as it is written. first_rank, last_rank: that many layers on the first and the last
     rank, the others share the rest evenly. even, or one of the ends counted as a layer: the same
-    number on every stage. Else the automatic balance, with the costs of a layer and of the head.
+    number on every stage. Else the automatic balance, by the costs.
     Raises ValueError where the numbers do not add up: no layer is ever dropped.
     """
+    num_layers = len(costs)
     own = [[stage_of(rank, chunk, p, v_shape) for chunk in range(v)] for rank in range(p)]
     if layout is not None:
         counts = _written(layout, num_layers, p * v)
@@ -69,7 +73,7 @@ def stages(
     elif even or count_embedding or count_loss:
         counts = _even(num_layers, p * v, count_embedding, count_loss)
     else:
-        counts = _balanced(num_layers, own, layer_cost, head_cost)
+        counts = _balanced(costs, own, embedding_cost, head_cost)
 
     for rank, held in enumerate(own):
         if not any(counts[s] or s in (0, p * v - 1) for s in held):
@@ -84,28 +88,120 @@ def stages(
 
 
 def _balanced(
-    num_layers: int, own: list[list[int]], layer_cost: float, head_cost: float
+    costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
+) -> list[int]:
+    """Make the slowest rank as fast as can be; return the number of layers of each stage.
+
+    own: the stages of each rank. Exact where layers are equal or a rank has one stage; else the
+    best that moving single layers finds.
+    """
+    if len(set(costs)) <= 1:
+        return _balanced_equal(costs, own, embedding_cost, head_cost)
+    stages = sum(map(len, own))
+    ends = [0.0] * stages
+    ends[0] += embedding_cost
+    ends[-1] += head_cost
+    if stages == len(own):
+        return _contiguous(costs, ends, least=int(len(costs) >= stages - 2))
+    return _improved(costs, own, ends, _contiguous(costs, ends, least=0))
+
+
+def _balanced_equal(
+    costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
 ) -> list[int]:
     """Give each layer to the rank that has least to do, there to the stage that has least.
 
-    own: the stages of each rank. Layers being equal, no other cut has a faster slowest rank.
-    Between equals a rank that holds nothing comes first, then the later one, where fewer
-    micro-batches wait for their backward.
+    Layers being equal, no other cut has a faster slowest rank. Between equals a rank that holds
+    nothing comes first, then the later one, where fewer micro-batches wait for their backward.
     """
     last = sum(map(len, own)) - 1
     counts = [0] * (last + 1)
+    one = costs[0] if costs else 0.0
 
-    def work(stages: list[int]) -> float:  # a look-up in the embedding costs next to nothing
-        return layer_cost * sum(counts[s] for s in stages) + head_cost * (last in stages)
+    def work(stages: list[int]) -> float:
+        ends = head_cost * (last in stages) + embedding_cost * (0 in stages)
+        return one * sum(counts[s] for s in stages) + ends
 
     def least(rank: int) -> tuple[float, bool, int]:
         holds = any(counts[s] or s in (0, last) for s in own[rank])
         return work(own[rank]), holds, -rank
 
-    for _ in range(num_layers):
+    for _ in costs:
         rank = min(range(len(own)), key=least)
         counts[min(own[rank], key=lambda s: (work([s]), -s))] += 1
     return counts
+
+
+def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list[int]:
+    """Cut the layers into stages, each a rank of its own, by dynamic programming.
+
+    ends: work of each stage beside its layers. least: layers that every stage but the first and the
+    last must have. The slowest stage is as fast as can be; among such cuts the sum of the squares
+    of the stages' work is least.
+    """
+    total, stages, layers = [0.0, *accumulate(costs)], len(ends), len(costs)
+
+    def best(value: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
+        """Return the least value of a cut with no stage above `limit`; value(before, work)."""
+        found = [0.0] + [inf] * layers  # of the first i layers on the stages so far
+        froms: list[list[int]] = []
+        for stage in range(stages):
+            few = least if 0 < stage < stages - 1 else 0
+            now, origin = [inf] * (layers + 1), [0] * (layers + 1)
+            for i in range(few, layers + 1):
+                for j in range(i - few, -1, -1):
+                    work = total[i] - total[j] + ends[stage]
+                    if work > limit or value(0.0, work) >= now[i]:
+                        break  # and more so with one layer more
+                    new = value(found[j], work)
+                    if new < now[i]:
+                        now[i], origin[i] = new, j
+            found = now
+            froms.append(origin)
+        counts, at = [], layers
+        for origin in reversed(froms):
+            counts.append(at - origin[at])
+            at = origin[at]
+        return found[layers], counts[::-1]
+
+    slowest, _ = best(max, inf)
+    return best(lambda before, work: before + work * work, slowest)[1]
+
+
+def _improved(
+    costs: tuple[float, ...], own: list[list[int]], ends: list[float], counts: list[int]
+) -> list[int]:
+    """Move a layer from a stage to another while that makes the slowest rank faster.
+
+    The stages between the two hand a layer on, so each keeps its number of them. Tried are moves of
+    one stage's distance, and from the slowest rank to as far as every other rank's next stage.
+    """
+    total, last = [0.0, *accumulate(costs)], len(ends) - 1
+
+    def work_of(counts: list[int]) -> list[float]:
+        bounds = [0, *accumulate(counts)]
+        stage = [total[bounds[s + 1]] - total[bounds[s]] + end for s, end in enumerate(ends)]
+        return [sum(stage[s] for s in held) for held in own]
+
+    def rating(counts: list[int]) -> tuple[int, float, float]:
+        """Return empty ranks, the slowest rank's work, and the sum of the squares of all."""
+        work = work_of(counts)
+        empty = sum(not any(counts[s] or s in (0, last) for s in held) for held in own)
+        return empty, max(work), sum(w * w for w in work)
+
+    def moved(source: int, to: int) -> list[int]:
+        return [n + (s == to) - (s == source) for s, n in enumerate(counts)]
+
+    while True:
+        now, work = rating(counts), work_of(counts)
+        slowest = own[work.index(max(work))]
+        pairs = [(s, to) for s in slowest for to in range(s - len(own), s + len(own) + 1)]
+        pairs += [(s, s + step) for s in range(last + 1) for step in (-1, 1)]
+        tries = (moved(s, to) for s, to in pairs if counts[s] and 0 <= to <= last and to != s)
+        better = next((other for other in tries if rating(other) < now), None)
+        if better is None:
+            return counts
+        counts = better
 
 
 def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int]:

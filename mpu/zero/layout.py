@@ -12,11 +12,14 @@ length is a multiple of BLOCK for each rank, so that a share is whole blocks.
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
+
+from mpu.param import placement_of
 
 BLOCK = 1024  # elements; also the unit of the global norm
 SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
@@ -53,6 +56,20 @@ class ParamEntry(NamedTuple):
     numel: int
     chunk: int = 0
     axes: tuple[str, ...] = ()
+
+
+def entries_of(
+    named: Iterable[tuple[str, nn.Parameter]], chunk_of: Callable[[str], int] = lambda name: 0
+) -> list[ParamEntry]:
+    """Return what `make_buckets` takes of a module's parameters, each once, in definition order.
+
+    named: module.named_parameters(). chunk_of(name): the pipeline chunk that a parameter is of.
+    """
+    found = []
+    for name, param in named:
+        axes = tuple(axis.name for axis in placement_of(param).reduce_axes if axis.size > 1)
+        found.append(ParamEntry(name, param.numel(), chunk_of(name), axes))
+    return found
 
 
 class BucketLayout(NamedTuple):

@@ -22,7 +22,7 @@ from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
-from mpu.zero.layout import ParamEntry, ZeroConfig, automatic_size, make_buckets
+from mpu.zero.layout import ZeroConfig, automatic_size, entries_of, make_buckets
 from mpu.zero.reduce import Reduction
 from mpu.zero.weights import Gatherer
 
@@ -72,12 +72,10 @@ class ParamAndGradBuffer(GradientSink):
             self._uses[param] = self._uses.get(param, 0) + 1
         params = dict(module.named_parameters())
         axes: dict[tuple[str, ...], tuple[Axis, ...]] = {}
-        entries = []
-        for name, param in params.items():
+        for param in params.values():
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
-            names = tuple(a.name for a in extra)
-            axes[names] = extra
-            entries.append(ParamEntry(name, param.numel(), chunk_of(name), names))
+            axes[tuple(a.name for a in extra)] = extra
+        entries = entries_of(params.items(), chunk_of)
         self.bucket_size = self.config.bucket_size
         if not self.bucket_size:  # chosen with all ranks of the pipeline, by the one with most
             own = str(sum(entry.numel for entry in entries)).encode()

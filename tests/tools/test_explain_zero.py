@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from pretrain_llama import model_provider
 from tests.tools.test_explain import FULL, line_of
 from tools.explain import explain, main, tiny
 from tools.explain_formulas import apply, read_formulas
@@ -157,7 +158,8 @@ def test_the_formulas_count_what_the_order_of_uses_gathers():
         config = tiny(
             tp, 2, layers=layers, micro_batches=m, tied=tied, zero=3, ahead=ahead, more=more
         )
-        walked = buffers.gathers(config, estimate.flats(config), m)
+        flats = estimate.flats(config, model_provider)
+        walked = buffers.gathers(config, model_provider, flats, m)
         applied = apply(config, rows)
         assert sum(row.count for row in applied) == len(walked), (tp, layers, m, tied, ahead, more)
         sent = sum(walked) // 2 * config.run.dtype.itemsize

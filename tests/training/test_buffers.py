@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from pretrain_llama import model_provider
 from tests.dry import read
 from training import buffers, estimate
 
@@ -50,7 +51,7 @@ MOMENTS = [
 @pytest.mark.parametrize("more,world,rank,sizes", MOMENTS, ids=[m[0] or "tied" for m in MOMENTS])
 def test_the_fullest_moment(more, world, rank, sizes):
     config = read(more, world)
-    found = buffers.transient(config, estimate.flats(config, rank))
+    found = buffers.transient(config, model_provider, rank)
     assert list(found) == ["whole gradients", "gathered weights", "tied look-ups"]
     gradients, weights, lookups = sizes
     assert list(found.values()) == [4 * K * gradients, 4 * K * weights, 4 * lookups]
@@ -59,7 +60,7 @@ def test_the_fullest_moment(more, world, rank, sizes):
 def test_the_fullest_moment_in_bf16():
     config = read(f"--bf16 --main-grads-dtype bf16 --zero-stage 3 {AHEAD} {OVERLAP}", 4)
     # norm 4 (of 1, for 4 ranks), layers 32 each, embedding 20; tied
-    assert buffers.transient(config, estimate.flats(config)) == {
+    assert buffers.transient(config, model_provider) == {
         "whole gradients": (20 + 64) * K * 2,
         "gathered weights": 64 * K * 2,
         "tied look-ups": 19456 * 2,
@@ -84,7 +85,7 @@ def test_the_fullest_moment_in_bf16():
 )
 def test_the_order_of_uses(more, order):
     config = read(f"--zero-stage 3 {more}", 4)
-    assert buffers.uses(config, estimate.flats(config)) == order
+    assert buffers.uses(config, model_provider, estimate.flats(config, model_provider)) == order
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,12 @@ def test_the_order_of_uses(more, order):
 )
 def test_gathers_of_a_step(more, micro_batches, layers, ends):
     config = read(f"--zero-stage 3 {UNTIED} {more}", 4)
-    found = Counter(buffers.gathers(config, estimate.flats(config), micro_batches))
+    flats = estimate.flats(config, model_provider)
+    found = Counter(buffers.gathers(config, model_provider, flats, micro_batches))
     assert found == {32 * K: layers, 20 * K: ends}
 
 
 def test_a_pipeline_gathers_once_a_step():
     config = read(f"--zero-stage 3 {ENDS} --global-batch-size 16", 4)
-    assert buffers.gathers(config, estimate.flats(config, 1), 4) == [2 * K, 32 * K, 32 * K]
+    flats = estimate.flats(config, model_provider, 1)
+    assert buffers.gathers(config, model_provider, flats, 4) == [2 * K, 32 * K, 32 * K]

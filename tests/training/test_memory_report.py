@@ -9,6 +9,7 @@ import torch
 import pretrain_llama
 from model.llama import parameter_group
 from mpu.comm.watch import Watch
+from pretrain_llama import model_provider
 from tests.dry import read
 from tests.twin import config_of, micro_batches
 from training import buffers, estimate, memory_report
@@ -20,15 +21,14 @@ FORK = "the formula knows the parameters of model/llama.py, and a fork may have 
 
 def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str]:
     """Return what a line says of a kind, by its first words."""
-    every = memory_report.lines(config, measured, peaks, pp_rank)
+    every = memory_report.lines(config, model_provider, measured, peaks, pp_rank)
     return {line[:25].rstrip(): line[25:].lstrip() for line in every}
 
 
 def test_a_line_a_kind():
     config = read("--zero-stage 2 --bf16 --overlap-grad-reduce", 4)
-    flats = estimate.flats(config)
-    kept = estimate.state(config, flats)
-    whole = buffers.transient(config, flats)["whole gradients"]
+    kept = estimate.state(config, estimate.flats(config, model_provider))
+    whole = buffers.transient(config, model_provider)["whole gradients"]
     peaks = {"whole gradients": whole, "gathered weights": 0}
     found = said(config, kept, peaks)
     assert list(found) == [*KINDS, "whole gradients, at most"]
@@ -46,8 +46,8 @@ def test_a_line_a_kind():
 def test_the_lines_are_of_the_pipeline_rank():
     more = "--pipeline-model-parallel-size 2 --num-layers 4 --zero-stage 3"
     config = read(f"{more} --decoder-last-pipeline-num-layers 1", 4)
-    kept = estimate.state(config, estimate.flats(config, 1))
-    peaks = buffers.transient(config, estimate.flats(config, 1))
+    kept = estimate.state(config, estimate.flats(config, model_provider, 1))
+    peaks = buffers.transient(config, model_provider, 1)
     del peaks["tied look-ups"]  # not measured
     assert all("equal" in text for text in said(config, kept, peaks, 1).values())
     assert not all("equal" in text for text in said(config, kept, peaks, 0).values())
@@ -60,7 +60,7 @@ def told(comm, case: dict) -> list[str]:
     run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
     for step in range(2):
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
-    return memory_report.of(config, run.optimizer)
+    return memory_report.of(config, model_provider, run.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,6 @@ def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
         run.model, run.sink, grid, parameter_group, cpu_offload=True
     )
     config = replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=True))
-    lines = memory_report.of(config, optimizer)
+    lines = memory_report.of(config, model_provider, optimizer)
     assert all("equal to the formula" in line for line in lines[1:]), lines
     assert f" {optimizer.memory()['moments'] // 2:,} bytes" in lines[3]

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mpu.pipeline.layout import Stage
+from pretrain_llama import model_provider
 from training import pipeline
 from training.arguments import parse
 from training.config import UsageError
+from training.model_profile import model_profile
 
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -24,14 +26,14 @@ def read(more="", world=2, p=2, base=SMALL):
 
 
 def layers(config):
-    return [len(stage.layers) for stage in pipeline.stages_of(config)]
+    return [len(stage.layers) for stage in pipeline.stages_of(config, model_provider)]
 
 
 def test_one_rank_is_one_stage():
     config = read(p=1, world=1)
-    assert pipeline.stages_of(config) == (Stage(0, 8, embedding=True, loss=True),)
+    assert pipeline.stages_of(config, model_provider) == (Stage(0, 8, embedding=True, loss=True),)
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (1, "1f1b")
-    assert pipeline.lines(config) == []
+    assert pipeline.lines(config, model_provider) == []
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,9 @@ def test_flags_and_the_cut(more, v, schedule, cut):
     config = read(more)
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (v, schedule)
     assert layers(config) == (cut or [1, 2, 4, 1])
-    held = [pipeline.rank_stages(config, rank) for rank in range(2)]
+    held = [pipeline.rank_stages(config, model_provider, rank) for rank in range(2)]
     assert sorted((s for r in held for s in r), key=lambda s: s.last) == list(
-        pipeline.stages_of(config)
+        pipeline.stages_of(config, model_provider)
     )
     made = pipeline.schedule_of(config, 16)
     assert (made.chunks, made.stages, made.micro_batches) == (v, 2 * v, 16)
@@ -83,16 +85,17 @@ def test_ends_counted_as_layers():
 
 
 def test_the_balance_knows_the_head():
-    m = read().model
-    assert pipeline.head_flops(m) == 2 * 64 * 512
-    assert pipeline.layer_flops(m) == 2 * 64 * (16 * 16 + 3 * 128) + 2 * 32 * 64
+    m = model_profile(read(), model_provider)
+    assert m.head == 2 * 64 * 512
+    assert m.layers == (2 * 64 * (16 * 16 + 3 * 128) + 2 * 32 * 64,) * 8
     # A head of 3/4 of a layer moves none of 8 layers; one of 3 layers moves one away.
     assert layers(read()) == [4, 4]
     large = SMALL.replace("--vocab-size 512", "--vocab-size 2016")
     assert layers(read(base=large)) == [5, 3]
     # In a V rank 0 has both ends.
     assert layers(read("--pipeline-schedule zb-v", base=large)) == [2, 3, 3, 0]
-    assert pipeline.rank_stages(read("--pipeline-schedule zb-v", base=large), 0) == (
+    v_shaped = read("--pipeline-schedule zb-v", base=large)
+    assert pipeline.rank_stages(v_shaped, model_provider, 0) == (
         Stage(0, 2, embedding=True),
         Stage(8, 8, loss=True),
     )
@@ -105,7 +108,7 @@ def test_before_the_tokenizer_the_rules_hold_and_the_cut_is_not_known():
     config = replace(read(), model=replace(read().model, vocab_size=None))
     pipeline.check(config)
     with pytest.raises(ValueError, match="the vocabulary size is not known"):
-        pipeline.stages_of(config)
+        pipeline.stages_of(config, model_provider)
     assert layers(config.with_vocab(2016)) == [5, 3]
     with pytest.raises(UsageError):
         read("--pipeline-model-parallel-layout Et|L", base=base)
@@ -238,8 +241,9 @@ def test_what_is_not_as_megatron_says_is_noted():
 
 
 def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
-    layer, head = pipeline.layer_flops(read().model), pipeline.head_flops(read().model)
-    plain = pipeline.costs(read())
+    model = model_profile(read(), model_provider)
+    layer, head = model.layers[0], model.head
+    plain = pipeline.costs(read(), model_provider)
     assert plain.forward == plain.input_gradient == plain.weight_gradient
     assert plain.forward == [4 * layer, 4 * layer + head]
     for more, again in (
@@ -250,7 +254,7 @@ def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
         ),
         ("--recompute-activations", 4 * 2 * 32 * 64),
     ):
-        costs = pipeline.costs(read(more))
+        costs = pipeline.costs(read(more), model_provider)
         assert costs.forward == costs.weight_gradient == plain.forward
         assert costs.input_gradient == [4 * layer + again, 4 * layer + head + again]
 
@@ -268,14 +272,17 @@ def test_messages_of_a_micro_batch():
 
 def test_the_lines_said_first():
     base = SMALL.replace("--num-layers 8", "--num-layers 7")
-    assert pipeline.lines(read(base=base)) == [
+    assert pipeline.lines(read(base=base), model_provider) == [
         "pipeline 1f1b: 2 ranks; the slowest does 3.1 % more than the mean",
         "pipeline rank 0: embedding + layers 0-3",
         "pipeline rank 1: layers 4-6 + head",
         "16 micro-batches: bubble 5.22 % of a step, 5.88 % were all stages equal",
     ]
     text = "\n".join(
-        pipeline.lines(read("--pipeline-model-parallel-layout Et||t*7|L --pipeline-schedule zb-v"))
+        pipeline.lines(
+            read("--pipeline-model-parallel-layout Et||t*7|L --pipeline-schedule zb-v"),
+            model_provider,
+        )
     )
     assert "pipeline zb-v: 2 ranks, 2 stages each" in text
     assert f"{100 / (1 + 6 * 16):.2f} % were all stages equal" in text  # (p-1) F of a chunk
@@ -284,7 +291,8 @@ def test_the_lines_said_first():
     two = read(
         "--step-batch-size-schedule '0:4 3200:8'", base=base.replace("--global-batch-size 16", "")
     )
-    assert ["micro-batches" in line for line in pipeline.lines(two)].count(True) == 2
+    lines = pipeline.lines(two, model_provider)
+    assert ["micro-batches" in line for line in lines].count(True) == 2
 
 
 @pytest.mark.parametrize(
@@ -301,7 +309,7 @@ def test_the_simulated_bubble_of_equal_stages_is_the_formulas(more, p, share):
     base = SMALL.replace("--vocab-size 512", "--vocab-size 1 --make-vocab-size-divisible-by 1")
     config = read(more, p=p, world=p, base=base)
     model = replace(config.model, hidden_size=1 << 20)  # a layer is h^2, the head h
-    line = pipeline.lines(replace(config, model=model))[-1]
+    line = pipeline.lines(replace(config, model=model), model_provider)[-1]
     simulated, ideal = (float(words.split()[-1]) for words in line.split(" %")[:2])
     assert simulated == pytest.approx(100 * share, abs=0.02)
     assert ideal == pytest.approx(100 * share, abs=0.02)

@@ -3,6 +3,7 @@
 
 import pytest
 
+from pretrain_llama import model_provider
 from tests.dry import PIPELINE, read
 from training import traffic
 
@@ -13,7 +14,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 def test_traffic_of_a_pipeline_rank():
     def rows(more, rank):
         config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 {more}", 8)
-        return {(t.axis, t.verb): t for t in traffic.traffic(config, rank)}
+        return {(t.axis, t.verb): t for t in traffic.traffic(config, model_provider, rank)}
 
     first, second, last = (rows("", rank) for rank in (0, 1, 3))
     assert [r["pp", "send"].times for r in (first, second, last)] == [8, 16, 8]
@@ -35,16 +36,16 @@ def test_traffic_of_a_pipeline_rank():
 
 def test_traffic():
     config = read("--tensor-model-parallel-size 2 --global-batch-size 8", 4)
-    by = {(t.axis, t.verb): t for t in traffic.traffic(config)}
+    by = {(t.axis, t.verb): t for t in traffic.traffic(config, model_provider)}
     # 2 micro-batches x (4 a layer x 3 layers + embedding + output layer), each s b h in fp32
     assert by["tp", "all-reduce"].times == 2 * 14
     assert by["tp", "all-reduce"].bytes == 32 * 2 * 64 * 4
     assert by["tp", "all-reduce"].sent == 28 * 32 * 2 * 64 * 4
     assert by["dp", "all-reduce"].bytes == 4 * 62 * 1024  # embedding 10, layers 15, norms 1 each
     sp = read("--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full", 2)
-    rows = [t for t in traffic.traffic(sp) if t.verb == "reduce-scatter"]
+    rows = [t for t in traffic.traffic(sp, model_provider) if t.verb == "reduce-scatter"]
     assert [t.times for t in rows] == [6 * 3 + 2]
-    assert traffic.traffic(read()) == []
+    assert traffic.traffic(read(), model_provider) == []
 
 
 # flags, ranks; of the data-parallel axis (verb, times, blocks x bytes, ranks). 136 blocks: see
@@ -134,7 +135,7 @@ SHARED = [
 
 @pytest.mark.parametrize("more,world,rows", SHARED, ids=[s[0] for s in SHARED])
 def test_traffic_of_data_parallel_ranks(more, world, rows):
-    found = [t for t in traffic.traffic(read(more, world)) if t.axis == "dp"]
+    found = [t for t in traffic.traffic(read(more, world), model_provider) if t.axis == "dp"]
     assert sorted((t.verb, t.times, t.bytes // K, t.size) for t in found) == sorted(rows)
 
 

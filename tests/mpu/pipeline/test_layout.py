@@ -11,8 +11,13 @@ from mpu.pipeline.layout import Stage, read_layout, stages
 from mpu.pipeline.schedules import stage_of
 
 
+def equal(num_layers, *args, **options):
+    """Cut equal layers."""
+    return stages((1.0,) * num_layers, *args, **options)
+
+
 def counts(*args, **options):
-    return [len(stage.layers) for stage in stages(*args, **options)]
+    return [len(stage.layers) for stage in equal(*args, **options)]
 
 
 def check_whole(cut, num_layers):
@@ -31,7 +36,7 @@ def work_of_ranks(layers, p, v, v_shape, head):
 
 
 def test_one_rank_holds_everything():
-    assert stages(5, 1) == (Stage(0, 5, embedding=True, loss=True),)
+    assert equal(5, 1) == (Stage(0, 5, embedding=True, loss=True),)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_one_rank_holds_everything():
 )
 def test_the_balance(args, head, expected):
     assert counts(*args, head_cost=head) == expected
-    check_whole(stages(*args, head_cost=head), args[0])
+    check_whole(equal(*args, head_cost=head), args[0])
 
 
 @settings(deadline=None)
@@ -78,7 +83,7 @@ def test_no_cut_has_a_faster_slowest_rank(p, more, head):
 def test_the_balance_over_virtual_stages(p, v, v_shape, more, head):
     v = 2 if v_shape else v
     num_layers = p + more
-    check_whole(stages(num_layers, p, v, v_shape, head_cost=head), num_layers)
+    check_whole(equal(num_layers, p, v, v_shape, head_cost=head), num_layers)
     cut = counts(num_layers, p, v, v_shape, head_cost=head)
     work = work_of_ranks(cut, p, v, v_shape, head)
     with_head = work[0 if v_shape else p - 1]
@@ -91,11 +96,11 @@ def test_the_balance_over_virtual_stages(p, v, v_shape, more, head):
 def test_a_rank_that_holds_nothing_is_refused():
     assert counts(2, 4, head_cost=1.0) == [0, 1, 1, 0]  # the ends hold an end
     with pytest.raises(ValueError, match="rank 1 would hold nothing: an embedding, a head and 1 l"):
-        stages(1, 4, head_cost=1.0)
+        equal(1, 4, head_cost=1.0)
     with pytest.raises(ValueError, match="rank 2 would hold nothing: .* 2 layers over 4 ranks"):
-        stages(2, 4, 2, True, layout="Et|t||||||L")
+        equal(2, 4, 2, True, layout="Et|t||||||L")
     with pytest.raises(ValueError, match="rank 1 would hold nothing"):
-        stages(2, 3, layout="Et||tL")
+        equal(2, 3, layout="Et||tL")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_a_rank_that_holds_nothing_is_refused():
 )
 def test_cuts_that_flags_ask_for(args, options, expected):
     assert counts(*args, **options) == expected
-    check_whole(stages(*args, **options), args[0])
+    check_whole(equal(*args, **options), args[0])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,7 @@ def test_cuts_that_flags_ask_for(args, options, expected):
 )
 def test_what_does_not_add_up_is_refused(args, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        stages(*args, **options)
+        equal(*args, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model on meta tensors, which have shapes and no memory, fast and as its kernels would.
+
+Torch answers many an elementwise operation on meta tensors in Python, for which it first imports a
+symbolic algebra: seconds at the start of every run. `MetaOperations` answers what layers usually do
+by their shapes. Attention on meta tensors is made of products of s x s matrices; `MetaAttention`
+has another stand in for it, since its kernels neither do nor keep that.
+"""
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+META = torch.device("meta")
+_COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
+_COMPARE |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
+
+PRODUCTS = {  # [..., n, k] x [..., k, m], and the place of the first of the two arguments
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm.default: 1,
+}
+_REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
+
+
+class MetaOperations(TorchDispatchMode):
+    """Answer elementwise operations on meta tensors by their shapes, the others as torch does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if not (isinstance(first, Tensor) and first.is_meta):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
+            return first
+        if torch.Tag.pointwise in func.tags:
+            return _elementwise(func, args, kwargs)
+        aten = torch.ops.aten
+        if name in ("empty_like", "zeros_like", "ones_like", "full_like"):
+            dtype = kwargs.get("dtype") or first.dtype
+            return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
+        if func in PRODUCTS and "out" not in kwargs:
+            x, y = args[PRODUCTS[func] :][:2]
+            return x.new_empty((*x.shape[:-1], y.shape[-1]))
+        if func is aten.gather.default:
+            return first.new_empty(args[2].shape)
+        if func is aten.embedding.default:
+            return first.new_empty((*args[1].shape, first.shape[1]))
+        if name in _REDUCE:
+            return _reduction(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return what an elementwise operation returns: one of its arguments, or an empty tensor."""
+    name = func.overloadpacket.__name__
+    for written in ("out", "grad_input"):
+        if written in kwargs:
+            return kwargs[written]
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    sizes = zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)  # broadcast
+    shape = torch.Size([next((n for n in some if n != 1), 1) for some in sizes][::-1])
+    if name in _COMPARE:
+        dtype = torch.bool
+    else:
+        values = tensors[1:] if name == "where" else [a for a in args if _is_value(a)]
+        dtype = values[0].dtype if name in ("masked_fill", "clone") else _common(values)
+    like = next((t for t in tensors if t.shape == shape and _dense(t)), None)
+    if like is None or kwargs.get("memory_format") == torch.contiguous_format:
+        return torch.empty(shape, dtype=dtype, device=META)
+    return torch.empty_strided(shape, like.stride(), dtype=dtype, device=META)
+
+
+def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return what a sum, a mean, a norm or an extreme over some dimensions returns."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, dims = given["self"], given.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    over = {dim % max(x.dim(), 1) for dim in dims}
+    kept = 1 if given.get("keepdim") else None
+    shape = [kept if i in over else n for i, n in enumerate(x.shape)]
+    counts = func.overloadpacket.__name__ == "sum" and not x.is_floating_point()
+    dtype = given.get("dtype") or (torch.long if counts else x.dtype)
+    return torch.empty([n for n in shape if n is not None], dtype=dtype, device=META)
+
+
+def _is_value(argument: Any) -> bool:
+    return isinstance(argument, (Tensor, int, float)) and not isinstance(argument, bool)
+
+
+def _common(values: list[Any]) -> torch.dtype:
+    """Return the dtype that tensors and numbers have together, the first being a tensor."""
+    out = values[0]
+    for value in values[1:]:
+        out = torch.empty((), dtype=torch.result_type(out, value), device=META)
+    return out.dtype
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, in some order."""
+    need = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != need:
+                return False
+            need *= size
+    return True
+
+
+class MetaAttention(TorchFunctionMode):
+    """Let `attend` stand in for F.scaled_dot_product_attention: the same arguments."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            func = self.attend
+        return func(*args, **(kwargs or {}))
