@@ -128,7 +128,6 @@ def _path(file: str) -> str:
 
 
 CARRIERS = "mpu/comm/"  # what carries a collective is not where it is called
-MATMUL = "mpu/comm/overlap.py"  # stands there, but calls
 SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do is done for a layer
 # what the step itself does, by the file in which it stands
 STEP = {
@@ -165,10 +164,10 @@ def site() -> Site:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
         path = _path(frame.f_code.co_filename)
-        if path == MATMUL or (path and not path.startswith(CARRIERS)):
+        if path and not path.startswith(CARRIERS):
             here = f"{path}:{frame.f_lineno}"
             call = call or here
-            if path == MATMUL or not path.startswith(SERVANTS):
+            if not path.startswith(SERVANTS):
                 return Site(call, here)
         frame = frame.f_back
     return Site(call, "")

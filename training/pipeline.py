@@ -4,6 +4,7 @@
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpu.pipeline import layout, schedules

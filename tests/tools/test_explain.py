@@ -140,7 +140,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 def test_a_reader_finds_the_gather(world):
     text = world(2).run(run, 2, 1, {})[0][2]
-    gather = line_of("mpu/comm/overlap.py", "gathering = gathers.gather(x,")
+    gather = line_of("mpu/layers/linear.py", "gathering = method.gather(x, layer.on_forward)")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
@@ -148,10 +148,10 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/comm/overlap.py", "if layer.deferring else way.gather_again(x,")
+    again = line_of("mpu/layers/linear.py", "else method.gather_beside(x, layer.on_backward)")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
-    waited = line_of("mpu/comm/overlap.py", "whole = gathering.whole()")
+    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.whole(), dy)")
     assert f"waited for at {waited}" in lines[at + 2]
     assert lines[at + 2].endswith("hidden under: dgrad matmul of layers.1.mlp.gate_up")
     assert "reduce_scatter" in lines[at + 3] and "backward" in lines[at + 3]

@@ -81,6 +81,9 @@ class Heard:
         self.verbs.append((verb, sent))
         return self
 
+    def waiting(self):
+        pass
+
     def waited(self):
         self.verbs.append(("waited", 0))
 
