@@ -165,7 +165,7 @@ def model_provider(
     recompute: Recompute | None = None,
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
-    """Build one rank's model: what `training` is given to learn all that it must know of it."""
+    """Build one rank's model; what `training` knows of a model it learns of this."""
     return Llama(llama_config(config), ctx, recompute, stages)
 
 

@@ -63,7 +63,9 @@ class StagedModel(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Build one rank's model: its stages of it, or all of it."""
+    """Build one rank's model: its stages of it, or all of it. Profiles are cached by it."""
+
+    def __hash__(self) -> int: ...
 
     def __call__(
         self,

@@ -93,6 +93,57 @@ def test_the_balance_over_virtual_stages(p, v, v_shape, more, head):
         assert len(set(cut)) == 1
 
 
+def brute(costs, p, v, v_shape, embedding, head):
+    """Return the work of the slowest rank in the best cut in which no rank holds nothing."""
+    stages_, best = p * v, float("inf")
+    for bars in combinations(range(len(costs) + stages_ - 1), stages_ - 1):
+        ends = [bar - i for i, bar in enumerate(bars)]
+        bounds = [0, *ends, len(costs)]
+        work = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        work[0] += embedding
+        work[-1] += head
+        ranks = [[stage_of(r, chunk, p, v_shape) for chunk in range(v)] for r in range(p)]
+        full = all(any(bounds[s] < bounds[s + 1] or s in (0, stages_ - 1) for s in r) for r in ranks)
+        best = min(best, max(sum(work[s] for s in r) for r in ranks)) if full else best
+    return best
+
+
+COSTS = st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([(2, 1, False), (3, 1, False), (4, 1, False), (2, 2, False), (2, 2, True)]),
+    st.lists(COSTS, min_size=4, max_size=7),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 2.5, 20.0]),
+)
+def test_layers_of_unequal_cost(shape, costs, embedding, head):
+    """With a stage a rank no cut has a faster slowest rank; else the best is near."""
+    cut = stages(tuple(costs), *shape, embedding_cost=embedding, head_cost=head)
+    check_whole(cut, len(costs))
+    p, v, v_shape = shape
+    work = [sum(costs[stage.first : stage.last]) for stage in cut]
+    work[0] += embedding
+    work[-1] += head
+    ranks = [[stage_of(r, chunk, p, v_shape) for chunk in range(v)] for r in range(p)]
+    slowest = max(sum(work[s] for s in r) for r in ranks)
+    best = brute(costs, *shape, embedding, head)
+    assert slowest == best if v == 1 else slowest <= best + max(costs)
+
+
+def test_a_large_unequal_model_is_cut_soon_and_well():
+    costs = tuple(1.0 + (i * 7 % 11) / 5 for i in range(126))
+    for p, v in ((16, 1), (16, 4)):
+        cut = stages(costs, p, v, head_cost=2.0)
+        check_whole(cut, 126)
+        work = [0.0] * p
+        for number, stage in enumerate(cut):
+            work[number % p] += sum(costs[stage.first : stage.last])
+        work[-1] += 2.0
+        assert max(work) < 1.1 * sum(work) / p
+
+
 def test_a_rank_that_holds_nothing_is_refused():
     assert counts(2, 4, head_cost=1.0) == [0, 1, 1, 0]  # the ends hold an end
     with pytest.raises(ValueError, match="rank 1 would hold nothing: an embedding, a head and 1 l"):

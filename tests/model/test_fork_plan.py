@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fork the model and plan its run: the dry run, the balance of a pipeline, FLOPs, memory and
+traffic are the fork's.
+
+The fork is a copy of model/llama.py with another MLP width in each layer, one more norm a layer and
+a second output layer with a loss of its own. Nothing else is changed.
+"""
+
+import importlib.util
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.param import GradientSink
+from tests.dry import read
+from training import activations, estimate, pipeline, sizes
+from training.dry_run import report
+from training.model_profile import model_profile
+from training.traffic import traffic
+
+ROOT = Path(__file__).resolve().parents[2]
+EDITS = {
+    "from dataclasses import dataclass\n": "from dataclasses import dataclass, replace\n",
+    "Block(config, ctx, recompute) for i in numbers": (
+        "Block(replace(config, ffn_hidden_size=config.ffn_hidden_size * (1 + i % 3 * 2)), ctx,"
+        " recompute) for i in numbers"
+    ),
+    "        self.mlp = MLP(config, ctx)\n": (
+        "        self.mlp = MLP(config, ctx)\n"
+        "        self.last_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)\n"
+    ),
+    "        return h + self.mlp(self.mlp_norm(h))\n": (
+        "        return h + self.last_norm(self.mlp(self.mlp_norm(h)))\n"
+    ),
+    "            self.head = ColumnParallelLinear(": (
+        "            self.second = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad)\n"
+        "            self.head = ColumnParallelLinear("
+    ),
+    '"head": stage.loss}': '"head": stage.loss, "second": stage.loss}',
+    "        logits = self.head(self.norm(h))": (
+        "        h = self.norm(h)\n        logits = self.head(h)"
+    ),
+    "        return loss.t()": (
+        "        later = labels.t().roll(-1, 0)\n"
+        "        more = vocab_parallel_cross_entropy(\n"
+        "            self.second(h), later, self.config.vocab_size, self.ctx\n"
+        "        )\n"
+        "        return (loss + more).t()"
+    ),
+}
+FLAGS = (
+    "--num-layers 7 --vocab-size 300 --make-vocab-size-divisible-by 1 "
+    "--untie-embeddings-and-output-weights"
+)
+WIDTHS = [96 * (1 + i % 3 * 2) for i in range(7)]
+LAYERS = [64 * (64 + 2 * 32 + 64 + 3 * width) for width in WIDTHS]  # weights in matmuls
+ATTENTION = 2 * 32 * 64  # forward FLOPs of a layer's, a token
+
+
+def write_fork(folder: Path) -> str:
+    """Copy model/llama.py and edit it the way a person would."""
+    text = (ROOT / "model" / "llama.py").read_text()
+    for old, new in EDITS.items():
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in model/llama.py"
+        text = text.replace(old, new)
+    path = folder / "wide.py"
+    path.write_text(text)
+    return str(path)
+
+
+def provider_of(path: str):
+    """Load the fork; return its model provider."""
+    spec = importlib.util.spec_from_file_location("wide", path)
+    wide = importlib.util.module_from_spec(spec)
+    sys.modules["wide"] = wide
+    spec.loader.exec_module(wide)
+
+    def provider(config, ctx, recompute=None, stages=None):
+        size = wide.LlamaConfig(**sizes.of_model(config.model))
+        return wide.Llama(size, ctx, recompute, stages)
+
+    return provider
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    return provider_of(write_fork(tmp_path_factory.mktemp("fork")))
+
+
+def real(config, provider, grid=None):
+    """Build the fork on a CPU, in fp64, with weights."""
+    kinds = (torch.float64, torch.float64, torch.device("cpu"), GradientSink(torch.float64))
+    ctx = LayerContext(grid or Grid(), config.parallel.sequence_parallel, *kinds)
+    model = provider(config, ctx)
+    for _, param in model.named_parameters():
+        torch.nn.init.normal_(param, 0.0, 0.02)
+    return model
+
+
+def tokens_of(config):
+    return torch.randint(0, 300, (config.batch.micro_batch_size, config.model.seq_length))
+
+
+def test_flops_and_parameters(fork):
+    """Against torch's own counter in a real forward and backward; attention, which it counts whole,
+    by hand."""
+    config = read(FLAGS)
+    model, tokens, counter = real(config, fork), tokens_of(config), FlopCounterMode(display=False)
+    with counter:
+        model(tokens, tokens).sum().backward()
+    aten = torch.ops.aten
+    products = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (aten.mm, aten.addmm))
+    profile = model_profile(config, fork)
+    assert profile.flops == products / tokens.numel() + 3 * 7 * ATTENTION
+    assert profile.layers == tuple(2 * weights + ATTENTION for weights in LAYERS)
+    assert profile.head == 2 * 2 * 64 * 300
+    assert profile.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_the_balance_knows_each_layer(fork, p):
+    config = read(f"{FLAGS} --pipeline-model-parallel-size {p} --global-batch-size 16", p)
+    costs = [2 * weights + ATTENTION for weights in LAYERS]
+
+    def slowest(bounds):
+        work = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return max([*work[:-1], work[-1] + 4 * 64 * 300])
+
+    cut = pipeline.stages_of(config, fork)
+    found = slowest([0, *(stage.last for stage in cut)])
+    assert found == min(slowest([0, *bars, 7]) for bars in combinations(range(8), p - 1))
+    assert max(pipeline.costs(config, fork).forward) == found
+
+
+@pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
+def test_what_is_kept_for_backward(fork, more):
+    """Against what autograd keeps in a real forward: three norms a layer, both heads' logits."""
+    config = read(f"{FLAGS} --fp64 {more}")
+    (stage,) = activations.profile(config, fork).stages
+    plain = replace(config, parallel=replace(config.parallel, recompute_granularity=None))
+    (whole,) = activations.profile(plain, fork).stages
+    tokens = tokens_of(config)
+    assert stage.logits == 2 * tokens.numel() * 300 * 8
+    kept, model = {}, real(config, fork)
+    model.rope(None, 32)
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model._rope]}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    sums = 7 * tokens.numel() * 8 * 4  # a CPU keeps softmax sums in fp64, a flash kernel in fp32
+    assert whole.for_b + whole.logits == sum(kept.values()) - sums
+    if more:
+        assert stage.for_b < whole.for_b and stage.again > 2 * whole.for_b / 8
+
+
+def traced(comm, path: str, flags: str) -> tuple[Counter, list[str]]:
+    """Run a micro-batch on two tensor-parallel ranks; return what was sent, and the norms."""
+    seen: Counter = Counter()
+
+    class Trace:
+        def issued(self, verb, axis, tensor, sent, async_op, label):
+            whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+            seen[axis.name, verb.replace("_", "-"), whole] += 1
+
+    config, grid = read(flags, 2), comm.grid(2)
+    model = real(config, provider_of(path), grid.traced(Trace()))
+    tokens = tokens_of(config)
+    model(tokens, tokens).sum().backward()
+    grid.traced(None)
+    norms = [name for name, p in model.named_parameters() if p.placement.reduce_axes]
+    return seen, norms
+
+
+@pytest.mark.parametrize("sp", ["", "--sequence-parallel"])
+def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
+    path = write_fork(tmp_path)
+    flags = f"{FLAGS} --tensor-model-parallel-size 2 {sp} --fp64"
+    seen, norms = world(2).run(traced, path, flags)[0]
+    rows = traffic(read(flags, 2), provider_of(path))
+    partial = [row for row in rows if sp and row.verb == "all-reduce"]
+    found = {(row.axis, row.verb, row.bytes): row.times for row in rows if row not in partial}
+    assert found == seen
+    loss = ("tp", "all-gather", 2 * 3 * 2 * 32 * 8)
+    assert seen[loss] == 2  # one a head
+    # a micro-batch's norms are summed once a step, three a layer and the last one
+    assert [row.bytes for row in partial] == ([len(norms) * 64 * 8] if sp else [])
+    assert len(norms) == (3 * 7 + 1 if sp else 0)
+
+
+def test_the_dry_run_tells_of_the_fork(fork):
+    flags = f"{FLAGS} --pipeline-model-parallel-size 2 --global-batch-size 16 --zero-stage 1"
+    config = read(flags, 4)
+    text = report(config, fork)
+    profile = model_profile(config, fork)
+    for line in (
+        f"{profile.parameters:,} in all",
+        f"{profile.flops:.4g} FLOPs a token",
+        *pipeline.lines(config, fork),
+    ):
+        assert line in text, line
+    flags = f"{FLAGS} --zero-stage 3"
+    lines = report(read(flags, 2), fork).splitlines()
+    assert f"  {'second.weight':<34} [300, 64]" in lines
+    assert f"  {'layers.*.last_norm.weight':<34} {'[64]':<18} x 7" in lines
+    for width, times in ((96, 3), (288, 2), (480, 2)):
+        name, shape = "layers.*.mlp.down.weight", f"[64, {width}]"
+        assert f"  {name:<34} {shape:<18} x {times}" in lines
+
+
+def test_buckets_are_the_forks(fork):
+    config = read(f"{FLAGS} --zero-stage 3", 2)
+    shapes = estimate.shapes(config, fork)
+    flats = estimate.flats(config, fork)
+    held = {name: n for flat in flats for name, _, n in flat.params}
+    model = real(config, fork)
+    assert held == {name: p.numel() for name, p in model.named_parameters()}
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
