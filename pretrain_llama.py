@@ -28,14 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from model.llama import (
-    Llama,
-    LlamaConfig,
-    from_hf_config,
-    hf_config,
-    hf_names,
-    parameter_group,
-)
+from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names, parameter_group
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
@@ -47,7 +40,6 @@ from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero import adam_backends
-from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training import memory_report, pipeline, sizes
@@ -70,6 +62,7 @@ from training.pipeline import rank_stages, schedule_of
 from training.profile import Profile
 from training.resume import Saver
 from training.tokenizer import build_tokenizer
+from training.zero import zero_config
 
 
 @dataclass
@@ -154,11 +147,6 @@ def evaluate(run: Run, loader: Loader) -> float:
     return loss / tokens
 
 
-def llama_config(config: Config) -> LlamaConfig:
-    """Take the model's sizes from the flags."""
-    return LlamaConfig(**sizes.of_model(config.model))
-
-
 def model_provider(
     config: Config,
     ctx: LayerContext,
@@ -166,7 +154,7 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; what `training` knows of a model it learns of this."""
-    return Llama(llama_config(config), ctx, recompute, stages)
+    return Llama(LlamaConfig(**sizes.of_model(config.model)), ctx, recompute, stages)
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:
@@ -182,12 +170,7 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = accumulate_dtype(config)
-    sink = ParamAndGradBuffer(grid, accumulate, ZeroConfig(
-        p.zero, p.ddp_bucket_size or 0, p.overlap_grad_reduce, p.overlap_param_gather,
-        reduce_each_micro_batch=p.zero_reduce_each_microbatch, keep_unsharded=grid.pp.size > 1,
-        grad_reduce_dtype=torch.bfloat16 if p.grad_reduce_in_bf16 else None,
-        main_grads_dtype=torch.bfloat16 if p.main_grads_dtype == "bf16" else None,
-    ))  # fmt: skip
+    sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     stages = rank_stages(config, model_provider, grid.pp.rank)

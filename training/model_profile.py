@@ -76,9 +76,6 @@ class ModelProvider(Protocol):
     ) -> StagedModel:
         """Return the model, its weights unset, with the context's device and dtype."""
 
-    def __hash__(self) -> int:
-        """A provider is known by identity: profiles are kept."""
-
 
 @dataclass(frozen=True)
 class ModelProfile:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpu.zero.layout import ZeroConfig
 from training.config import Config, UsageError
 from training.pipeline import micro_batch_counts
 
@@ -25,6 +26,21 @@ SHARING = (
     "--grad-reduce-in-bf16",
     EACH,
 )
+
+
+def zero_config(config: Config) -> ZeroConfig:
+    """Return what the flags say of gradients and weights among data-parallel ranks."""
+    p = config.parallel
+    return ZeroConfig(
+        zero_stage=p.zero,
+        bucket_size=p.ddp_bucket_size or 0,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        reduce_each_micro_batch=p.zero_reduce_each_microbatch,
+        grad_reduce_dtype=torch.bfloat16 if p.grad_reduce_in_bf16 else None,
+        main_grads_dtype=torch.bfloat16 if p.main_grads_dtype == "bf16" else None,
+        keep_unsharded=p.pipeline_model_parallel_size > 1,
+    )
 
 
 def check(config: Config) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from mpu.param import GradientSink
 from tests.dry import read
 from training import activations, estimate, pipeline, sizes
 from training.dry_run import report

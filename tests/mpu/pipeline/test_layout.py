@@ -103,7 +103,8 @@ def brute(costs, p, v, v_shape, embedding, head):
         work[0] += embedding
         work[-1] += head
         ranks = [[stage_of(r, chunk, p, v_shape) for chunk in range(v)] for r in range(p)]
-        full = all(any(bounds[s] < bounds[s + 1] or s in (0, stages_ - 1) for s in r) for r in ranks)
+        ends = (0, stages_ - 1)
+        full = all(any(bounds[s] < bounds[s + 1] or s in ends for s in r) for r in ranks)
         best = min(best, max(sum(work[s] for s in r) for r in ranks)) if full else best
     return best
 
