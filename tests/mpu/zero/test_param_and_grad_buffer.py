@@ -186,6 +186,7 @@ def test_reductions_start_under_backward(world):
     for events in world(2).run(overlapped):
         before = events[: events.index("finish")]
         assert before.count("reduce_scatter") == 2
+        assert before.count("all_gather") == 1, "the first sum goes on as the second leaves"
         assert before.index("reduce_scatter") < len(before) - 1 - before[::-1].index("done")
 
 
