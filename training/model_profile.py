@@ -177,8 +177,8 @@ def rank_model(
         config.run.dtype,
         accumulate_dtype(config),
         META,
-        sink or GradientSink(),
-        queue or WeightGradientQueue(),
+        sink=sink or GradientSink(),
+        queue=queue or WeightGradientQueue(),
     )
     again = (p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     return provider(config, ctx, recompute(*again), stages)

@@ -22,7 +22,7 @@ from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Blocks, Recompute
 from training.config import Config
-from training.meta import META, MetaAttention, MetaOperations
+from training.meta import META, MetaAttention, MetaOperations, flash_attention
 from training.model_profile import ModelProvider, StagedModel, plannable, rank_model
 
 
@@ -85,7 +85,7 @@ def _rank_profile(
     sink, queue, trace = _Sink(), _Queue(), _Trace()
     model = rank_model(config, provider, stages, pp_rank, sink, queue, trace, _Recompute)
     sink.names = {param: name for name, param in model.named_parameters()}
-    with MetaAttention(_attend), MetaOperations():
+    with MetaAttention(flash_attention), MetaOperations():
         run = _Run(config, model, sink, queue, trace)
         for chunk in range(len(stages)):
             run.forward(chunk)
@@ -245,7 +245,7 @@ class _Recompute(Recompute):
 
 def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def inside(*inputs: Any) -> Tensor:
-        with MetaAttention(_attend):
+        with MetaAttention(flash_attention):
             return run(*inputs)
 
     return inside
@@ -302,32 +302,3 @@ class _Trace:
         chunk, phase = self.at
         name = verb.replace("_", "-")
         self.collectives.append((chunk, Collective(axis.name, name, phase, whole)))
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    return _Attention.apply(q, k, v)
-
-
-class _Attention(torch.autograd.Function):
-    """Keep what the flash kernels keep: q, k, v, the output, and a sum in fp32 for each query."""
-
-    @staticmethod
-    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, a, s, _ = q.shape
-        out = q.new_empty((b, s, a, v.shape[-1])).transpose(1, 2)
-        sums = torch.empty((b, a, s), dtype=torch.float32, device=META)
-        f.save_for_backward(q, k, v, out, sums)
-        return out
-
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = f.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
