@@ -142,7 +142,9 @@ def flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand in for a flash kernel: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
+    """Stand in for a flash kernel: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s,
+    e].
+    """
     out: Tensor = _FlashAttention.apply(q, k, v)
     return out
 

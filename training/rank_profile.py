@@ -83,7 +83,10 @@ def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
     sink, queue, trace = _Sink(), _Queue(), _Trace()
-    model = rank_model(config, provider, stages, pp_rank, sink, queue, trace, _Recompute)
+    model = rank_model(
+        config, provider, stages, pp_rank,
+        sink=sink, queue=queue, trace=trace, recompute=_Recompute,
+    )  # fmt: skip
     sink.names = {param: name for name, param in model.named_parameters()}
     with MetaAttention(flash_attention), MetaOperations():
         run = _Run(config, model, sink, queue, trace)
