@@ -164,17 +164,17 @@ class Explainer:
         place = self._place(label)
         event = Seen(
             self,
-            len(self.events) + 1,
-            verb,
-            axis.name,
-            axis.size,
-            tuple(tensor.shape),
-            sent,
-            is_async,
-            len(self.actions) - (verb != "receive"),
-            place,
-            self.maker.get(memory(tensor), ""),
-            len(self.done),
+            number=len(self.events) + 1,
+            verb=verb,
+            axis=axis.name,
+            size=axis.size,
+            shape=tuple(tensor.shape),
+            sent=sent,
+            is_async=is_async,
+            action=len(self.actions) - (verb != "receive"),
+            place=place,
+            needs=self.maker.get(memory(tensor), ""),
+            first=len(self.done),
         )
         if place.bucket is not None and self.buckets is not None:
             event.whole, event.pending = self.buckets.whole(), self.buckets.after(place.bucket)
