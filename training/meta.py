@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu.recompute import Recompute
+
 META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
 _COMPARE |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
@@ -131,3 +133,50 @@ class MetaAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             func = self.attend
         return func(*args, **(kwargs or {}))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Keep what the flash kernels keep: q, k, v, the output, and a sum in fp32 for each query."""
+    return _Attention.apply(q, k, v)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, a, s, _ = q.shape
+        out = q.new_empty((b, s, a, v.shape[-1])).transpose(1, 2)
+        sums = torch.empty((b, a, s), dtype=torch.float32, device=META)
+        f.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = f.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class MetaRecompute(Recompute):
+    """Recompute as ever; what runs again in backward, where autograd lets no mode of torch's
+    functions in, has its attention stood in for too."""
+
+    def attention_core(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return super().attention_core(_standing_in(run), *inputs)
+
+    def blocks(self, layers: list[Callable[..., Tensor]], h: Tensor, *shared: Any) -> Tensor:
+        return super().blocks([_standing_in(layer) for layer in layers], h, *shared)
+
+
+def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def inside(*inputs: Any) -> Tensor:
+        with MetaAttention(attend):
+            return run(*inputs)
+
+    return inside

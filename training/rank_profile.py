@@ -7,7 +7,7 @@ the weight gradients where the schedule parts these. Nothing is sent: a trace he
     F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -20,9 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpu.grid import Axis
 from mpu.param import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
-from mpu.recompute import Recompute
 from training.config import Config
-from training.meta import META, MetaAttention, MetaOperations
+from training.meta import META, MetaAttention, MetaOperations, MetaRecompute, attend
 from training.model_profile import ModelProvider, StagedModel, plannable, rank_model
 
 
@@ -83,9 +82,9 @@ def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
     sink, queue, trace = _Sink(), _Queue(), _Trace()
-    model = rank_model(config, provider, stages, pp_rank, sink, queue, trace, _Recompute)
+    model = rank_model(config, provider, stages, pp_rank, sink, queue, trace, MetaRecompute)
     sink.names = {param: name for name, param in model.named_parameters()}
-    with MetaAttention(_attend), MetaOperations():
+    with MetaAttention(attend), MetaOperations():
         run = _Run(config, model, sink, queue, trace)
         for chunk in range(len(stages)):
             run.forward(chunk)
@@ -232,25 +231,6 @@ class _Kept:
                 self.saved.live -= self.saved.storages.pop(self.key).bytes
 
 
-class _Recompute(Recompute):
-    """Recompute as ever; what runs again in backward, where autograd lets no mode of torch's
-    functions in, has its attention stood in for too."""
-
-    def attention_core(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return super().attention_core(_standing_in(run), *inputs)
-
-    def blocks(self, layers: list[Callable[..., Tensor]], h: Tensor, *shared: Any) -> Tensor:
-        return super().blocks([_standing_in(layer) for layer in layers], h, *shared)
-
-
-def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def inside(*inputs: Any) -> Tensor:
-        with MetaAttention(_attend):
-            return run(*inputs)
-
-    return inside
-
-
 class _Sink(GradientSink):
     """Note the order in which parameters are used, and their gradients done; add nothing."""
 
@@ -305,32 +285,3 @@ class _Trace:
         chunk, phase = self.at
         name = verb.replace("_", "-")
         self.collectives.append((chunk, Collective(axis.name, name, phase, whole)))
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    return _Attention.apply(q, k, v)
-
-
-class _Attention(torch.autograd.Function):
-    """Keep what the flash kernels keep: q, k, v, the output, and a sum in fp32 for each query."""
-
-    @staticmethod
-    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, a, s, _ = q.shape
-        out = q.new_empty((b, s, a, v.shape[-1])).transpose(1, 2)
-        sums = torch.empty((b, a, s), dtype=torch.float32, device=META)
-        f.save_for_backward(q, k, v, out, sums)
-        return out
-
-    @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = f.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

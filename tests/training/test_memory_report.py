@@ -16,7 +16,7 @@ from training import buffers, estimate, memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")
-FORK = "the formula knows the parameters of model/llama.py, and a fork may have others"
+FORK = "the formula is of the model as it is built on meta tensors"
 
 
 def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str]:
