@@ -387,7 +387,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         run_config=config.flat(),
     )
     with log, saver:
-        train(run, loaders, saver, log, overlap, total, stop_signal)
+        train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 

@@ -167,7 +167,7 @@ def _memory(
             "down and up"
         )
     lines.append(
-        "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this Llama"
+        "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
     if total > GPU_BYTES:
         lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, provider, held)}")

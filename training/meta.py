@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu.recompute import Blocks, Recompute
+
 META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
 _COMPARE |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
@@ -164,3 +166,23 @@ class _FlashAttention(torch.autograd.Function):
     def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
         q, k, v, _, _ = f.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class MetaRecompute(Recompute):
+    """Recompute as ever; what runs again in backward, where autograd lets no mode of torch's
+    functions in, has its attention stood in for too."""
+
+    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `run`, its attention stood in for, recomputed where that was asked for."""
+        return super().selective(_standing_in(run))
+
+    def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
+        return super().blocks([_standing_in(layer) for layer in layers], h, *shared)
+
+
+def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def inside(*inputs: Any) -> Tensor:
+        with MetaAttention(flash_attention):
+            return run(*inputs)
+
+    return inside

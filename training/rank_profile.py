@@ -7,7 +7,7 @@ the weight gradients where the schedule parts these. Nothing is sent: a trace he
     F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -20,9 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
-from mpu.recompute import Blocks, Recompute
 from training.config import Config
-from training.meta import META, MetaAttention, MetaOperations, flash_attention
+from training.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
 from training.model_profile import ModelProvider, StagedModel, plannable, rank_model
 
 
@@ -85,7 +84,7 @@ def _rank_profile(
     sink, queue, trace = _Sink(), _Queue(), _Trace()
     model = rank_model(
         config, provider, stages, pp_rank,
-        sink=sink, queue=queue, trace=trace, recompute=_Recompute,
+        sink=sink, queue=queue, trace=trace, recompute=MetaRecompute,
     )  # fmt: skip
     sink.names = {param: name for name, param in model.named_parameters()}
     with MetaAttention(flash_attention), MetaOperations():
@@ -233,25 +232,6 @@ class _Kept:
             found.users -= 1
             if not found.users:
                 self.saved.live -= self.saved.storages.pop(self.key).bytes
-
-
-class _Recompute(Recompute):
-    """Recompute as ever; what runs again in backward, where autograd lets no mode of torch's
-    functions in, has its attention stood in for too."""
-
-    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return super().selective(_standing_in(run))
-
-    def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        return super().blocks([_standing_in(layer) for layer in layers], h, *shared)
-
-
-def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def inside(*inputs: Any) -> Tensor:
-        with MetaAttention(flash_attention):
-            return run(*inputs)
-
-    return inside
 
 
 class _Sink(GradientSink):

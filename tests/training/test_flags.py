@@ -117,8 +117,8 @@ def test_every_setting_is_read_by_the_run():
     """A flag that is parsed, checked and printed but steers nothing would be silently ignored."""
     root = Path(__file__).parents[2]
     asking = (
-        "activations arguments buffers config dry_run estimate flags megatron_flags places rules "
-        "traffic zero"
+        "activations arguments buffers config dry_run estimate flags megatron_flags meta "
+        "model_profile places rank_profile rules traffic zero"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
     nodes = [

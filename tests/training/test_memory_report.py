@@ -17,6 +17,8 @@ from training import buffers, estimate, memory_report
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")
 FORK = "the formula is of the model as it is built on meta tensors"
+
+
 def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str]:
     """Return what a line says of a kind, by its first words."""
     every = memory_report.lines(config, model_provider, measured, peaks, pp_rank)

@@ -95,17 +95,16 @@ def test_the_balance_over_virtual_stages(p, v, v_shape, more, head):
 
 def brute(costs, p, v, v_shape, embedding, head):
     """Return the work of the slowest rank in the best cut in which no rank holds nothing."""
-    stages_, best = p * v, float("inf")
-    for bars in combinations(range(len(costs) + stages_ - 1), stages_ - 1):
+    last, best = p * v - 1, float("inf")
+    for bars in combinations(range(len(costs) + last), last):
         ends = [bar - i for i, bar in enumerate(bars)]
         bounds = [0, *ends, len(costs)]
         work = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
         work[0] += embedding
         work[-1] += head
         ranks = [[stage_of(r, chunk, p, v_shape) for chunk in range(v)] for r in range(p)]
-        ends = (0, stages_ - 1)
-        full = all(any(bounds[s] < bounds[s + 1] or s in ends for s in r) for r in ranks)
-        best = min(best, max(sum(work[s] for s in r) for r in ranks)) if full else best
+        if all(any(bounds[s] < bounds[s + 1] or s in (0, last) for s in r) for r in ranks):
+            best = min(best, max(sum(work[s] for s in r) for r in ranks))
     return best
 
 
