@@ -84,7 +84,7 @@ def by_train(case, monkeypatch):
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
         watch=SimpleNamespace(action=""),
-        model=SimpleNamespace(ctx=SimpleNamespace(overlap=None)),
+        device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))
     agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
@@ -96,7 +96,6 @@ def by_train(case, monkeypatch):
         "learning_rate": lambda *about: 1.0,
         "decoupled_learning_rate": lambda *about: 1.0,
         "train_step": lambda *about: (scalar, scalar, scalar),
-        "unchosen": lambda plan: [],
         "evaluate": lambda run, loader: done.append("evaluate"),
     }
     for name, stand_in in stand_ins.items():
@@ -119,6 +118,7 @@ def by_train(case, monkeypatch):
             SimpleNamespace(train=loader, valid=loader if data else None),
             SimpleNamespace(poll=lambda: None, failed=None, save=save),
             log,
+            SimpleNamespace(unmeasured=lambda: []),
             total=1 if last else 3,
             stop_signal=signal,
         )
