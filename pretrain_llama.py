@@ -42,27 +42,29 @@ from mpu.recompute import Recompute
 from mpu.zero import adam_backends
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training import memory_report, pipeline, sizes
-from training.arguments import parse
-from training.batch_schedule import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
-from training.control import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.data.loader import Loader
-from training.dry_run import report
-from training.failure import as_process, compare, connect, meet, refuse, tell_launcher
-from training.log import Log
-from training.lr import decoupled_learning_rate, learning_rate
-from training.memory import keep_freed_memory
-from training.model_profile import accumulate_dtype, model_profile
-from training.overlap import Overlap, settle
-from training.pipeline import rank_stages, schedule_of
-from training.profile import Profile
-from training.resume import Saver
-from training.tokenizer import build_tokenizer
-from training.zero import zero_config
+from training.data.tokenizer import build_tokenizer
+from training.flags import model_sizes
+from training.flags.parse import parse
+from training.flags.zero_rules import zero_config
+from training.plan import pipeline
+from training.plan.batch_size import global_batch_size, total_iterations
+from training.plan.learning_rate import decoupled_learning_rate, learning_rate
+from training.plan.model_profile import accumulate_dtype, model_profile
+from training.plan.pipeline import rank_stages, schedule_of
+from training.run import memory_report
+from training.run.dry_run import report
+from training.run.log import Log
+from training.run.malloc import keep_freed_memory
+from training.run.overlap import Overlap, settle
+from training.run.profile import Profile
+from training.run.saver import Saver
+from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
+from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
 
 
 @dataclass
@@ -154,7 +156,7 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; what `training` knows of a model it learns of this."""
-    return Llama(LlamaConfig(**sizes.of_model(config.model)), ctx, recompute, stages)
+    return Llama(LlamaConfig(**model_sizes.of_model(config.model)), ctx, recompute, stages)
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:

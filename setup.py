@@ -34,6 +34,9 @@ PACKAGES = [
     "training",
     "training.checkpoint",
     "training.data",
+    "training.flags",
+    "training.plan",
+    "training.run",
 ]
 
 

@@ -40,8 +40,8 @@ from mpu.comm import collectives  # noqa: E402
 from mpu.comm.watch import Watch  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
-from training.arguments import parse  # noqa: E402
-from training.failure import connect, meet  # noqa: E402
+from training.flags.parse import parse  # noqa: E402
+from training.run.startup import connect, meet  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
 PERFECT = ROOT / "benchmarks" / "perfect.py"

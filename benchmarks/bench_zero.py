@@ -55,10 +55,10 @@ from benchmarks.peers import native  # noqa: E402
 from model.llama import LlamaConfig, hf_config  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from training import checkpoint  # noqa: E402
-from training.arguments import parse  # noqa: E402
 from training.checkpoint.pieces import whole  # noqa: E402
 from training.data.build import build_datasets  # noqa: E402
-from training.tokenizer import build_tokenizer  # noqa: E402
+from training.data.tokenizer import build_tokenizer  # noqa: E402
+from training.flags.parse import parse  # noqa: E402
 
 DEEPSPEED = PEER.parent / "deepspeed_zero.py"
 CASES = [f"{size}-{dtype}-{dp}" for size in SIZES for dtype in ("fp32", "bf16") for dp in (2, 4)]

@@ -25,30 +25,34 @@ PARTS: dict[str, tuple[str, ...]] = {
     "training": ("tests/training",),
     "checkpoint": (
         "tests/training/checkpoint",
-        "tests/test_reshard.py",
-        "tests/test_large_world.py",
+        "tests/training/checkpoint/test_reshard.py",
+        "tests/training/checkpoint/test_large_world.py",
     ),
     "tools": ("tests/tools", "tests/benchmarks"),
     "model": (
-        "tests/test_parity.py",
-        "tests/test_pipeline_parity.py",
-        "tests/test_zero_parity.py",
-        "tests/test_fork.py",
+        "tests/model/test_parity.py",
+        "tests/model/test_pipeline_parity.py",
+        "tests/model/test_zero_parity.py",
+        "tests/model/test_fork.py",
     ),
-    "zero": ("tests/test_zero_order.py", "tests/test_zero_memory.py", "tests/test_waits.py"),
+    "zero": (
+        "tests/mpu/zero/test_order.py",
+        "tests/training/plan/test_memory_of_runs.py",
+        "tests/mpu/zero/test_waits.py",
+    ),
     "runs": (
         "tests/test_pipeline_run.py",
         "tests/test_zero_run.py",
         "tests/test_sample_ledger.py",
     ),
     "failures": (
-        "tests/test_failures.py",
-        "tests/test_pipeline_failures.py",
-        "tests/test_zero_failures.py",
-        "tests/test_torchrun.py",
+        "tests/faults/test_failures.py",
+        "tests/faults/test_pipeline_failures.py",
+        "tests/faults/test_zero_failures.py",
+        "tests/faults/test_torchrun.py",
     ),
-    "kills": ("tests/test_kills.py",),
-    "repeated-kills": ("tests/test_storm.py",),
+    "kills": ("tests/faults/test_kills.py",),
+    "repeated-kills": ("tests/faults/test_repeated_kills.py",),
 }
 
 

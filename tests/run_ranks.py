@@ -8,7 +8,7 @@ rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR
 
 With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
 
-tests/plant.py says what a fault is.
+tests/faults/fault_injection.py says what a fault is.
 """
 
 import json
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
-from tests.plant import plant  # noqa: E402
+from tests.faults.fault_injection import plant  # noqa: E402
 
 train = pretrain_llama.train
 LIMIT = 120.0  # seconds

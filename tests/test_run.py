@@ -11,8 +11,8 @@ import torch
 import pretrain_llama
 from mpu import native
 from mpu.grid import Grid
-from training import control
 from training.checkpoint import find_latest
+from training.run import stop
 
 FLAGS = """
     --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2
@@ -68,7 +68,7 @@ def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
 
 
 def test_exit_duration(tmp_path, monkeypatch):
-    monkeypatch.setattr(control.time, "monotonic", iter(range(0, 100_000, 40)).__next__)
+    monkeypatch.setattr(stop.time, "monotonic", iter(range(0, 100_000, 40)).__next__)
     rows = run(tmp_path, "--train-iters 50 --exit-duration-in-mins 5")
     assert 2 <= len(rows) < 10
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import launcher as launching
-from tests.faults import PATIENCE
+from tests.faults.small_run import PATIENCE
 from tests.launcher import Launcher, Result
 from tools.ledger import Entry, ledger
-from training.arguments import parse
-from training.batch_schedule import global_batch_size, samples_after
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
-from training.tokenizer import build_tokenizer
+from training.data.tokenizer import build_tokenizer
+from training.flags.parse import parse
+from training.plan.batch_size import global_batch_size, samples_after
 
 LENGTH, STEPS, EVERY = 16, 14, 2  # tokens a sample, steps of a run, steps between its saves
 FLAGS = f"""

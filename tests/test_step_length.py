@@ -20,8 +20,8 @@ import torch
 
 from mpu.comm.watch import Watch
 from pretrain_llama import build, train_step
-from training.arguments import parse
 from training.data.batch import DocumentRules, make_batch
+from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_FILES, MOST_LINES = 18, 3500

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
-from training.control import Decision, Due, Heard, decide
+from training.run.stop import Decision, Due, Heard, decide
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
 # --on-nan stop, the last step, whether the flags make due: exit, save, evaluate; whether there is a

@@ -25,7 +25,7 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.huggingface import BY_NAME, EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
-from training.tokenizer import tokenizer_of
+from training.data.tokenizer import tokenizer_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -40,12 +40,12 @@ from tools.explain_ops import Operations
 from tools.explain_text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
 from tools.explain_trace import Explainer
 from tools.explain_zero import ZERO_SIZES
-from training.arguments import parse
 from training.config import Config
-from training.control import Agreement
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.mock import MockDataset
-from training.pipeline import told
+from training.flags.parse import parse
+from training.plan.pipeline import told
+from training.run.stop import Agreement
 
 MOST_RANKS = 16
 STANDS_FOR = {"pp_back": "pp", "shard": "data"}  # axes of the trace -> of the document
@@ -196,7 +196,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
         store.set("equal", str(int(found.equal)))
         store.set("text", found.text)
     grid.close()
-    os._exit(0)  # not by the interpreter's teardown; see training/failure.py, as_process
+    os._exit(0)  # not by the interpreter's teardown; see training/run/startup.py, as_process
 
 
 def read_arguments(argv: Sequence[str] | None) -> Config:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
-from training import batch_schedule, buffers, estimate, pipeline
 from training.config import Config
-from training.model_profile import rank_parameters
+from training.plan import batch_size, buffers, pipeline, rank_memory
+from training.plan.model_profile import rank_parameters
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
 
@@ -125,9 +125,9 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         p.pipeline_model_parallel_size,
     )
     stages = pipeline.rank_stages(config, model_provider, pp_rank)
-    schedule = pipeline.schedule_of(config, batch_schedule.micro_batches(config, 0))
+    schedule = pipeline.schedule_of(config, batch_size.micro_batches(config, 0))
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
-    held = estimate.parameters(config, model_provider, pp_rank)
+    held = rank_memory.parameters(config, model_provider, pp_rank)
     every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
     whole = rank_parameters(config, model_provider, every, 0)
     sp = int(p.sequence_parallel and t > 1)
@@ -149,8 +149,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "sp": sp,
         "c": t if sp else 1,
         "e": config.run.dtype.itemsize,
-        "g": estimate.accumulate_bytes(config),
-        "q": estimate.gradient_bytes(config),
+        "g": rank_memory.accumulate_bytes(config),
+        "q": rank_memory.gradient_bytes(config),
         "P": len(held.keys() & whole.keys()),
         "Q": len(whole),
         **_buckets(config, pp_rank),
@@ -163,7 +163,7 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     copies = p.num_distributed_optimizer_instances
     ranks = p.data_parallel_size // copies
     level = p.zero if ranks > 1 else 0
-    flats = estimate.flats(config, model_provider, pp_rank)
+    flats = rank_memory.flats(config, model_provider, pp_rank)
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
     tied = buffers.both_ends(config, model_provider, pp_rank)
     shared = [(flat.length, {name for name, *_ in flat.params}) for flat in flats if not flat.axes]
@@ -180,8 +180,8 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
         "Z": level,
         "S": ranks,
         "i": copies,
-        "w": 2 if p.grad_reduce_in_bf16 else estimate.gradient_bytes(config),
-        "M": batch_schedule.micro_batches(config, 0) if p.zero_reduce_each_microbatch else 1,
+        "w": 2 if p.grad_reduce_in_bf16 else rank_memory.gradient_bytes(config),
+        "M": batch_size.micro_batches(config, 0) if p.zero_reduce_each_microbatch else 1,
         "B": len(flats),
         "G": sum(flat.length for flat in flats),
         "x": len(apart),

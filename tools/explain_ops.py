@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Know what runs, for tools/explain.py: which layer, forward or backward, and at which line.
 
-    forward             hooks before and after each module's forward keep a stack of names
-    backward            the hook after a forward writes the module's name on the autograd nodes of
-                        its graph; the innermost module comes first and stays
-    weight gradients    a work that is put into the queue remembers which layer put it there
-    file and line       the Python stack, of which nothing but files and line numbers is read
+forward             hooks before and after each module's forward keep a stack of names
+backward            the hook after a forward writes the module's name on the autograd nodes of
+                    its graph; the innermost module comes first and stays
+weight gradients    a work that is put into the queue remembers which layer put it there
+file and line       the Python stack, of which nothing but files and line numbers is read
 """
 
 import sys
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpu.gradients import WeightGradientQueue
 from pretrain_llama import train_step
-from training.control import Agreement
+from training.run.stop import Agreement
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "tools/explain.py: layer"  # in the metadata of an autograd node

@@ -11,7 +11,7 @@ from tools.explain_formulas import Applied, Totals, symbols
 from tools.explain_trace import Explainer, Seen
 from tools.explain_zero import WIDTH, ZERO_SIZES
 from training.config import Config
-from training.pipeline import rank_stages, schedule_of, told
+from training.plan.pipeline import rank_stages, schedule_of, told
 
 SIZES = [  # one rank of one stage
     "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "

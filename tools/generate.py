@@ -30,8 +30,8 @@ from mpu.grid import Grid, Launch
 from mpu.param import unique_parameters
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
-from training.failure import as_process
-from training.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.run.startup import as_process
 
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from training.arguments import parse
-from training.batch_schedule import global_batch_size, samples_after
 from training.config import Config
 from training.data.build import build_loaders
-from training.tokenizer import Tokenizer, build_tokenizer
+from training.data.tokenizer import Tokenizer, build_tokenizer
+from training.flags.parse import parse
+from training.plan.batch_size import global_batch_size, samples_after
 
 Row = tuple[int, int, int, int]  # sample, dataset, document, offset
 

@@ -2,7 +2,7 @@
 """Hold every setting of a run in frozen dataclasses: parsed once, then only read.
 
 A field has the name of its Megatron-LM flag with underscores, and its off-value as default.
-`training.arguments.parse` makes a `Config` from a command line and checks it. Nothing here knows
+`training.flags.parse.parse` makes a `Config` from a command line and checks it. Nothing here knows
 argparse, files or ranks: only numbers and what follows from them.
 """
 

@@ -20,11 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from tests.dry import read
-from training import activations, estimate, pipeline, sizes
-from training.dry_run import report
-from training.model_profile import model_profile
-from training.traffic import traffic
+from tests.training.small_llama import read
+from training.flags import model_sizes
+from training.plan import activations, pipeline, rank_memory
+from training.plan.model_profile import model_profile
+from training.plan.traffic import traffic
+from training.run.dry_run import report
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {
@@ -84,7 +85,7 @@ def provider_of(path: str):
     spec.loader.exec_module(wide)
 
     def provider(config, ctx, recompute=None, stages=None):
-        size = wide.LlamaConfig(**sizes.of_model(config.model))
+        size = wide.LlamaConfig(**model_sizes.of_model(config.model))
         return wide.Llama(size, ctx, recompute, stages)
 
     return provider
@@ -223,8 +224,8 @@ def test_the_dry_run_tells_of_the_fork(fork):
 
 def test_buckets_are_the_forks(fork):
     config = read(f"{FLAGS} --zero-stage 3", 2)
-    shapes = estimate.shapes(config, fork)
-    flats = estimate.flats(config, fork)
+    shapes = rank_memory.shapes(config, fork)
+    flats = rank_memory.flats(config, fork)
     held = {name: n for flat in flats for name, _, n in flat.params}
     model = real(config, fork)
     assert held == {name: p.numel() for name, p in model.named_parameters()}

@@ -12,7 +12,7 @@ from mpu.pipeline.simulate import Costs, plan, simulate
 from tools.explain import explain, main, tiny
 from tools.explain_formulas import DOCUMENT, evaluate, read_formulas, symbols
 from tools.explain_text import columns, sums
-from training.pipeline import schedule_of
+from training.plan.pipeline import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")

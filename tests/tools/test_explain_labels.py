@@ -18,7 +18,7 @@ from mpu.pipeline.engine import Parcel
 from tests.renamed_locals import CASES, RENAMED, explained
 from tools.explain import micro_batches, tiny
 from tools.explain_trace import Actions
-from training.control import Agreement
+from training.run.stop import Agreement
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = {"forward", "backward", "wgrad", "grad sum", "gather", "norm", "update"}

@@ -12,7 +12,7 @@ from pretrain_llama import model_provider
 from tests.tools.test_explain import FULL, line_of
 from tools.explain import explain, main, tiny
 from tools.explain_formulas import apply, read_formulas
-from training import buffers, estimate
+from training.plan import buffers, rank_memory
 
 GROUPS = (*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "2")
 EACH, BF16_WIRE = "--zero-reduce-each-microbatch", "--grad-reduce-in-bf16"
@@ -144,7 +144,7 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
 
 
 def test_the_formulas_count_what_the_order_of_uses_gathers():
-    """The document's arithmetic against the walk through a step in training/buffers.py."""
+    """The document's arithmetic against the walk through a step in training/plan/buffers.py."""
     rows = [row for row in read_formulas() if "Z > 2" in row.condition and "x > 0" not in row.what]
     rows = [row for row in rows if row.what.startswith("weights")]
     assert len(rows) == 4
@@ -158,7 +158,7 @@ def test_the_formulas_count_what_the_order_of_uses_gathers():
         config = tiny(
             tp, 2, layers=layers, micro_batches=m, tied=tied, zero=3, ahead=ahead, more=more
         )
-        flats = estimate.flats(config, model_provider)
+        flats = rank_memory.flats(config, model_provider)
         walked = buffers.gathers(config, model_provider, flats, m)
         applied = apply(config, rows)
         assert sum(row.count for row in applied) == len(walked), (tp, layers, m, tied, ahead, more)

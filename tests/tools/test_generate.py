@@ -18,7 +18,7 @@ from mpu.param import unique_parameters
 from tools.checkpoint import main as convert
 from tools.generate import generate, main, pick
 from training.checkpoint import find_latest, load, parameter_pieces, save
-from training.tokenizer import NullTokenizer
+from training.data.tokenizer import NullTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = LlamaConfig(

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tools import quickstart
-from training.arguments import parse
 from training.data.indexed import IndexedWriter
+from training.flags.parse import parse
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from training.config import (
     RunConfig,
     UsageError,
 )
-from training.failure import differing
+from training.run.startup import differing
 
 MODEL = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=6, seq_length=32)
 CONFIG = Config(MODEL)

@@ -21,7 +21,7 @@ from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_docume
 
 if TYPE_CHECKING:
     from training.config import Config
-    from training.tokenizer import Tokenizer
+    from training.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

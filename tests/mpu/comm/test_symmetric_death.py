@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("mortal_ranks.py")
+SCRIPT = Path(__file__).with_name("killable_ranks.py")
 PATIENCE = 60.0  # seconds, for what takes a second
 
 

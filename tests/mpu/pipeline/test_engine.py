@@ -16,8 +16,8 @@ from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import CHUNKS, build, forward_only
 from mpu.pipeline.simulate import Costs, simulate
-from tests.twin import config_of, micro_batches
-from training.pipeline import schedule_of
+from tests.model.twin import config_of, micro_batches
+from training.plan.pipeline import schedule_of
 
 
 class Live:

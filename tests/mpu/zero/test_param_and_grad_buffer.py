@@ -12,7 +12,7 @@ from mpu.param import Placement
 from mpu.zero.layout import ZeroConfig
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from tests.twin import gathered
+from tests.model.twin import gathered
 
 
 class Toy(nn.Module):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults import Ranks, weights
+from tests.faults.fault_injection import immutable
+from tests.faults.small_run import Ranks, weights
 from tests.launcher import Launcher, Result
-from tests.plant import immutable
 
 LATER = pytest.mark.prove
 FLAGS = "--zero-stage 2 --ddp-bucket-size 20000 --num-workers 0"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved comes back bit for bit. (Other layouts: tests/test_reshard.py.)"""
+"""What is saved comes back bit for bit. (Other layouts: test_reshard.py.)"""
 
 import json
 import os

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a pipeline that are killed, stopped, broken or stuck: what the other stages say."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.faults.small_run import LIMIT, MESSAGES, PATIENCE, Ranks, check_blame, fault, weights
+from tests.launcher import Launcher
+
+LATER = pytest.mark.prove
+TIMEOUT = 4.0  # seconds: of a collective, where a test waits for it
+# of several that wait, one sees its own wait end, another that the first has closed its connection
+GIVEN_UP = "Timed out waiting|Application timeout|Connection closed by peer"
+# A pipeline: (pp, tp, flags). Each stage waits for others only through messages.
+PLAIN = (2, 1, "--num-layers 4")
+CHUNKS = (2, 1, "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2")
+V_SHAPE = (2, 2, "--num-layers 4 --pipeline-schedule zb-v")
+LONG = (4, 1, "--num-layers 4 --pipeline-schedule zb-h1")
+LOST = (*MESSAGES, "forward", "backward", "gradient sums", "update", "evaluation", "saving")
+STAGES = [(PLAIN, point, rank) for point in LOST for rank in (0, 1)]
+STAGES += [(LONG, point, rank) for point in LOST for rank in range(4)]
+STAGES += [(V_SHAPE, point, rank) for point in LOST for rank in (0, 1, 3)]
+
+
+@pytest.fixture
+def ranks(launcher: Launcher) -> Ranks:
+    return Ranks(launcher)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "pipeline, point, rank",
+    STAGES,
+)
+def test_a_killed_stage_is_named_by_all_others(
+    ranks: Ranks, pipeline: tuple[int, int, str], point: str, rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    result = ranks.run(pp * tp, tp, fault(point, rank, "kill"), pp=pp, flags=flags)
+    assert result.codes[rank] == -signal.SIGKILL
+    check_blame(result, rank, "the process died (killed?)")
+    if point == "wait" and pp * tp == 2:  # the other one needs it for its next action
+        doing = rf"while waiting for [FB] chunk \d micro-batch \d from stage \d \(rank {rank}\)"
+        assert re.search(doing, result.said(1 - rank)), result.said(1 - rank)
+
+
+@LATER
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("pipeline", [LONG, V_SHAPE])
+@pytest.mark.parametrize("point", ["send", "gradient sums"])
+def test_a_stopped_stage_is_named_by_all_others(
+    ranks: Ranks, pipeline: tuple[int, int, str], point: str, rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    how = fault(point, rank, "stop")
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, watch=PATIENCE)
+    check_blame(result, rank, "no sign of life")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("pipeline, rank", [(CHUNKS, 1), (LONG, 2)])
+def test_an_error_in_one_stage_is_what_all_report(
+    ranks: Ranks, pipeline: tuple[int, int, str], rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    result = ranks.run(pp * tp, tp, fault("send", rank, "raise"), pp=pp, flags=flags)
+    assert result.said(rank).splitlines()[-1] == "RuntimeError: broken on purpose"
+    why = "in stage [12] of iteration 1: RuntimeError: broken on purpose"
+    assert re.search(why, result.said(0))
+    check_blame(result, rank, "broken on purpose")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "pipeline, point, call, victim, first, stuck",
+    [
+        (
+            CHUNKS, "forward", 14, 1,
+            "rank 0 failed first while waiting for F chunk 1 micro-batch 3 from stage 1 (rank 1) "
+            "in stage 2 of iteration 2",
+            "rank 1 was at: F chunk 0 micro-batch 3 in stage 1 of iteration 2",
+        ),
+        (
+            PLAIN, "evaluation", 2, 0,
+            "rank 1 failed first while waiting for F chunk 0 micro-batch 0 from stage 0 (rank 0) "
+            "in stage 1 of the evaluation after iteration 2",
+            "rank 0 was at: waiting for its last messages to leave of the evaluation after "),
+        (  # who times out first waits for one who waits, too
+            LONG, "forward", 12, 2,
+            "failed first while waiting for ",
+            "rank 2 was at: F chunk 0 micro-batch 3 in stage 2 of iteration 2"),
+        (
+            V_SHAPE, "forward", 6, 2,
+            "failed first ",
+            "rank 2 was at: F chunk 1 micro-batch 2 in stage 2 of iteration 1"),
+        (
+            V_SHAPE, "update", 2, 3,
+            "failed first during the ",
+            "rank 3 was at: the update of iteration 2"),
+    ],
+)  # fmt: skip
+def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
+    ranks: Ranks,
+    pipeline: tuple[int, int, str],
+    point: str,
+    call: int,
+    victim: int,
+    first: str,
+    stuck: str,
+) -> None:
+    """It is alive and beats; those who wait for it give up, and say for what, and where it is."""
+    pp, tp, flags = pipeline
+    how = {"point": point, "rank": victim, "call": call, "how": "stall"}
+    began = time.monotonic()
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, timeout=TIMEOUT, watch=PATIENCE)
+    assert result.codes == [1] * pp * tp and time.monotonic() - began < LIMIT
+    told = [result.said(rank).splitlines()[-1] for rank in range(pp * tp)]
+    for rank, last in enumerate(told):
+        assert last.startswith(f"[rank {rank}] stopping"), last
+        assert first in last and stuck in last and re.search(GIVEN_UP, last), last
+        assert last.partition(" failed first ")[2] == told[0].partition(" failed first ")[2]
+
+
+@LATER
+@pytest.mark.parametrize("pipeline, how, rank", [(CHUNKS, "term", 1), (LONG, "int", -1)])
+def test_a_signal_stops_all_stages_after_the_same_step_and_the_run_goes_on_to_the_bit(
+    ranks: Ranks, pipeline: tuple[int, int, str], how: str, rank: int
+) -> None:
+    pp, tp, flags = pipeline
+    whole = ranks.run(pp * tp, tp, pp=pp, flags=flags)
+    stopped = ranks.run(pp * tp, tp, fault("send", rank, how), pp=pp, flags=flags)
+    assert (whole.codes, stopped.codes) == ([0] * pp * tp, [75] * pp * tp), stopped.said(0)
+    assert re.search(r"stopped by .* after iteration [12] of", stopped.said(0, "out"))
+    resumed = ranks.run(pp * tp, tp, pp=pp, flags=flags, folder=stopped.folder)
+    assert resumed.codes == [0] * pp * tp, resumed.said(0)
+    assert weights(resumed) == weights(whole)
+    assert set(whole.losses()) == set(resumed.losses())

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serial twin of the whole model, and how a layout is run and held against it.
+
+The twin is plain torch autograd on full tensors and knows nothing of Weft. Each case runs the
+product's own `train_step` on a layout; every rank reports its rectangles of the gradient in
+canonical names, and each rectangle is compared with the twin's. Sizes are odd on purpose: local
+sizes of 3 and 5, a vocabulary of 97 padded to a multiple of 3 t.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain_llama
+from model.llama import hf_names, parameter_group
+from mpu.comm.collectives import all_gather
+from mpu.comm.overlap_map import METHODS, OverlapMap
+from mpu.comm.watch import Watch
+from mpu.grid import Grid
+from mpu.layers.linear import use_overlap
+from mpu.param import placement_of, unique_parameters
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from training.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
+from training.data.batch import Batch
+from training.run.overlap import projections
+
+ROWS, S, V = 6, 12, 97
+SIZES = dict(
+    num_layers=3, hidden_size=28, num_attention_heads=8, seq_length=S, ffn_hidden_size=20,
+    num_query_groups=4, kv_channels=6, vocab_size=V, make_vocab_size_divisible_by=3,
+    max_position_embeddings=S, use_rope_scaling=True, rotary_base=500.0, init_method_std=0.2,
+)  # fmt: skip
+
+
+def config_of(case: dict) -> Config:
+    tp, dp, pp = case["tp"], case["dp"], case.get("pp", 1)
+    rows = case.get("rows", ROWS)
+    sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])}
+    return Config(
+        ModelConfig(**sizes, untie_embeddings_and_output_weights=not case["tied"]),
+        ParallelConfig(
+            world_size=tp * dp * pp,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            pipeline_schedule=case.get("schedule"),
+            num_virtual_stages_per_pipeline_rank=case.get("v"),
+            microbatch_group_size_per_virtual_pipeline_stage=case.get("group"),
+            pipeline_model_parallel_layout=case.get("layout"),
+            sequence_parallel=case["sp"],
+            recompute_granularity=case["recompute"],
+            recompute_method="uniform" if case["recompute"] == "full" else None,
+            recompute_num_layers=2 if case["recompute"] == "full" else None,
+            overlap_grad_reduce=case.get("overlap", True),
+            tp_comm_overlap=case.get("path", "none"),
+            zero_stage=case.get("zero", 0),
+            overlap_param_gather=case.get("gather", False),
+            zero_reduce_each_microbatch=case.get("each", False),
+            num_distributed_optimizer_instances=case.get("instances", 1),
+            grad_reduce_in_bf16=case.get("wire", False),
+            main_grads_dtype=case.get("main", "fp32"),
+            ddp_bucket_size=case.get("bucket", 500),
+        ),
+        BatchConfig(rows // (dp * case["m"]), rows),
+        OptimizerConfig(lr=case.get("lr", 0.0), clip_grad=case.get("clip", 0.0), weight_decay=0.1),
+        DataConfig(eod_mask_loss=case.get("masks", False)),
+        run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
+    )
+
+
+def global_batch(
+    step: int = 0, masks: bool = False, count: int = ROWS
+) -> dict[str, torch.Tensor | None]:
+    g = torch.Generator().manual_seed(100 + step)
+    rows = torch.randint(0, V, (count, S + 1), generator=g)
+    made = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    made |= {"loss_mask": None, "position_ids": None, "document_ids": None}
+    if masks:
+        made["loss_mask"] = (torch.rand(count, S, generator=g) > 0.3).float()
+        cut = torch.randint(1, S, (count, 1), generator=g)
+        at = torch.arange(S).expand(count, S)
+        made["document_ids"] = (at >= cut).int()
+        made["position_ids"] = torch.where(at >= cut, at - cut, at)
+    return made
+
+
+def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
+    """Cut the global batch as the loader does: micro-batch k of rank r is rows (k D + r) b on."""
+    dp, m, rows = case["dp"], case["m"], case.get("rows", ROWS)
+    b, whole, made = rows // (dp * m), global_batch(step, case.get("masks", False), rows), []
+    for k in range(m):
+        first = (k * dp + dp_rank) * b
+        part = {n: None if t is None else t[first : first + b] for n, t in whole.items()}
+        count = b * S if part["loss_mask"] is None else int(part["loss_mask"].sum())
+        made.append(Batch(**part, first_sample=first, token_count=count))
+    return made
+
+
+def run_layout(comm, case: dict, steps: int = 1) -> dict:
+    """Run on one rank: losses, norms, and this rank's rectangles of the last gradient."""
+    config = config_of(case)
+    instances, memory = case.get("instances", 1), case.get("memory", True)
+    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    if case.get("path") == "auto":  # one after the other instead of what is fastest
+        ways = itertools.cycle(METHODS if memory else ("ring", "none"))
+        choices: dict[str, str] = {}
+        tokens = config.batch.micro_batch_size * S
+        for p in projections(run.model, tokens).values():
+            choices |= {p.forward: next(ways), p.backward: next(ways)}
+        use_overlap(run.model, OverlapMap("auto", choices))
+    elif config.parallel.tp_comm_overlap != "none":
+        use_overlap(run.model, OverlapMap(config.parallel.tp_comm_overlap))
+    if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
+        o = config.optimizer
+        run.optimizer = pretrain_llama.Optimizer(
+            run.model, run.sink, grid, parameter_group, cpu_offload=True, clip=o.clip_grad,
+            betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, weight_decay=o.weight_decay,
+        )  # fmt: skip
+    losses, norms = [], []
+    for step in range(steps):
+        batches = micro_batches(case, grid.dp.rank, step)
+        loss, norm, found_inf = pretrain_llama.train_step(run, batches, config.optimizer.lr)
+        assert found_inf.item() == 0
+        losses.append(loss.item())
+        norms.append(norm.item())
+    run.sink.wait_for_weights()
+    whole, sums = gathered(run.sink, "param_shard"), gathered(run.sink, "grad_shard")
+    for bucket in run.sink.buckets:
+        for name, param, _ in bucket.params:
+            if bucket.weights is not None:
+                assert torch.equal(param, whole[name]), "the weights were not gathered"
+    grads, names = [], hf_names(run.model)
+    for name, param in unique_parameters(run.model):
+        assert param.grad is None, "a layer touched .grad"
+        for piece in placement_of(param).pieces(names[name]):
+            local = sums[name].narrow(piece.dim, piece.local, piece.size)
+            grads.append((piece.name, piece.dim, piece.start, local.numpy()))
+    weights = {n: w.float().numpy() for n, w in whole.items()}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+
+
+def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
+    """Gather the owners' parts of the weights ("param_shard") or sums ("grad_shard"), by name."""
+    found = {}
+    for bucket in sink.buckets:
+        flat = getattr(bucket, kind)
+        if sink.zero_stage:  # at stage 0 each is the whole
+            flat = all_gather(flat, sink.shard)[0]
+        for name, param, start in bucket.params:
+            found[name] = flat[start : start + param.numel()].view(param.shape)
+    return found
+
+
+def run_cases(comm, some: list[dict]) -> list[dict]:
+    return [run_layout(comm, case) for case in some]
+
+
+class Twin:
+    """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names."""
+
+    def __init__(self, tied: bool, layers: int = SIZES["num_layers"], rows: int = ROWS) -> None:
+        case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers)
+        self.layers, self.rows = layers, rows
+        run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), Watch())
+        names, self.w = hf_names(run.model), {}
+        for name, param in unique_parameters(run.model):  # the initial weights only
+            for piece in placement_of(param).pieces(names[name]):
+                full = param.detach().narrow(piece.dim, piece.local, piece.size).clone()
+                self.w[piece.name] = full.requires_grad_()
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        d = SIZES["kv_channels"]
+        inverse = []
+        for i in range(0, d, 2):  # Llama 3.1's rule, written out
+            f = SIZES["rotary_base"] ** (-i / d)
+            wavelength = 2 * np.pi / f
+            if wavelength > 8192:
+                f = f / 8.0
+            elif wavelength > 8192 / 4.0:
+                smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+                f = (1 - smooth) * f / 8.0 + smooth * f
+            inverse.append(f)
+        angle = positions[..., None].double() * torch.tensor(inverse, dtype=torch.float64)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [b, 1, s, d/2]
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[name]
+
+    def loss(self, batch: dict) -> torch.Tensor:
+        """Return the mean loss over the tokens that count."""
+        w, heads, groups = self.w, SIZES["num_attention_heads"], SIZES["num_query_groups"]
+        h = w["model.embed_tokens.weight"][batch["tokens"]]
+        b, s, _ = h.shape
+        positions = batch["position_ids"]
+        positions = torch.arange(s).expand(b, s) if positions is None else positions
+        look = torch.ones(s, s, dtype=torch.bool).tril()[None]
+        if batch["document_ids"] is not None:
+            look = look & (batch["document_ids"][:, :, None] == batch["document_ids"][:, None])
+        for i in range(self.layers):
+            at = f"model.layers.{i}."
+            x = self.norm(h, at + "input_layernorm.weight")
+            q, k, v = (
+                (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, 6).transpose(1, 2)
+                for n in "qkv"
+            )
+            q, k = self.rotate(q, positions), self.rotate(k, positions)
+            k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
+            scores = (q @ k.transpose(-1, -2)) / 6**0.5
+            weights = scores.masked_fill(~look[:, None], -torch.inf).softmax(-1)
+            y = (weights @ v).transpose(1, 2).reshape(b, s, -1)
+            h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()
+            x = self.norm(h, at + "post_attention_layernorm.weight")
+            gate, up = (x @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
+            h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t()
+        head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+        logits = self.norm(h, "model.norm.weight") @ head.t()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        mask = batch["loss_mask"]
+        mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
+        return (loss * mask).sum() / mask.sum()
+
+    def train(self, steps: int, lr: float, clip: float, masks: bool = False) -> tuple[list, list]:
+        """Take AdamW steps as the product does; return losses and gradient norms."""
+        decay = [p for p in self.w.values() if p.dim() > 1]
+        plain = [p for p in self.w.values() if p.dim() == 1]
+        adam = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+            lr=lr, betas=(0.9, 0.999), eps=1e-8,
+        )  # fmt: skip
+        losses, norms = [], []
+        for step in range(steps):
+            adam.zero_grad()
+            loss = self.loss(global_batch(step, masks, self.rows))
+            loss.backward()
+            limit = clip or torch.inf
+            norms.append(torch.nn.utils.clip_grad_norm_(list(self.w.values()), limit).item())
+            adam.step()
+            losses.append(loss.item())
+        return losses, norms
+
+
+def check(results: list[dict], twin: Twin, loss: float, norm: float) -> None:
+    """Compare what every rank reports with the twin; each gradient within 1e-12 of its norm."""
+    covered: dict[str, int] = {}
+    for result in results:
+        assert result["losses"][0] == pytest.approx(loss, rel=1e-12)
+        assert result["norms"][0] == pytest.approx(norm, rel=1e-12)
+        for name, dim, start, local in result["grads"]:
+            full = twin.w[name].grad
+            want = full.narrow(dim, start, local.shape[dim])
+            error = (torch.from_numpy(local) - want).norm() / full.norm()
+            assert error < 1e-12, f"{name} rows {start}: {error:.1e}"
+            covered[name] = covered.get(name, 0) + local.size
+    assert covered.keys() == twin.w.keys()
+    assert all(covered[n] >= w.numel() for n, w in twin.w.items())
+
+
+def compare(world, twin_of, size: int, some: list[dict]) -> None:
+    """Run cases on a world and hold each against its twin: twin_of(case) -> (Twin, loss, norm)."""
+    for first in range(0, len(some), 20):  # a world answers within its time-out
+        cases = some[first : first + 20]
+        results = world(size).run(run_cases, cases)
+        for i, case in enumerate(cases):
+            try:
+                check([r[i] for r in results], *twin_of(case))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+
+
+def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    """Say whether the tensors that both hold, by name, are equal to the last bit."""
+    return all(np.array_equal(one[name], other[name]) for name in one.keys() & other.keys())

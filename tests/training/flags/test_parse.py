@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: a Megatron-LM script parses as it stands; a mistake is one sentence."""
+
+import os
+import shlex
+
+import pytest
+import torch
+
+from training.flags.parse import UsageError, parse
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--train-iters 10 --mock-data --vocab-size 100"
+)
+
+# The flags of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh, mock data, in bf16: without
+# its three --fp8 flags. Quotes around 99,1,0 arrive with them, as that script's arrays pass them.
+LLAMA3_8B = """
+--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+--num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
+--seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope
+--rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu
+--normalization RMSNorm --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
+--untie-embeddings-and-output-weights --disable-bias-linear
+--micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000
+--lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001
+--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0
+--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
+--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+--exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --tensor-model-parallel-size 1 --context-parallel-size 1
+--sequence-parallel --mock-data --tokenizer-type NullTokenizer --vocab-size 128256
+--data-cache-path CACHE --tiktoken-pattern v2 --split '99,1,0'
+--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1
+--eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
+--profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+--distributed-timeout-minutes 60 --save CKPT --load CKPT --tensorboard-dir TB
+"""
+
+
+def read(more="", world=1, base=SMALL, **options):
+    return parse(shlex.split(base) + shlex.split(more), world, **options)
+
+
+def test_a_megatron_launch_script_parses_as_it_stands(tmp_path):
+    line = LLAMA3_8B.replace("'99,1,0'", "\"'99,1,0'\"")
+    for name in ("CACHE", "CKPT", "TB"):
+        line = line.replace(name, str(tmp_path / name))
+    config = read(base=line, world=8)
+    assert (config.model.num_query_groups, config.model.rotary_base) == (8, 1e6)
+    assert config.data.split == "99,1,0"
+    assert (config.parallel.data_parallel_size, config.batch.global_batch_size) == (8, 128)
+    assert config.optimizer.decoupled_lr == 5e-4
+    assert config.run.dtype is torch.bfloat16
+    assert config.parallel.sequence_parallel is False
+    said = "\n".join(config.notes)
+    assert config.parallel.use_distributed_optimizer and config.parallel.overlap_param_gather
+    assert config.parallel.grad_reduce_in_bf16 and config.parallel.zero == 1
+    for flag in (
+        "--sequence-parallel",
+        "--apply-layernorm-1p",
+        "--no-mmap-bin-files",
+        "--ckpt-format",
+    ):
+        assert flag in said
+    assert not os.listdir(tmp_path)  # checking writes nothing
+
+
+def test_older_and_common_spellings(tmp_path):
+    config = read(
+        "--no-async-tensor-model-parallel-allreduce --no-masked-softmax-fusion --use-flash-attn "
+        "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --transformer-impl local "
+        "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion --initial-loss-scale 65536 "
+        "--tp-comm-overlap --recompute-activations --no-load-rng --no-save-rng --hidden-dropout 0 "
+        f"--persistent-save-interval 5 --save {tmp_path} --expert-model-parallel-size 1 "
+        "--pipeline-model-parallel-size 1 --override-opt_param-scheduler --bf16"
+    )
+    assert config.parallel.recompute_granularity == "selective"
+    assert config.checkpoint.save_interval == 5
+
+
+def test_defaults_are_megatrons():
+    config = read("--micro-batch-size 2", world=4)
+    assert config.batch.global_batch_size == 8
+    assert config.model.ffn_hidden_size == 128
+    assert (config.model.num_query_groups, config.model.kv_channels) == (4, 16)
+    assert config.model.untie_embeddings_and_output_weights is False
+    assert (config.run.seed, config.run.eval_iters, config.run.dtype) == (1234, 100, torch.float32)
+    assert config.optimizer.lr_decay_style == "linear"
+    assert read("--group-query-attention").model.num_query_groups == 1
+
+
+def test_sequence_parallel_at_one_rank_is_off_and_said_once():
+    config = read("--sequence-parallel --sequence-parallel", world=2)
+    assert config.parallel.sequence_parallel is False
+    assert sum("--sequence-parallel" in note for note in config.notes) == 1
+    assert read("--sequence-parallel --tensor-model-parallel-size 2", 2).parallel.sequence_parallel
+
+
+def test_full_recomputation_alone_is_uniform_by_one():
+    p = read("--recompute-granularity full").parallel
+    assert (p.recompute_method, p.recompute_num_layers) == ("uniform", 1)
+    p = read("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
+    assert (p.parallel.recompute_method, p.parallel.recompute_num_layers) == ("block", 3)
+
+
+def test_batch_size_schedule():
+    config = read("--step-batch-size-schedule '0:4 3200:8'", world=2)
+    assert config.batch.step_batch_size_schedule == ((0, 4), (100, 8))
+    assert config.batch.global_batch_size == 4
+
+
+def test_a_fork_adds_its_own_flags():
+    def extra(parser):
+        parser.add_argument("--window", type=int, default=7)
+
+    assert dict(read("--window 9", extra=extra).extra) == {"window": 9}
+    assert dict(read(extra=extra).extra) == {"window": 7}
+    with pytest.raises(UsageError, match="--window 9|--window: invalid int"):
+        read("--window x", extra=extra)
+    with pytest.raises(UsageError, match="--window is not a flag"):
+        read("--window 9")
+
+
+def test_nan_is_stopped_on_unless_told():
+    assert read().run.on_nan == "stop"
+    assert read("--on-nan stop").run.on_nan == "stop"
+    for more in ("--on-nan skip", "--no-check-for-nan-in-loss-and-grad"):
+        assert read(more).run.on_nan == "skip"
+    assert read("--on-nan skip --no-check-for-nan-in-loss-and-grad").run.on_nan == "skip"
+
+
+def test_a_flag_without_effect_is_said():
+    notes = "\n".join(read("--profile-step-end 9 --lr-wsd-decay-style linear --finetune").notes)
+    assert "--profile-step-end has nothing to act on without --profile" in notes
+    assert "--lr-wsd-decay-style has nothing to act on without --lr-decay-style WSD" in notes
+    assert "--finetune has nothing to act on without --load" in notes
+
+
+MISTAKES = [
+    # more flags, world size, what the sentence must hold
+    ("--lr -0.1", 1, "--lr -0.1: must be a number >= 0"),
+    ("--lr -1e-4", 1, "--lr -1e-4: must be a number >= 0"),
+    ("--lr", 1, "--lr: expected one argument"),
+    ("--num-layer 3", 1, "--num-layer is not a flag of this program; did you mean --num-layers"),
+    ("--fp16", 1, "--fp16 is refused: fp16 needs loss scaling, which is not here; use --bf16"),
+    ("--num-experts 8", 1, "--num-experts 8: only 1 is accepted"),
+    ("--moe-grouped-gemm", 1, "--moe-grouped-gemm is refused"),
+    ("--use-torch-fsdp2", 1, "--use-torch-fsdp2 is refused"),
+    ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
+    ("--context-parallel-size 2", 2, "--context-parallel-size 2: only 1"),
+    (
+        "--hidden-dropout 0.1",
+        1,
+        "--hidden-dropout 0.1: only 0.0 is accepted; a Llama has no dropout",
+    ),
+    ("--position-embedding-type learned_absolute", 1, "only rope is accepted"),
+    ("--normalization LayerNorm", 1, "only RMSNorm"),
+    ("--optimizer sgd", 1, "--optimizer sgd: only adam"),
+    ("7", 1, "7: a value that belongs to no flag"),
+    ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not a multiple of --tensor"),
+    ("--tensor-model-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of"),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+        4,
+        "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+    ),
+    (
+        "--group-query-attention --num-query-groups 3",
+        1,
+        "is not a multiple of --num-query-groups 3",
+    ),
+    ("--num-query-groups 2", 1, "--num-query-groups 2 needs --group-query-attention"),
+    ("--ffn-hidden-size 129 --tensor-model-parallel-size 2", 2, "--ffn-hidden-size 129 is not"),
+    (
+        "--seq-length 33 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "--seq-length 33 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+    ("--hidden-size 66", 1, "--hidden-size 66 is not a multiple of --num-attention-heads 4"),
+    ("--kv-channels 15", 1, "--kv-channels 15 must be even"),
+    ("--hidden-size 8", 1, "--ffn-hidden-size is missing"),
+    ("--max-position-embeddings 31", 1, "--seq-length 32 is longer than --max-position"),
+    ("--bf16 --fp64", 1, "--bf16 and --fp64 exclude each other"),
+    ("--global-batch-size 6 --micro-batch-size 2", 2, "--global-batch-size 6 is not a multiple of"),
+    ("--step-batch-size-schedule '0:4 1K:7'", 2, "--step-batch-size-schedule's batch of 7 is not"),
+    ("--step-batch-size-schedule 0:4 --global-batch-size 4", 1, "exclude each other"),
+    ("--train-samples 100", 1, "--train-iters and --train-samples exclude each other"),
+    ("--lr-warmup-samples 5", 1, "--train-iters and --lr-warmup-samples exclude each other"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", 1, "exclude each other"),
+    ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be less than the decay's length"),
+    ("--lr-warmup-iters 5 --lr-decay-iters 5", 1, "must be less than the decay's length"),
+    ("--lr-warmup-fraction 1", 1, "must be a number from 0 to below 1"),
+    ("--min-lr 0.01", 1, "--min-lr 0.01 is more than --lr 0.001"),
+    ("--lr-warmup-init 0.01", 1, "--lr-warmup-init 0.01 is more than --lr 0.001"),
+    ("--decoupled-lr 1e-5 --min-lr 1e-4", 1, "--min-lr 0.0001 is more than --decoupled-lr 1e-05"),
+    ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters is missing"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, "--lr-wsd-decay-iters 11 is more than"),
+    ("--recompute-method uniform", 1, "--recompute-method uniform needs --recompute-granularity"),
+    (
+        "--recompute-granularity selective --recompute-num-layers 1",
+        1,
+        "--recompute-num-layers 1 needs --recompute-granularity full",
+    ),
+    ("--recompute-granularity full --recompute-num-layers 5", 1, "is more than --num-layers 4"),
+    (
+        "--distributed-backend nccl --device cpu",
+        1,
+        "--distributed-backend nccl needs --device cuda",
+    ),
+    ("--data-path x", 1, "--mock-data and --data-path exclude each other"),
+    ("--split a,b", 1, "--split a,b: give up to three numbers"),
+    ("--eval-interval 5 --split 1,0,0", 1, "--eval-interval 5 has nothing to evaluate on"),
+    ("--tokenizer-type GPT2BPETokenizer", 1, "--tokenizer-type GPT2BPETokenizer: must be one of"),
+    ("--tokenizer-type TikTokenizer", 1, "--tokenizer-model is missing: TikTokenizer reads"),
+    (
+        "--tokenizer-type TikTokenizer --tokenizer-model meta-llama/Llama-3",
+        1,
+        "--tokenizer-model meta-llama/Llama-3: no such file (nothing is downloaded)",
+    ),
+    ("--ckpt-step 5", 1, "--ckpt-step 5 needs --load"),
+    ("--save-interval 5", 1, "--save-interval 5 needs --save"),
+    ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),
+    ("--profile --profile-ranks 0 2", 2, "--profile-ranks 2: ranks go from 0 to 1"),
+    ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "the latter is --on-nan skip"),
+    ("--use-megatron-fsdp", 1, "is refused: sharding is --zero-stage: no_shard is 0, optim 1"),
+    ("--data-parallel-sharding-strategy optim_grads_params", 1, "optim_grads_params 3"),
+    ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances replicates"),
+    ("--megatron-fsdp-grad-comm-dtype bf16", 1, "gradients follow --main-grads-dtype and --grad"),
+    ("--fsdp-double-buffer", 1, "with --overlap-param-gather also the next one"),
+    ("--optimizer-offload-fraction 0.5", 1, "0.5: only 1.0 is accepted; --optimizer-cpu-offload"),
+]
+
+
+@pytest.mark.parametrize("more,world,sentence", MISTAKES, ids=[m[0] or "none" for m in MISTAKES])
+def test_a_mistake_is_one_sentence(more, world, sentence):
+    with pytest.raises(UsageError) as mistake:
+        read(more, world)
+    assert sentence in str(mistake.value)
+    assert "\n" not in str(mistake.value) and len(str(mistake.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "gone,sentence",
+    [
+        ("--num-layers 4", "--num-layers is missing"),
+        ("--lr 1e-3", "--lr is missing"),
+        ("--train-iters 10", "--train-iters or --train-samples is missing"),
+        ("--mock-data", "no data: give --data-path, --train-data-path or --mock-data"),
+        ("--vocab-size 100", "--vocab-size is missing: NullTokenizer"),
+    ],
+)
+def test_what_is_missing_is_named(gone, sentence):
+    assert gone in SMALL
+    with pytest.raises(UsageError, match=sentence):
+        read(base=SMALL.replace(gone, ""))
+
+
+def test_less_data_than_one_batch():
+    base = SMALL.replace("--train-iters 10", "--train-samples 3")
+    with pytest.raises(UsageError, match="--train-samples 3 is less than one batch of 4"):
+        read("--global-batch-size 4", base=base)
+
+
+def real(tmp_path, data):
+    base = SMALL.replace("--mock-data", f"--data-path {data} --tokenizer-type NullTokenizer")
+    return read(base=base)
+
+
+def test_data_files_must_stand(tmp_path):
+    prefix = tmp_path / "corpus"
+    with pytest.raises(UsageError, match=r"--data-path .*corpus: there is no file .*corpus\.bin"):
+        real(tmp_path, prefix)
+    (tmp_path / "corpus.bin").touch()
+    with pytest.raises(UsageError, match=r"there is no file .*corpus\.idx"):
+        real(tmp_path, prefix)
+    (tmp_path / "corpus.idx").touch()
+    assert real(tmp_path, prefix).data.split == "969,30,1"
+    assert real(tmp_path, f"0.3 {prefix} 0.7 {prefix}").data.data_path[0] == "0.3"
+    with pytest.raises(UsageError, match="give the prefix, without .bin"):
+        real(tmp_path, f"{prefix}.bin")
+    with pytest.raises(UsageError, match="either prefixes alone or pairs of weight and prefix"):
+        real(tmp_path, f"0.3 {prefix} {prefix}")
+
+
+def test_places_to_write_must_be_writable(tmp_path):
+    (tmp_path / "file").touch()
+    files = ("--log-json", "--tp-comm-overlap-cache")
+    for flag in ("--save", "--tensorboard-dir", "--data-cache-path", *files):
+        with pytest.raises(UsageError, match=f"{flag} .*file is not a directory"):
+            read(f"{flag} {tmp_path}/file/below")
+    for flag in files:
+        with pytest.raises(UsageError, match=f"{flag} .* is a directory: give a file"):
+            read(f"{flag} {tmp_path}")
+    read(f"--save {tmp_path}/new/below")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=f"--save {tmp_path}.* is not writable by this user"):
+        read(f"--save {tmp_path}/out")
+
+
+def test_a_dry_run_opens_no_file():
+    config = read(
+        "--dry-run --data-path /cluster/corpus --tokenizer-type TikTokenizer --save /cluster/out "
+        "--tokenizer-model /cluster/tokenizer.model --tensor-model-parallel-size 4 --device cuda",
+        world=512,
+        base=SMALL.replace("--mock-data", ""),
+    )
+    assert config.parallel.data_parallel_size == 128

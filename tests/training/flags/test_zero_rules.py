@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of the sharded optimizer: what they refuse, and what they say has no effect."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+
+from training.config import UsageError
+from training.flags import zero_rules
+from training.flags.parse import parse
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--train-iters 10 --mock-data --vocab-size 100"
+)
+EACH = "--zero-reduce-each-microbatch"
+INSTANCES = "--num-distributed-optimizer-instances"
+
+
+def read(more="", world=4):
+    return parse(shlex.split(f"{SMALL} {more}"), world)
+
+
+MISTAKES = [
+    # more flags, world size, what the sentence must hold
+    ("--zero-stage 0 --use-distributed-optimizer", 4, "the latter is --zero-stage 1"),
+    (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 whole gradients stay"),
+    (f"{EACH} --use-distributed-optimizer", 4, "at --zero-stage 1 whole gradients stay"),
+    (
+        f"{EACH} --zero-stage 2 --pipeline-model-parallel-size 2",
+        4,
+        f"{EACH} needs --pipeline-model-parallel-size 1, not 2",
+    ),
+    (f"{INSTANCES} 3 --zero-stage 1", 4, f"{INSTANCES} 3 does not divide the 4 data-parallel"),
+    (f"{INSTANCES} 4 --zero-stage 1 --tensor-model-parallel-size 2", 4, "4 does not divide the 2"),
+    (f"{INSTANCES} 2", 4, f"{INSTANCES} 2 needs --use-distributed-optimizer or --zero-stage"),
+    (f"{INSTANCES} 2 --zero-stage 0", 4, "at --zero-stage 0 every rank has all"),
+    ("--grad-reduce-in-bf16 --fp64", 4, "--grad-reduce-in-bf16 and --fp64 exclude each other"),
+    ("--main-grads-dtype fp32 --fp64", 4, "--main-grads-dtype and --fp64 exclude each other"),
+    ("--main-grads-dtype bf16 --zero-stage 2", 4, "--main-grads-dtype bf16 needs --bf16"),
+    ("--main-grads-dtype bf16 --bf16", 4, "at --zero-stage 0 there is no owner to keep the sums"),
+    (
+        "--main-grads-dtype bf16 --bf16 --zero-stage 1 --accumulate-allreduce-grads-in-fp32",
+        4,
+        "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 contradict",
+    ),
+    ("--optimizer-backend apex --device cpu", 1, "--optimizer-backend apex needs --device cuda"),
+    ("--optimizer-backend te --device cpu", 1, "--optimizer-backend te needs --device cuda"),
+    ("--optimizer-backend te --fp64", 1, "--optimizer-backend te has no fp64"),
+    (
+        "--optimizer-backend apex --optimizer-cpu-offload",
+        1,
+        "--optimizer-backend apex with --optimizer-cpu-offload: the host updates, so use torch",
+    ),
+]
+
+
+@pytest.mark.parametrize("more,world,sentence", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_one_sentence(more, world, sentence):
+    with pytest.raises(UsageError) as mistake:
+        read(more, world)
+    assert sentence in str(mistake.value)
+    assert "\n" not in str(mistake.value) and len(str(mistake.value)) < 300
+
+
+def test_instances_and_context_parallelism_exclude_each_other():
+    config = read(f"{INSTANCES} 2 --zero-stage 1", 8)
+    both = replace(config.parallel, context_parallel_size=2)
+    with pytest.raises(UsageError, match=f"{INSTANCES} 2 needs --context-parallel-size 1, not 2"):
+        zero_rules.check(replace(config, parallel=both))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--use-distributed-optimizer --zero-stage 3 --overlap-param-gather",
+        f"--zero-stage 2 {EACH} --global-batch-size 8",
+        f"--zero-stage 3 --overlap-param-gather {EACH} --global-batch-size 8",
+        f"--zero-stage 1 {INSTANCES} 2 --grad-reduce-in-bf16 --bf16 --main-grads-dtype bf16",
+        "--main-grads-dtype fp32 --grad-reduce-in-bf16 --on-nan skip",
+        "--zero-stage 2 --pipeline-model-parallel-size 2",
+        "--optimizer-cpu-offload --zero-stage 1 --dry-run",
+        "--use-distributed-optimizer --overlap-param-gather",
+        "--overlap-grad-reduce",
+    ],
+)
+def test_what_goes_together_says_nothing(more):
+    assert read(more).notes == ()
+
+
+NOTES = [
+    # more flags, world size, the line
+    (
+        "--overlap-param-gather",
+        2,
+        "--overlap-param-gather has nothing to act on at --zero-stage 0: every rank updates all "
+        "weights",
+    ),
+    (
+        "--ddp-bucket-size 1000 --zero-stage 3 --overlap-param-gather",
+        2,
+        "--ddp-bucket-size has nothing to act on at --zero-stage 3: a bucket is a transformer "
+        "block",
+    ),
+    (
+        "--zero-stage 3",
+        2,
+        "--zero-stage 3 without --overlap-param-gather: every block waits for its weights",
+    ),
+    (
+        "--zero-stage 3 --overlap-param-gather --pipeline-model-parallel-size 2",
+        4,
+        "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a step "
+        "to the last, so they are shared only between steps",
+    ),
+    (
+        "--optimizer-cpu-offload --device cpu",
+        2,
+        "--optimizer-cpu-offload has nothing to act on with --device cpu: the optimizer's state is "
+        "in host memory already",
+    ),
+    (
+        f"--zero-stage 2 {EACH}",
+        2,
+        f"{EACH} has nothing to act on: a step has one micro-batch",
+    ),
+    (
+        f"--zero-stage 2 {INSTANCES} 4",
+        4,
+        f"{INSTANCES} 4 leaves groups of one rank: --zero-stage 2 shares nothing",
+    ),
+    (
+        "--zero-stage 1",
+        1,
+        "--zero-stage has nothing to act on: there is one data-parallel rank",
+    ),
+    (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--grad-reduce-in-bf16 --tensor-model-parallel-size 2",
+        2,
+        "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather, "
+        "--grad-reduce-in-bf16 have nothing to act on: there is one data-parallel rank",
+    ),
+]
+
+
+@pytest.mark.parametrize("more,world,line", NOTES, ids=[n[0] for n in NOTES])
+def test_what_has_no_effect_is_said_once(more, world, line):
+    assert read(more, world).notes == (line,)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_where_the_state_lies_follows_the_device_that_is_there(monkeypatch, cuda):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    notes = read("--optimizer-cpu-offload", 1).notes
+    assert bool(notes) is not cuda
+    assert read("--optimizer-cpu-offload --dry-run", 1).notes == ()  # of a GPU, wherever it runs

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dry run: what it prints, and what it advises."""
+
+import pytest
+
+from pretrain_llama import model_provider
+from tests.training.small_llama import PIPELINE, SMALL, read
+from training.config import UsageError
+from training.plan import activations, rank_memory
+from training.run import dry_run
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def report(config):
+    return dry_run.report(config, model_provider)
+
+
+def test_the_report_of_a_pipeline():
+    config = read(f"{PIPELINE} 32 --num-virtual-stages-per-pipeline-rank 2 --bf16", 8)
+    text = report(config)
+    for line in (
+        "TP 1 x CP 1 x DP 2 x PP 4 = 8 ranks",
+        "data-parallel group of rank 0: 0, 1\n",
+        "pipeline group of rank 0: 0, 2, 4, 6\n",
+        "pipeline interleaved: 4 ranks, 2 stages each",
+        "pipeline rank 0: embedding + layer 0 | layer 4\n",
+        "pipeline rank 3: layer 3 | layer 7 + head\n",
+        "8 micro-batches: bubble ",
+        "% were all stages equal",
+        "rank  parameters ",
+        "Parameters of pipeline rank 0, the fullest",
+        "Memory of pipeline rank 0, the fullest",
+        "all that interleaved has in flight",
+        "Traffic of one step, pipeline rank 0, the fullest",
+        "pp  send                 24 of  8.192 kB",
+    ):
+        assert line in text, line
+    table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) == 5 and len({len(row) for row in table}) == 1
+    totals = [
+        sum(rank_memory.state(config, rank_memory.flats(config, model_provider, rank)).values())
+        + h.activations
+        + h.logits
+        for rank, h in enumerate(activations.held(config, model_provider))
+    ]
+    (total,) = [line.split()[1:3] for line in text.splitlines() if line.startswith("  total ")]
+    assert max(totals) == totals[0] and total == [f"{totals[0] / 1e6:.4g}", "MB"]
+    assert table[1].endswith(" ".join(total))
+    assert "Pipeline\n" not in report(read())
+
+
+def test_the_report_of_a_large_run():
+    text = report(
+        read(
+            "--tensor-model-parallel-size 8 --sequence-parallel --bf16 --vocab-size 128256 "
+            "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+            "--num-query-groups 8 --untie-embeddings-and-output-weights --global-batch-size 1024 "
+            "--seq-length 8192 --micro-batch-size 1 --tp-comm-overlap",
+            512,
+        )
+    )
+    for line in (
+        "= 512 ranks; sequence parallelism on, overlap auto, measured at start-up\n",
+        "layers.*.attention.qkv.weight      [1280, 8192]       x 80",
+        "70,553,706,496 in all",
+        "global batch 1,024 = 1 a micro-batch x 16 micro-batches x 64 data-parallel ranks",
+        "= 8,388,608 tokens a step",
+        "10 steps, 10,240 samples",
+        "does NOT fit a GPU of 80 GB",
+        "Korthikanti et al. 2022",
+        "Differs from Megatron-LM",
+        "--seed: the initial weights depend on tp and pp; here they do not",
+    ):
+        assert line in text
+    assert "does NOT fit" not in report(read())
+    assert "none: one rank" in report(read())
+
+
+def test_the_vocabulary_must_be_known():
+    base = SMALL.replace("--vocab-size 300", "").replace("--mock-data", "")
+    with pytest.raises(UsageError, match="--vocab-size is missing: --dry-run opens no tokenizer"):
+        read("", 1, base)
+
+
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--num-query-groups 8 --seq-length 4096 --max-position-embeddings 8192 --micro-batch-size 1 "
+    "--vocab-size 128256 --bf16 --untie-embeddings-and-output-weights "
+    "--recompute-granularity full --overlap-grad-reduce --overlap-param-gather"
+)
+
+
+@pytest.mark.parametrize(
+    "more,world,advice",
+    [
+        # 18 bytes x 8.03e9 = 144.5 GB at level 0, 6 + 12/2 = 12 bytes = 96.4 GB at level 1, over 4
+        # ranks 9 bytes = 72.3 GB
+        ("", 4, "; with --zero-stage 1, over 4 data-parallel ranks: 7"),
+        # 2 + 16/2 = 10 bytes = 80.3 GB and two buckets of gradients; at level 3 16/2 + 2/2 = 9
+        ("", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 7"),
+        ("--zero-stage 2", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 7"),
+        # two micro-batches stage 4 bytes of gradients: 13 bytes
+        (
+            "--global-batch-size 4",
+            2,
+            ", nor with any --zero-stage; least with 1, over 2 data-parallel ranks: 9",
+        ),
+        ("--zero-stage 3 --global-batch-size 4", 2, ""),
+        ("", 1, "; with one data-parallel rank --zero-stage has no one to share with"),
+    ],
+)
+def test_what_does_not_fit_gets_the_lowest_level_that_does(more, world, advice):
+    text = report(read(f"{LLAMA_8B} {more}", world))
+    (line,) = [line for line in text.splitlines() if "does NOT fit" in line]
+    assert line.startswith(f"  does NOT fit a GPU of 80 GB{advice}")
+    assert advice or line.endswith("80 GB")
+
+
+def test_the_memory_of_a_level():
+    """120 blocks of 1,024: 8 ranks; masters and moments, gradients, weights are shared."""
+    line = "--bf16 --zero-stage"
+    text = report(read(f"{line} 1", 8))
+    for row in (
+        "  parameters         245.8 kB  bfloat16\n",
+        "  gradients          491.5 kB  fp32\n",
+        "  masters            61.44 kB  fp32, a share of 1/8\n",
+        "  moments            122.9 kB  AdamW's two, a share of 1/8\n",
+        "  tied look-ups      77.82 kB  the embedding's gradient of one weight's two uses",
+        "  dp  reduce-scatter        1 of  491.5 kB; a rank sends 430.1 kB\n",
+        "  dp  all-gather            1 of  245.8 kB; a rank sends 215 kB\n",
+    ):
+        assert row in text, row
+    assert "whole gradients" not in text and "gathered weights" not in text
+
+    text = report(read(f"{line} 3 --main-grads-dtype bf16 {UNTIED}", 4))
+    for row in (
+        "  parameters         69.63 kB  bfloat16, a share of 1/4\n",
+        "  gradients          139.3 kB  fp32, a share of 1/4\n",
+        "  whole gradients    278.5 kB  for a while in a step, until their sum is with its owner\n",
+        "  gathered weights   65.54 kB  for a while in a step\n",
+        "  --zero-stage 3 without --overlap-param-gather: every block waits for its weights\n",
+    ):
+        assert row in text, row
+
+    text = report(read(f"{line} 1 --main-grads-dtype bf16", 4))
+    assert "  gradients          356.4 kB  bf16, and fp32 sums of a share of 1/4\n" in text
+
+
+def test_state_in_host_memory_takes_none_of_the_device():
+    text = report(read(f"--optimizer-cpu-offload --bf16 --zero-stage 1 {UNTIED}", 4))
+    for row in (
+        "  masters                 0 B  in host memory, a share of 1/4\n",
+        "  moments                 0 B  in host memory, a share of 1/4\n",
+        # 34 blocks: a gradient, a master, two moments in fp32, bf16 weights
+        "  in host memory     626.7 kB  masters, moments, and copies of what goes down and up\n",
+    ):
+        assert row in text, row
+    on_cpu = "--optimizer-cpu-offload --device cpu --zero-stage 1"
+    text = report(read(on_cpu, 4))
+    assert "  in host memory  " not in text and "fp32, a share" not in text
+    assert "--optimizer-cpu-offload has nothing to act on with --device cpu" in text

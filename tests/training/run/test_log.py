@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log: what it writes is true to the last bit, survives a kill, and says what is missing."""
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from training.run.log import Log
+from training.run.peak_flops import measured_peak, peak_flops, table_peak
+
+OFF = {
+    "log_interval": 1,
+    "log_json": None,
+    "tensorboard_dir": None,
+    "wandb_project": None,
+    "wandb_exp_name": None,
+}
+
+
+def make(rank=0, total=4, world_size=2, **config):
+    more = {key: config.pop(key) for key in ("start_iteration", "total_samples") if key in config}
+    return Log(
+        SimpleNamespace(**{**OFF, **config}),
+        rank=rank,
+        world_size=world_size,
+        flops_per_token=1e6,
+        dtype=torch.float32,
+        device="cpu",
+        total_iterations=total,
+        **more,
+    )
+
+
+def step(log, iteration, **more):
+    values = {"loss": 1 / 3, "grad_norm": math.pi, "lr": 1e-3, **more}
+    log.step(
+        iteration=iteration,
+        consumed_samples=8 * iteration,
+        tokens=1000,
+        seconds=0.5,
+        data_wait_seconds=0.125,
+        **values,
+    )
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_holds_every_key_at_full_precision(tmp_path):
+    path = tmp_path / "deep" / "log.json"
+    with make(log_json=str(path)) as log:
+        step(log, 1, params_norm=0.1 + 0.2, peak_memory_bytes=12345)
+        log.validation(1, 2 / 3, name="validation")
+    first, second = records(path)
+    assert first.pop("mfu") == first["model_flops_per_second"] / log.peak
+    assert first == {
+        "iteration": 1,
+        "consumed_samples": 8,
+        "loss": 1 / 3,
+        "grad_norm": math.pi,
+        "lr": 1e-3,
+        "tokens_per_second": 2000.0,
+        "step_seconds": 0.5,
+        "peak_memory_bytes": 12345,
+        "data_wait_seconds": 0.125,
+        "model_flops_per_second": 2e9,
+        "params_norm": 0.1 + 0.2,
+    }
+    assert second == {"iteration": 1, "validation_loss": 2 / 3}
+
+
+def test_line_names_everything_a_person_watches(capsys):
+    with make(log_interval=2, total=4) as log:
+        assert [log.due(i) for i in (1, 2, 3, 4)] == [False, True, False, True]
+        step(log, 1)
+        step(log, 2)
+    first, line = capsys.readouterr().out.splitlines()
+    assert first.startswith("MFU is held against") and "a rank x 2" in first
+    assert "a matmul measured on this CPU in float32" in first
+    for part in (
+        "iteration 2/4",
+        "loss 0.3333",
+        "grad norm 3.142",
+        "lr 1.00e-03",
+        "2,000 tokens/s",
+        "500.0 ms (data 125.0)",
+        "2.0 GFLOP/s MFU",
+        "GiB",
+        "samples 16",
+        "ETA 0:00:01",
+    ):
+        assert part in line
+
+
+def test_last_iteration_is_written_whatever_the_interval(tmp_path):
+    path = tmp_path / "log.json"
+    with make(log_json=str(path), log_interval=3, total=4) as log:
+        for iteration in (1, 2, 3, 4):
+            step(log, iteration, loss=float(iteration))
+    assert [(r["iteration"], r["loss"]) for r in records(path)] == [(3, 3.0), (4, 4.0)]
+
+
+def test_time_left_counts_samples_where_the_run_does(capsys):
+    with make(total=99, total_samples=88) as log:
+        step(log, 1)
+    assert "ETA 0:00:05" in capsys.readouterr().out  # 10 steps of 8 samples, half a second each
+
+
+def test_resume_appends_and_drops_only_a_torn_line(tmp_path):
+    path = tmp_path / "log.json"
+    with make(log_json=str(path)) as log:
+        step(log, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"iteration": 2, "lo')
+    with make(log_json=str(path), start_iteration=1) as log:
+        step(log, 2)
+    assert path.read_bytes().startswith(whole)
+    assert [r["iteration"] for r in records(path)] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_on_the_line(tmp_path, capsys):
+    path = tmp_path / "log.json"
+    with make(log_json=str(path)) as log:
+        step(log, 1, loss=math.nan)
+    assert records(path)[0]["loss"] is None
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    path = tmp_path / "log.json"
+    with make(rank=1, log_json=str(path), tensorboard_dir=str(tmp_path / "tb")) as log:
+        step(log, 1)
+        log.validation(1, 1.0)
+        log.note("unheard")
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is a Linux device")
+def test_a_full_disk_ends_the_file_and_not_the_run(capsys):
+    with make(log_json="/dev/full") as log:
+        step(log, 1)
+        step(log, 2)
+    out = capsys.readouterr().out
+    assert out.count("--log-json /dev/full: No space left on device") == 1
+    assert "iteration 2/4" in out
+
+
+def test_a_file_that_cannot_be_made_is_refused_by_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--log-json .*file/log.json: cannot be written"):
+        make(log_json=str(tmp_path / "file" / "log.json"))
+
+
+def test_tensorboard_hides_what_a_resumed_run_overwrites(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with make(tensorboard_dir=str(tmp_path)) as log:
+        for iteration in (1, 2, 3):
+            step(log, iteration, loss=float(iteration))
+    with make(tensorboard_dir=str(tmp_path), start_iteration=1) as log:
+        step(log, 2, loss=20.0)
+        log.validation(2, 0.5)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+    assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(2, 0.5)]
+    assert "mfu" in events.Tags()["scalars"]
+
+
+def test_wandb_missing_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="--wandb-project llamas: the package wandb is not"):
+        make(wandb_project="llamas")
+
+
+def test_wandb_gets_every_record(monkeypatch):
+    calls = []
+    run = SimpleNamespace(
+        log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("end")
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(given) or run)
+    )
+    with make(wandb_project="llamas", wandb_exp_name="first") as log:
+        step(log, 1)
+    assert calls[0] == {"project": "llamas", "name": "first", "config": None}
+    assert calls[1][0] == 1 and calls[1][1]["loss"] == 1 / 3
+    assert calls[2] == "end"
+
+
+def test_tensorboard_missing_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="--tensorboard-dir .* tensorboard is not installed"):
+        make(tensorboard_dir=str(tmp_path))
+
+
+ON_A_TERMINAL = """
+from types import SimpleNamespace
+import torch
+from training.run.log import Log
+config = SimpleNamespace(**{config!r})
+log = Log(config, rank=0, world_size=1, flops_per_token=1e6, dtype=torch.float32, device="cpu",
+          total_iterations=3)
+for i in (1, 2, 3):
+    log.step(iteration=i, consumed_samples=i, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1, lr=1)
+log.close()
+"""
+
+
+def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
+    main, side = pty.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL.replace("{config!r}", repr(OFF))]
+    with subprocess.Popen(command, stdout=side, cwd=Path(__file__).parents[3]) as child:
+        os.close(side)
+        seen = b""
+        try:
+            while chunk := os.read(main, 4096):
+                seen += chunk
+        except OSError:  # the terminal is gone: the child has ended
+            pass
+        assert child.wait() == 0
+    os.close(main)
+    assert b"3/3" in seen and b"loss 0.3333" in seen
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA L4", 121.0),
+    ],
+)
+def test_peak_of_known_gpus(name, tflops):
+    assert table_peak(name) == tflops * 1e12
+
+
+def test_unknown_gpu_has_no_table_peak():
+    assert table_peak("NVIDIA GeForce GTX 1080") is None
+
+
+def test_cpu_peak_is_measured_and_says_so():
+    peak, source = peak_flops(torch.device("cpu"), torch.bfloat16)
+    assert "measured on this CPU in bfloat16" in source
+    assert peak > 1e8
+    assert measured_peak(torch.device("cpu"), torch.float64, seconds=0.05) > 1e8

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals, and agreeing on stopping and on skipped updates: one step late, without waiting for a
+step.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpu.comm.transport import Axis
+from training.run import stop as stop_module
+from training.run.stop import Agreement, StopSignal, _Flags
+
+STEPS = [
+    (False, 0.0),
+    (True, 0.0),
+    (False, 1.0),
+    (False, 0.0),
+    (True, 1.0),
+]  # of rank 1: told to stop, skipped
+
+
+def answers(comm):
+    agreement, found = Agreement(comm.grid().world), []
+    for stop, found_inf in STEPS:
+        mine = stop and comm.rank == 1
+        found.append(agreement.ask(mine, comm.rank == 0 and found_inf > 0, torch.tensor(found_inf)))
+    return [*found, agreement.close()]
+
+
+def test_every_rank_hears_one_step_later_what_one_rank_said(world):
+    no, told, skipped = (False,) * 3, (True, False, False), (False, True, True)
+    heard = [no, no, told, skipped, no, (True, True, True)]  # of the last step, at the end
+    assert world(2).run(answers) == [heard, heard]
+    assert Agreement(Axis("world")).ask(True, False, torch.tensor(0.0)) == no
+
+
+def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
+    """The order of calls, with stand-ins for the stream, its event and the collective."""
+    told = []
+
+    class Stream:
+        def wait_stream(self, other):
+            told.append(f"stream after {other}")
+
+        def record_event(self):
+            told.append("event")
+            return self
+
+        def synchronize(self):
+            told.append("host waits for the event")
+
+    class Reduced:
+        def wait(self):
+            told.append("stream after the sum")
+
+    @contextlib.contextmanager
+    def on(stream):
+        told.append("on the stream")
+        yield
+        told.append("off it")
+
+    empty = torch.empty
+    monkeypatch.setattr(stop_module, "all_reduce", lambda x, axis, async_op: (x, Reduced()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the step")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kw: empty(*args, **kw))
+    flags = torch.tensor([0.0, 2.0, 1.0])
+    asked = _Flags(flags, Axis("world"), Stream())
+    queued = ["stream after the step", "on the stream", "stream after the sum", "event", "off it"]
+    assert told == queued
+    flags.fill_(7.0)  # the device may go on with its memory
+    assert asked.read() == (False, True, True)
+    assert told[len(queued) :] == ["host waits for the event"]
+
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Signals to this process, which may follow one another sooner than a person's."""
+    monkeypatch.setattr(StopSignal, "ECHO", 0.1)
+    before = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
+    with StopSignal() as stop:
+        yield stop
+    for number, handler in before.items():
+        if stop.received:  # the run is over: one more signal is to change nothing
+            assert signal.getsignal(number) == signal.SIG_IGN
+        signal.signal(number, handler)
+
+
+def send(*numbers):
+    """Send signals to this process, each long after the one before."""
+    for number in numbers:
+        time.sleep(0.15)
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [USR1, TERM, INT])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
+    with pytest.raises(SystemExit) as ended:
+        send(number)
+        time.sleep(5)
+    assert ended.value.code == 128 + number and not stop.received
+
+
+@pytest.mark.parametrize(
+    "numbers, name",
+    [
+        ((TERM, TERM, USR1, TERM), "SIGTERM"),  # srun, slurmstepd, torchrun
+        ((USR1, TERM, TERM), "SIGUSR1"),
+        ((TERM, INT, USR1), "SIGTERM"),  # one Ctrl-C is not two
+    ],
+)
+def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd):
+    stop.begin(speak=True)
+    send(*numbers)
+    time.sleep(0.15)
+    assert stop.received
+    said = capfd.readouterr().err
+    assert said == f"\n{name}: stopping after this step\n"
+    where = SimpleNamespace(save="runs/a", load="runs/a")
+    note = stop.end(True, "iteration 12 of 40", where)
+    more = "; saved: the same command goes on from there"
+    assert note == f"stopped by {name} after iteration 12 of 40{more}"
+    assert stop.code == 75
+
+
+def test_a_second_ctrl_c_ends_the_run_and_its_echo_does_not(stop, capfd):
+    stop.begin(speak=True)
+    os.kill(os.getpid(), INT)
+    os.kill(os.getpid(), INT)  # what torchrun passes on of the same one
+    time.sleep(0.05)
+    assert stop.received
+    assert capfd.readouterr().err.endswith("this step; a second Ctrl-C stops at once\n")
+    with pytest.raises(SystemExit) as ended:
+        send(TERM, INT)
+        time.sleep(5)
+    assert ended.value.code == 130
+
+
+def test_how_a_run_that_ends_early_is_told_and_its_exit_code():
+    saved, elsewhere = SimpleNamespace(save="a", load="a"), SimpleNamespace(save="a", load="b")
+    stop = StopSignal()
+    assert stop.end(False, "iteration 3 of 9", saved) == "stopped after iteration 3 of 9"
+    assert stop.code == 0  # --exit-interval: nothing is left to do
+    told = stop.end(True, "iteration 3 of 9", elsewhere)
+    assert told.startswith(
+        "stopped by a signal to another rank after iteration 3 of 9; saved: with"
+    )
+    assert "--load a the same command" in told and stop.code == 75
+    nowhere = SimpleNamespace(save=None, load=None)
+    assert stop.end(True, "x", nowhere).endswith("nothing was saved, as there is no --save")
+    under_torchrun = StopSignal(os.getppid(), stopped=0)
+    under_torchrun.end(True, "x", saved)
+    assert under_torchrun.code == 0

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn flags into the model's sizes, and sizes that a checkpoint knows back into flags."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import open_plain
+from training.checkpoint.find import candidates, open_checkpoint
+from training.checkpoint.huggingface import HuggingFaceDirectory
+from training.checkpoint.load import Checkpoint
+from training.config import ModelConfig, UsageError
+from training.data.tokenizer import tokenizer_of
+
+SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
+    kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+# what a flag may say otherwise: no weight depends on it
+FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-type
+    --tokenizer-model""".split()
+
+
+def of_model(m: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the model's own config."""
+    return {name: getattr(m, name) for name in SAME} | {
+        "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
+        "rope_scaling_factor": m.rope_scaling_factor if m.use_rope_scaling else 0.0,
+        "tied": not m.untie_embeddings_and_output_weights,
+    }
+
+
+def from_checkpoint(
+    given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
+
+    It is the one that the run will load: under --load, or where that holds none the
+    --pretrained-checkpoint. from_hf makes the model's config of a Hugging Face one. A flag that is
+    given must say the same, but for those on which no weight depends. Raises UsageError.
+    """
+    where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
+    for flag, root in where:
+        found = _read(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
+        if found is None:
+            continue
+        directory = found.directory
+        try:
+            taken = _flags(from_hf(found.state["hf_config"]), found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{flag} {directory}: {type(error).__name__}: {error}") from None
+        for name, value in taken.items():
+            if given.get(name, value) != value and name not in FREE:
+                raise UsageError(
+                    f"{name} {given[name]} contradicts --use-checkpoint-args: {directory} has "
+                    f"{value}; leave {name} out"
+                )
+        return {**taken, **given}
+    told = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    raise UsageError(
+        f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
+        f"--pretrained-checkpoint must hold one ({told})"
+    )
+
+
+def _read(flag: str, root: Path, step: int | None) -> Checkpoint | None:
+    """Return the newest checkpoint that opens; find_latest will say why it passes over others."""
+    for name in candidates(root, step, flag)[0]:
+        with suppress(CheckpointError):
+            return open_checkpoint(Path(name))
+    return None
+
+
+def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
+    """Say a model's config, and what else a checkpoint knows, in flags."""
+    out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
+    out["--kv-channels"] = sizes.head_size
+    out["--group-query-attention"] = True
+    if sizes.rope_scaling_factor:
+        if sizes.rope_original_length != 8192:
+            raise ValueError(
+                f"original_max_position_embeddings is {sizes.rope_original_length}, and flags know "
+                "only 8192"
+            )
+        out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
+    if not sizes.tied:
+        out["--untie-embeddings-and-output-weights"] = True
+    if (length := found.state.get("config", {}).get("model.seq_length")) is not None:
+        out["--seq-length"] = length
+    kind, file = _tokenizer(found)
+    if kind:
+        out["--tokenizer-type"] = kind
+    if file:
+        out["--tokenizer-model"] = str(found.directory / file)
+    return out
+
+
+def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
+    """Return the type of the tokenizer that lies in a checkpoint, and its file; it is verified."""
+    if isinstance(found, HuggingFaceDirectory):
+        heads = {}
+        for name in ("tokenizer.json", "tokenizer.model"):
+            if (found.directory / name).exists():
+                with open_plain(found.directory / name) as opened:
+                    heads[name] = opened.read(1000)
+        told = tokenizer_of(heads)
+        return told.get("tokenizer_type"), told.get("tokenizer_model")
+    kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
+    if file is None or file not in found.manifest["files"]:
+        return kind, None  # it lies elsewhere: --tokenizer-model must say where
+    found.verify([file])
+    return kind, file

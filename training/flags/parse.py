@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the command line into one checked, frozen Config; say every mistake in one sentence.
+
+The flags are Megatron-LM's, classed in `training.flags.table`; what one flag demands of another is
+in `training.flags.rules`. All of it happens before the first collective and writes nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+import torch
+
+from training import config
+from training.config import Config, UsageError
+from training.data.split import DEFAULT_SPLIT
+from training.flags import model_sizes, rules, table, zero_rules
+from training.flags.table import Flag
+from training.plan import batch_size, pipeline
+
+__all__ = ["UsageError", "build_parser", "parse"]
+
+_SECTIONS = {
+    "model": config.ModelConfig,
+    "parallel": config.ParallelConfig,
+    "batch": config.BatchConfig,
+    "optimizer": config.OptimizerConfig,
+    "data": config.DataConfig,
+    "checkpoint": config.CheckpointConfig,
+    "log": config.LogConfig,
+    "run": config.RunConfig,
+}
+Extra = Callable[[argparse.ArgumentParser], None]
+
+
+def parse(
+    argv: Sequence[str] | None,
+    world_size: int,
+    extra: Extra | None = None,
+    from_hf: Callable[[dict[str, Any]], Any] | None = None,
+) -> Config:
+    """Read the flags of a run over `world_size` ranks; None: those of this program.
+
+    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
+    makes the model's config of Hugging Face's, for --use-checkpoint-args. Raises UsageError naming
+    the flag, its value and the rule; `--help` prints and exits.
+    """
+    given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
+    if "--use-checkpoint-args" in given:
+        assert from_hf is not None
+        given = model_sizes.from_checkpoint(given, from_hf)
+    rules.check_given(given)
+    made = _assemble(given, world_size, notes, own)
+    rules.check(made)
+    said = [*made.notes, *rules.idle(given), *zero_rules.notes(given, made)]
+    return replace(made, notes=tuple(dict.fromkeys(said)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Say a mistake by raising UsageError instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
+    """Build argparse from the table: live flags under headings, checked ones without a line."""
+    parser = _Parser(
+        prog="pretrain_llama.py",
+        description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
+        epilog=_epilog(),
+        allow_abbrev=False,
+    )
+    groups = {
+        section: parser.add_argument_group(heading) for section, heading in table.headings().items()
+    }
+    for flag in table.table().values():
+        if flag.kind == table.REFUSED_KIND:
+            continue
+        target = groups[flag.group] if flag.kind == table.LIVE_KIND else parser
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
+        if flag.nargs == 0:
+            options["action"] = "store_true"
+        else:
+            options |= {"nargs": flag.nargs, "metavar": flag.dest.rsplit("_", 1)[-1].upper()}
+            options |= {"const": flag.bare} if flag.bare else {}
+        target.add_argument(flag.name, help=_help(flag), **options)
+    if extra is not None:
+        extra(parser)
+    return parser
+
+
+def _epilog() -> str:
+    kinds = [flag.kind for flag in table.table().values()]
+    return (
+        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
+        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
+        "training/flags/megatron.py lists them all."
+    )
+
+
+def _help(flag: Flag) -> str:
+    """Write what the flag does, its unit, and its default or off-value."""
+    if flag.kind != table.LIVE_KIND:
+        return argparse.SUPPRESS
+    default = {f.name: f.default for f in fields(_SECTIONS[flag.group])}.get(flag.dest)
+    named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
+    tail = "" if named else f"; default: {_show(default)}"
+    return f"{flag.text} [{flag.unit}{tail}]".replace("%", "%%")
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _read(
+    argv: Sequence[str], extra: Extra | None
+) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
+    """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
+    parser = build_parser(extra)
+    known = set(table.table())
+    own_names = set(parser._option_string_actions) - known
+    words = [word for token in argv for word in _expand(token, own_names)]
+    try:
+        found, stray = parser.parse_known_args(_join_negatives(words))
+    except argparse.ArgumentError as error:  # a fork's own type may raise it
+        raise UsageError(str(error)) from None
+    if stray:
+        raise UsageError(f"{stray[0]}: a value that belongs to no flag")
+    given: dict[str, Any] = {}
+    notes: list[str] = []
+    own: list[tuple[str, Any]] = []
+    for name, text in vars(found).items():
+        flag = table.table().get(name)
+        if flag is None:
+            own.append((name, text))
+        elif flag.kind == table.LIVE_KIND:
+            given[name] = flag.convert(text)
+        else:
+            _accept(flag, text, notes)
+            given[name] = True
+    return given, notes, tuple(sorted(own))
+
+
+def _expand(token: str, own_names: set[str]) -> list[str]:
+    """Refuse a flag that is refused or unknown, and write another spelling in full."""
+    name, equals, value = token.partition("=")
+    if not token.startswith("--") or name in own_names or name == "--help":
+        return [token]
+    flag = table.table().get(name)
+    if flag is None:
+        raise UsageError(f"{name} is not a flag of this program; {table.suggest(name)}")
+    if flag.kind == table.REFUSED_KIND:
+        raise UsageError(f"{name} is refused: {flag.text}")
+    if flag.text.startswith("= "):
+        spelled = flag.text.removeprefix("= ").split()
+        return [*spelled, value] if equals else spelled
+    return [token]
+
+
+def _join_negatives(words: list[str]) -> list[str]:
+    """Write `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
+    out: list[str] = []
+    for word in words:
+        negative = word.startswith("-") and not word.startswith("--")
+        if negative and out and out[-1].startswith("--") and "=" not in out[-1]:
+            out[-1] = f"{out[-1]}={word}"
+        else:
+            out.append(word)
+    return out
+
+
+def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
+    """Hold a checked flag's value against what is allowed, and note what happens instead."""
+    if flag.nargs != 0 and flag.allowed:
+        values = text if isinstance(text, list) else [text]
+        for value in values:
+            if not any(_same(value, allowed) for allowed in flag.allowed):
+                what = " or ".join(flag.allowed)
+                raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
+    if flag.told:
+        notes.append(f"{flag.name}: {flag.text}")
+
+
+def _same(value: str, allowed: str) -> bool:
+    """Compare as numbers where both are numbers: 0 is 0.0."""
+    try:
+        return float(value) == float(allowed)
+    except ValueError:
+        return value == allowed
+
+
+def _assemble(
+    given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
+) -> Config:
+    """Sort the values into the dataclasses and fill what depends on more than one flag."""
+    parts: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for name, value in given.items():
+        flag = table.table()[name]
+        if flag.kind == table.LIVE_KIND:
+            parts[flag.group][flag.dest] = value
+    model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))
+
+    if "--group-query-attention" in given and "--num-query-groups" not in given:
+        model["num_query_groups"] = 1
+    parallel["world_size"] = world_size
+    tp = parallel.get("tensor_model_parallel_size", 1)
+    if parallel.get("sequence_parallel") and tp == 1:
+        parallel["sequence_parallel"] = False
+        notes.append(
+            "--sequence-parallel is off: at --tensor-model-parallel-size 1 there is nothing to cut"
+        )
+    if parallel.get("tp_comm_overlap", "none") != "none" and tp == 1:
+        notes.append(
+            f"--tp-comm-overlap {parallel['tp_comm_overlap']} is off: at "
+            "--tensor-model-parallel-size 1 no part travels"
+        )
+        parallel["tp_comm_overlap"] = "none"
+    measured = parallel.get("tp_comm_overlap") == "auto" and "tp_comm_overlap_cache" not in parallel
+    if measured and "deterministic_mode" in run:
+        notes.append(
+            "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
+            "so give other bits; name a path, or a --tp-comm-overlap-cache"
+        )
+    if parallel.get("recompute_granularity") == "full":
+        parallel.setdefault("recompute_method", "uniform")
+        parallel.setdefault("recompute_num_layers", 1)
+    virtual = pipeline.virtual_stages(parallel, model["num_layers"])
+    if virtual is not None:
+        parallel["num_virtual_stages_per_pipeline_rank"] = virtual
+    layout = config.ParallelConfig(**parallel)
+    rules.check_world(layout)
+    if "step_batch_size_schedule" in batch:
+        text = batch["step_batch_size_schedule"]
+        steps = batch_size.parse_schedule(text, model["seq_length"])
+        batch |= {"step_batch_size_schedule": steps, "global_batch_size": steps[0][1]}
+    one = batch.setdefault("micro_batch_size", 1) * layout.data_parallel_size
+    batch.setdefault("global_batch_size", one)
+
+    bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
+    run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
+    if run.pop("no_check_for_nan_in_loss_and_grad", False):
+        run["on_nan"] = "skip"
+    data = parts["data"]
+    if data.get("split"):
+        data["split"] = data["split"].strip(" '\"")
+    if data.get("data_path"):
+        data.setdefault("split", DEFAULT_SPLIT)
+    if data.get("mock_data"):
+        data.setdefault("tokenizer_type", "NullTokenizer")
+    built = {section: cls(**parts[section]) for section, cls in _SECTIONS.items()}
+    return Config(**built, extra=own, notes=tuple(notes))

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold the flags against each other: what must divide what, and what excludes what.
+
+Each rule raises UsageError with the flag, its value and the rule. Nothing here writes, and nothing
+waits for another rank: a mistake is answered before the first collective.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from training.config import Config, ParallelConfig, UsageError
+from training.flags import path_rules, zero_rules
+from training.plan import batch_size, pipeline
+
+REQUIRED = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--lr",
+)
+# Two flags that say the same thing twice, or two things at once.
+EXCLUDE = (
+    ("--train-iters", "--train-samples"),
+    ("--bf16", "--fp64"),
+    ("--grad-reduce-in-bf16", "--fp64"),
+    ("--main-grads-dtype", "--fp64"),
+    ("--global-batch-size", "--step-batch-size-schedule"),
+    ("--mock-data", "--data-path"),
+    ("--mock-data", "--train-data-path"),
+    ("--data-path", "--train-data-path"),
+    ("--data-path", "--valid-data-path"),
+    ("--data-path", "--test-data-path"),
+    ("--split", "--train-data-path"),
+    ("--train-iters", "--lr-decay-samples"),
+    ("--train-iters", "--lr-wsd-decay-samples"),
+    ("--train-iters", "--lr-warmup-samples"),
+    ("--train-samples", "--lr-decay-iters"),
+    ("--train-samples", "--lr-wsd-decay-iters"),
+    ("--train-samples", "--lr-warmup-iters"),
+    ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
+    ("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
+    ("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
+    ("--pipeline-model-parallel-layout", "--decoder-last-pipeline-num-layers"),
+    ("--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split"),
+    ("--pipeline-model-parallel-layout", "--account-for-loss-in-pipeline-split"),
+    ("--num-layers-per-virtual-pipeline-stage", "--decoder-first-pipeline-num-layers"),
+    ("--num-layers-per-virtual-pipeline-stage", "--decoder-last-pipeline-num-layers"),
+    ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
+    ("--decoder-first-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
+    ("--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
+    ("--decoder-last-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
+    ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-samples"),
+)
+CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
+ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
+# A flag that means nothing without another, and the line that says so.
+IDLE = (
+    ("--rope-scaling-factor", "--use-rope-scaling"),
+    ("--profile-step-start", "--profile"),
+    ("--profile-step-end", "--profile"),
+    ("--profile-ranks", "--profile"),
+    ("--manual-gc-interval", "--manual-gc"),
+    ("--wandb-exp-name", "--wandb-project"),
+    ("--decoupled-min-lr", "--decoupled-lr"),
+    ("--finetune", "--load"),
+    ("--no-load-optim", "--load"),
+    ("--exit-on-missing-checkpoint", "--load"),
+    ("--allow-change", "--load"),
+    ("--async-save", "--save"),
+    ("--on-save-failure", "--save"),
+    ("--keep-last-k", "--save"),
+    ("--save-retain-interval", "--save"),
+)
+
+
+def check_given(given: dict[str, Any]) -> None:
+    """Refuse a line that leaves out what has no default, or gives what excludes each other."""
+    for name in REQUIRED:
+        if name not in given:
+            raise UsageError(f"{name} is missing: it has no default")
+    if "--train-iters" not in given and "--train-samples" not in given:
+        raise UsageError("--train-iters or --train-samples is missing: give one of them")
+    for one, other in EXCLUDE:
+        # An off-value (0 steps of warm-up) excludes nothing.
+        if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
+            raise UsageError(f"{one} and {other} exclude each other: give one of them")
+    if given.get("--on-nan") == "stop" and "--no-check-for-nan-in-loss-and-grad" in given:
+        raise UsageError(
+            "--on-nan stop and --no-check-for-nan-in-loss-and-grad contradict each other: the "
+            "latter is --on-nan skip"
+        )
+    if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:
+        raise UsageError(f"--main-grads-dtype bf16 and {ACCUMULATE} contradict each other")
+    heads, hidden = given["--num-attention-heads"], given["--hidden-size"]
+    if "--kv-channels" not in given and hidden % heads:
+        raise UsageError(
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
+            "give the head size as --kv-channels"
+        )
+    groups = given.get("--num-query-groups", heads)
+    if groups != heads and "--group-query-attention" not in given:
+        raise UsageError(
+            f"--num-query-groups {groups} needs --group-query-attention, without which "
+            "Megatron-LM ignores it"
+        )
+
+
+def idle(given: dict[str, Any]) -> Iterator[str]:
+    """Say which given flags have nothing to act on."""
+    for name, needs in IDLE:
+        if name in given and needs not in given:
+            yield f"{name} has nothing to act on without {needs}"
+    if given.get("--lr-decay-style") != "WSD":
+        for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
+            if name in given:
+                yield f"{name} has nothing to act on without --lr-decay-style WSD"
+    if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
+        yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
+
+
+def check_world(layout: ParallelConfig) -> None:
+    """Refuse a world that does not hold a whole number of model copies."""
+    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
+        copy = f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"
+        if layout.pipeline_model_parallel_size > 1:
+            copy += (
+                f" x --pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
+                f" = {layout.model_parallel_size}"
+            )
+        raise UsageError(
+            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
+            "needs that many ranks"
+        )
+
+
+def check(config: Config) -> None:
+    """Hold a whole config against every rule."""
+    _shapes(config)
+    _layout(config)
+    _batch(config)
+    pipeline.check(config)
+    zero_rules.check(config)
+    _learning_rate(config)
+    _run(config)
+    path_rules.check(config)
+
+
+def _shapes(config: Config) -> None:
+    m = config.model
+    if m.kv_channels % 2:
+        raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
+    _divides(
+        f"--num-attention-heads {m.num_attention_heads}",
+        f"--num-query-groups {m.num_query_groups}",
+        "each key/value head serves the same number of query heads",
+    )
+    if m.ffn_hidden_size < 1:
+        raise UsageError(
+            f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
+            "derive it from"
+        )
+    if m.seq_length > m.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
+            f"{m.max_position_embeddings}"
+        )
+
+
+def _divides(what: str, by: str, why: str) -> None:
+    """Refuse unless the number that ends `what` is a multiple of the one that ends `by`."""
+    value, divisor = int(what.split()[-1]), int(by.split()[-1])
+    if value % divisor:
+        raise UsageError(f"{what} is not a multiple of {by}: {why}")
+
+
+def _layout(config: Config) -> None:
+    m, p = config.model, config.parallel
+    tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
+    whole = "each rank holds whole"
+    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{whole} query heads")
+    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{whole} key/value heads")
+    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{whole} channels")
+    if p.sequence_parallel:
+        _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
+    elif p.tp_comm_overlap != "none":
+        raise UsageError(
+            f"--tp-comm-overlap {p.tp_comm_overlap} needs --sequence-parallel: without it every "
+            "rank holds the sequence whole, and no part travels that a matmul could hide"
+        )
+    if p.distributed_backend == "nccl" and p.device == "cpu":
+        raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
+    if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this process sees no CUDA device")
+    _recompute(config)
+
+
+def _recompute(config: Config) -> None:
+    p = config.parallel
+    if p.recompute_granularity != "full":
+        for flag, value in (
+            ("--recompute-method", p.recompute_method),
+            ("--recompute-num-layers", p.recompute_num_layers),
+        ):
+            if value is not None:
+                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
+    elif (p.recompute_num_layers or 1) > config.model.num_layers:
+        raise UsageError(
+            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
+            f"{config.model.num_layers}"
+        )
+
+
+def _batch(config: Config) -> None:
+    batch, dp = config.batch, config.parallel.data_parallel_size
+    flag = "--global-batch-size"
+    if batch.step_batch_size_schedule is not None:
+        flag = "--step-batch-size-schedule's batch of"
+    for _, size in batch_size.schedule(config):
+        if size % (batch.micro_batch_size * dp):
+            raise UsageError(
+                f"{flag} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} "
+                f"x {dp} data-parallel ranks = {batch.micro_batch_size * dp}"
+            )
+    if batch_size.total_iterations(config) < 1:
+        raise UsageError(
+            f"--train-samples {batch.train_samples} is less than one batch of "
+            f"{batch.global_batch_size} samples"
+        )
+
+
+def _learning_rate(config: Config) -> None:
+    o = config.optimizer
+    pairs = [
+        ("--min-lr", o.min_lr, "--lr", o.lr),
+        ("--lr-warmup-init", o.lr_warmup_init, "--lr", o.lr),
+    ]
+    if o.decoupled_lr is not None:
+        floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
+        pairs.append((name, floor, "--decoupled-lr", o.decoupled_lr))
+        pairs.append(("--lr-warmup-init", o.lr_warmup_init, "--decoupled-lr", o.decoupled_lr))
+    for low, a, high, b in pairs:
+        if a > b:
+            raise UsageError(f"{low} {a} is more than {high} {b}")
+    unit = "iters" if config.batch.train_iters is not None else "samples"
+    warmup = getattr(o, f"lr_warmup_{unit}")
+    decay = getattr(o, f"lr_decay_{unit}") or getattr(config.batch, f"train_{unit}")
+    if warmup >= decay:
+        raise UsageError(
+            f"--lr-warmup-{unit} {warmup} must be less than the decay's length "
+            f"(--lr-decay-{unit}, or else --train-{unit}), {decay}"
+        )
+    if o.lr_decay_style == "WSD":
+        last = getattr(o, f"lr_wsd_decay_{unit}")
+        if last is None:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} is missing: --lr-decay-style WSD needs the length of its "
+                "last part"
+            )
+        if last > decay:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} {last} is more than the decay's length, {decay}"
+            )
+
+
+def _run(config: Config) -> None:
+    log, checkpoint = config.log, config.checkpoint
+    for what in checkpoint.allow_change:
+        if what not in CHANGES:
+            raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load, where it lies")
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        raise UsageError(f"--save-interval {checkpoint.save_interval} needs --save, where to")
+    if log.profile:
+        if log.profile_step_start >= log.profile_step_end:
+            raise UsageError(
+                f"--profile-step-end {log.profile_step_end} must be more than "
+                f"--profile-step-start {log.profile_step_start}"
+            )
+        for rank in log.profile_ranks:
+            if rank >= config.parallel.world_size:
+                raise UsageError(
+                    f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
+                )

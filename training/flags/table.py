@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classify every flag: live (it does something), checked (accepted as it stands) or refused.
+
+A newcomer finds here what a flag means, its unit and its off-value; a Megatron-LM user finds every
+flag of that program, so that none is silently ignored. The table is data. This file holds the live
+flags, one a line, and reads the others from `training.flags.megatron`; `training.flags.parse`
+builds argparse from it. Adding a live flag is a decision: a test freezes the list.
+
+A line of the live table is `flag | rule | unit and off-value | what it does`. A rule is `switch`,
+or a type with its bound: `int>=1`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`, `one of a,b`.
+`one of a,b; bare b` may stand without a value, and then means b.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from training.config import UsageError
+from training.flags.megatron import CHECKED, REFUSED
+
+# A heading names the dataclass of training/config.py that holds the flags under it.
+LIVE = """
+[model] The Llama
+--num-layers | int>=1 | layers; required | transformer blocks
+--hidden-size | int>=1 | channels; required | width of the residual stream, h
+--ffn-hidden-size | int>=1 | channels; default: 8/3 h rounded down to a multiple of 64 | width of the SwiGLU unit, f
+--num-attention-heads | int>=1 | heads; required | query heads, a
+--num-query-groups | int>=1 | heads; off: as many as query heads | key/value heads of --group-query-attention, k
+--kv-channels | int>=1 | channels; default: h / a | size of one head, d
+--seq-length | int>=1 | tokens; required | length of a sample, s
+--max-position-embeddings | int>=1 | tokens; default: --seq-length | longest position the model is meant for
+--vocab-size | int>=1 | tokens; default: what the tokenizer says | vocabulary before padding, V
+--make-vocab-size-divisible-by | int>=1 | tokens; off: 1 | pad the vocabulary to a multiple of this x tp
+--norm-epsilon | float>0 | no unit | added under RMSNorm's root
+--rotary-base | float>0 | no unit | base of the rotary frequencies
+--use-rope-scaling | switch | off: left out | scale the rotary frequencies as Llama 3.1 does
+--rope-scaling-factor | float>0 | ratio | factor of --use-rope-scaling (3.1: 8, 3.2: 32)
+--untie-embeddings-and-output-weights | switch | off: left out, one tied matrix | give the output layer its own weights
+--init-method-std | float>0 | standard deviation | of the initial weights
+[parallel] The layout
+--tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
+--pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
+--pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
+--num-virtual-stages-per-pipeline-rank | int>=1 | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
+--num-layers-per-virtual-pipeline-stage | int>=1 | layers; off: left out | put exactly this many on every stage, which gives v
+--microbatch-group-size-per-virtual-pipeline-stage | int>=1 | micro-batches; default: p | run this many through a stage before the rank's next one (interleaved)
+--pipeline-model-parallel-layout | text | stages; off: left out, balanced by cost | write the stages out: E embedding, t layer, L loss, a bar between stages, t*3 or (t...)*3 to repeat
+--decoder-first-pipeline-num-layers | int>=1 | layers; off: left out | layers of the first pipeline rank; the others share the rest evenly
+--decoder-last-pipeline-num-layers | int>=1 | layers; off: left out | layers of the last pipeline rank; the others share the rest evenly
+--account-for-embedding-in-pipeline-split | switch | off: left out | cut evenly, the embedding counted as one layer
+--account-for-loss-in-pipeline-split | switch | off: left out | cut evenly, the head with the loss counted as one layer
+--sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
+--distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | library that moves the bytes
+--distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
+--no-shared-memory | switch | off: left out | send what ranks of one host sum and gather on CPU through gloo too, as between hosts (ours, not Megatron's)
+--tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | let the linear layers' parts travel while they multiply (with --sequence-parallel): messages, memory that all ranks see, or for each matmul what was measured fastest
+--tp-comm-overlap-cache | text | file; off: left out, measure at each start | keep what --tp-comm-overlap auto chose for this machine, and read it instead of measuring (ours, not Megatron's)
+--recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
+--recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
+--recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
+--use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
+--zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
+--zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other bits (ours; levels 2 and 3, no pipeline)
+--num-distributed-optimizer-instances | int>=1 | groups of data-parallel ranks; off: 1 | shard inside a group of ranks, replicate over the groups
+--overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
+--overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated ones under the next forward; at level 3 a block ahead
+--ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at level 3 a block is a bucket
+--grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
+--main-grads-dtype | one of fp32,bf16 | off: fp32 | keep local gradients in this until they are sent; sums stay fp32
+--optimizer-cpu-offload | switch | off: left out, on the device | keep masters and moments in host memory
+--optimizer-backend | one of torch,apex,te | off: torch | whose fused AdamW kernel updates the weights; the others need CUDA and their package (ours, not Megatron's)
+--device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
+[batch] Batches and length
+--micro-batch-size | int>=1 | samples | samples of one forward on one rank, b
+--global-batch-size | int>=1 | samples; default: micro x data-parallel size | samples of one step over all ranks
+--step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch from a token count on: "0:768 250B:1536"
+--train-iters | int>=1 | steps; this or --train-samples | length of the run
+--train-samples | int>=1 | samples; this or --train-iters | length of the run
+[optimizer] AdamW and the learning rate
+--lr | float>=0 | per step; required | peak learning rate
+--min-lr | float>=0 | per step; off: 0 | floor of the decay
+--decoupled-lr | float>=0 | per step; off: left out, --lr | peak for the embedding and the output layer
+--decoupled-min-lr | float>=0 | per step; off: left out, --min-lr | floor for the embedding and the output layer
+--lr-decay-style | one of constant,linear,cosine,inverse-square-root,WSD | off: constant | curve from --lr to --min-lr
+--lr-wsd-decay-style | one of exponential,linear,cosine,minus_sqrt | with WSD only | curve of WSD's last part
+--lr-decay-iters | int>=1 | steps; default: --train-iters | where the decay ends
+--lr-decay-samples | int>=1 | samples; default: --train-samples | where the decay ends
+--lr-wsd-decay-iters | int>=1 | steps; with WSD and --train-iters | length of WSD's last part
+--lr-wsd-decay-samples | int>=1 | samples; with WSD and --train-samples | length of WSD's last part
+--lr-warmup-iters | int>=0 | steps; off: 0 | linear warm-up
+--lr-warmup-samples | int>=0 | samples; off: 0 | linear warm-up
+--lr-warmup-fraction | float[0,1) | of the decay's length; off: left out | linear warm-up
+--lr-warmup-init | float>=0 | per step; off: 0 | learning rate at sample 0 of the warm-up
+--weight-decay | float>=0 | per step, times lr; off: 0 | AdamW's decay, of matrices only
+--adam-beta1 | float[0,1) | no unit | decay of the first moment
+--adam-beta2 | float[0,1) | no unit | decay of the second moment
+--adam-eps | float>0 | no unit | added to the root of the second moment
+--clip-grad | float>=0 | global norm; off: 0 | scale the gradients down to this norm
+[data] Data and tokenizer
+--data-path | texts | prefixes of .bin/.idx pairs, or "weight prefix ..."; off: left out | blend cut by --split
+--train-data-path | texts | as --data-path; off: left out | blend for training alone
+--valid-data-path | texts | as --data-path; off: left out | blend for validation alone
+--test-data-path | texts | as --data-path; off: left out | blend for testing alone
+--split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
+--data-cache-path | text | directory; default: beside the data | where index files are kept
+--mock-data | switch | off: left out | train on made-up tokens, no file read
+--num-workers | int>=0 | threads; off: 0, read when asked for | threads a rank that read data ahead
+--reset-position-ids | switch | off: left out | count positions from 0 after each document
+--reset-attention-mask | switch | off: left out | let no token attend to another document
+--eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
+--tokenizer-type | one of SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer,TikTokenizer,HuggingFaceTokenizer,NullTokenizer | default: NullTokenizer with --mock-data | kind of --tokenizer-model
+--tokenizer-model | text | file; off: left out with NullTokenizer | .model, Llama 3's tiktoken file, or tokenizer.json
+[checkpoint] Checkpoints
+--save | text | directory; off: left out | where checkpoints go
+--load | text | directory; off: left out | resume from the newest complete checkpoint there
+--pretrained-checkpoint | text | directory; off: left out | begin with these weights, ours or Hugging Face's, while --load holds no checkpoint
+--save-interval | int>=1 | steps; off: left out, at the end only | between two checkpoints
+--save-retain-interval | int>=1 | steps; off: left out, keep every one | once a newer one is whole, delete those that are no multiple of this
+--keep-last-k | int>=1 | checkpoints; off: left out, keep every one | once a newer one is whole, delete all but the newest k (ours, not Megatron's)
+--async-save | switch | off: left out | copy the state and write it in the background while training goes on
+--on-save-failure | one of continue,stop | default: continue | after a save that failed: go on, or end the run (ours, not Megatron's)
+--finetune | switch | off: left out | load weights only and start at sample 0
+--no-load-optim | switch | off: left out | load weights and position but fresh AdamW moments
+--ckpt-step | int>=0 | step; off: left out, the newest | load this checkpoint
+--use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
+--allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these are not the checkpoint's (ours, not Megatron's)
+--exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
+[log] Log and profile
+--log-interval | int>=1 | steps | between two lines
+--log-json | text | file; off: left out | one JSON object a line (ours, not Megatron's)
+--tensorboard-dir | text | directory; off: left out | TensorBoard events
+--wandb-project | text | name; off: left out | report to Weights & Biases
+--wandb-exp-name | text | name; default: W&B's own | name of the run there
+--log-params-norm | switch | off: left out | log the norm of the parameters
+--profile | switch | off: left out | write a torch trace
+--profile-step-start | int>=0 | step | first step of the trace
+--profile-step-end | int>=0 | step | first step after the trace
+--profile-ranks | ints | global ranks | ranks that write one
+[run] The run
+--seed | int>=0 | no unit | of the initial weights and the sample order
+--bf16 | switch | off: left out, fp32 | weights and activations in bfloat16, fp32 masters and gradients
+--fp64 | switch | off: left out, fp32 | everything in double precision, for proofs (ours, not Megatron's)
+--deterministic-mode | switch | off: left out | refuse kernels that do not repeat their bits
+--eval-interval | int>=1 | steps; off: left out | between two evaluations
+--eval-iters | int>=0 | steps; off: 0 | global batches of one evaluation
+--exit-interval | int>=1 | steps; off: left out | save and stop at a multiple of this
+--exit-duration-in-mins | int>=1 | minutes; off: left out | save and stop after this time
+--manual-gc | switch | off: left out | collect Python's garbage at fixed steps, all ranks together
+--manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | between two collections of --manual-gc
+--on-nan | one of stop,skip | default: stop | after an update that was skipped, as the gradient norm was not finite: end the run or go on (ours, not Megatron's)
+--no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
+--dry-run | switch | off: left out | print layout, memory, FLOPs for this WORLD_SIZE and stop (ours)
+"""  # noqa: E501
+
+LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: `group` is the config dataclass of a live one, `allowed` for a checked one."""
+
+    name: str
+    kind: str
+    rule: str = "switch"
+    group: str = ""
+    unit: str = ""
+    text: str = ""  # live: what it does; checked: why it is accepted; refused: why it is not
+    allowed: tuple[str, ...] = ()  # empty: any
+    told: bool = False  # checked: print `text` when it is given
+
+    @property
+    def dest(self) -> str:
+        return self.name[2:].replace("-", "_")
+
+    @property
+    def nargs(self) -> str | int | None:
+        """Return argparse's count of values: 0 for a switch, ? where bare will do, None for one."""
+        counts: dict[str, str | int] = {"switch": 0, "texts": "*", "ints": "*"}
+        return counts.get(self.rule, "?" if self.bare else None)
+
+    @property
+    def bare(self) -> str | None:
+        """Return what the flag means without a value, where it may stand so."""
+        return self.rule.partition("; bare ")[2] or None
+
+    def convert(self, values: Any) -> Any:
+        """Turn the text given into a value. Raises UsageError naming flag, value and rule."""
+        if self.rule == "switch":
+            return True
+        if self.rule == "texts":
+            return tuple(values)
+        if self.rule == "ints":
+            return tuple(_number(self.name, v, "int>=0") for v in values)
+        if self.rule == "text":
+            if not values.strip():
+                raise UsageError(f"{self.name} is empty: leave the flag out instead")
+            return values
+        if self.rule.startswith("one of "):
+            choices = self.rule.removeprefix("one of ").partition(";")[0].split(",")
+            if values not in choices:
+                raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
+            return int(values) if values.isdigit() else values
+        return _number(self.name, values, self.rule)
+
+
+def _number(name: str, text: str, rule: str) -> int | float:
+    """Read a number and hold it against `rule`: int or float, then >=, > or [0,1)."""
+    kind, bound = re.fullmatch(r"(int|float)(.*)", rule).groups()  # type: ignore[union-attr]
+    words = {"int": "a whole number", "float": "a number"}[kind]
+    words += {"[0,1)": " from 0 to below 1"}.get(bound, f" {bound}".replace(">=", ">= "))
+    words = words.replace(" >0", " > 0")
+    try:
+        value = int(text) if kind == "int" else float(text)
+    except ValueError:
+        raise UsageError(f"{name} {text}: must be {words}") from None
+    low = 0.0 if bound == "[0,1)" else float(bound.lstrip(">="))
+    too_low = value <= low if bound.startswith(">") and "=" not in bound else value < low
+    if not math.isfinite(value) or too_low or (bound == "[0,1)" and value >= 1):
+        raise UsageError(f"{name} {text}: must be {words}")
+    return value
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[c.strip() for c in line.split("|")] for line in text.strip().splitlines()]
+
+
+@cache
+def table() -> dict[str, Flag]:
+    """Return every known flag by its name."""
+    flags: list[Flag] = []
+    group = ""
+    for row in _rows(LIVE):
+        if row[0].startswith("["):
+            group = row[0][1:].split("]")[0]
+            continue
+        name, rule, unit, text = row
+        flags.append(Flag(name, LIVE_KIND, rule, group, unit, text))
+    for names, rule, allowed, text in _rows(CHECKED):
+        values = () if allowed == "any" else tuple(allowed.split(","))
+        told, text = text.startswith("! "), text.removeprefix("! ")
+        for name in names.split():
+            flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, told=told))
+    for reason, names in REFUSED:
+        flags.extend(Flag(name, REFUSED_KIND, text=reason) for name in names.split())
+    out = {flag.name: flag for flag in flags}
+    assert len(out) == len(flags), "a flag stands twice in the table"
+    return out
+
+
+def headings() -> dict[str, str]:
+    """Return {config section: heading} of the live table, in order."""
+    found = re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE)
+    return dict(found)
+
+
+def live() -> list[Flag]:
+    """List the flags that do something."""
+    return [flag for flag in table().values() if flag.kind == LIVE_KIND]
+
+
+def suggest(name: str) -> str:
+    """Name the known flags closest to an unknown one, or say where the list is."""
+    usable = [f.name for f in table().values() if f.kind != REFUSED_KIND]
+    close = difflib.get_close_matches(name, usable, n=3, cutoff=0.7)
+    return f"did you mean {' or '.join(close)}?" if close else "--help lists the flags"

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a model instead of knowing it: its parameters, and the FLOPs of each of its parts.
+
+The model is built and run on meta tensors, which have shapes and no memory. Whatever it is, a copy
+of model/llama.py that was changed included, what is read here is its own. What a rank keeps and
+sends is measured in training/plan/rank_profile.py.
+
+    Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
+    the embedding            layer 0             layer L - 1       the head
+
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.meta import MetaTransport
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink, WeightGradientQueue
+from mpu.grid import Grid, Launch
+from mpu.pipeline.layout import Stage
+from mpu.recompute import Recompute
+from mpu.zero.layout import ParamEntry, entries_of
+from training.config import Config
+from training.plan.meta import META, PRODUCTS, MetaAttention, MetaOperations
+
+
+class StagedModel(Protocol):
+    """What the trainer asks of a model: to run one of its stages, and to tell its parameters."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages that it holds, one a chunk."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        chunk: int = 0,
+    ) -> Tensor:
+        """Run a chunk: tokens [b, s] or hidden -> hidden; on the last stage -> the loss of each
+        token [b, s], without labels the logits."""
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, ...]:
+        """Return the shape of what travels between stages."""
+
+    def chunk_of(self, name: str) -> int:
+        """Return the chunk that holds a parameter."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, which carry a Placement (mpu/param.py)."""
+
+
+class ModelProvider(Protocol):
+    """Build one rank's model: its stages of it, or all of it. Profiles are cached by it."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(
+        self,
+        config: Config,
+        ctx: LayerContext,
+        recompute: Recompute | None = None,
+        stages: Sequence[Stage] | None = None,
+    ) -> StagedModel:
+        """Return the model, its weights unset, with the context's device and dtype."""
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The model's parameters, padding not counted, and what a token's forward costs, in FLOPs.
+
+    core: of `layers`, what Recompute.selective wraps, which selective recomputation repeats.
+    """
+
+    parameters: int
+    embedding: float
+    layers: tuple[float, ...]
+    core: tuple[float, ...]
+    head: float
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a token's forward and backward, which costs twice the forward."""
+        return 3.0 * (self.embedding + sum(self.layers) + self.head)
+
+
+class ParameterProfile(NamedTuple):
+    """A parameter of a rank: its local shape, its entry in the layout of buckets, and how many
+    modules hold it (a tied weight has several)."""
+
+    shape: tuple[int, ...]
+    entry: ParamEntry
+    holders: int
+
+
+def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
+    """Count the model's parameters and FLOPs, the vocabulary unpadded, on one rank.
+
+    Counted are matrix products; of attention (F.scaled_dot_product_attention) the two products,
+    half of the square where it is causal or masked; look-ups and elementwise work are left out
+    (Chowdhery et al. 2022, appendix B, with the causal half). Raises ValueError where the size of
+    the vocabulary is not known yet.
+    """
+    if config.model.vocab_size is None:
+        raise ValueError("the vocabulary size is not known before the tokenizer is read")
+    model = replace(config.model, make_vocab_size_divisible_by=1)
+    return _model_profile(replace(plannable(config), model=model), provider)
+
+
+@lru_cache(maxsize=16)
+def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
+    count, length = config.model.num_layers, config.model.seq_length
+    stages = [Stage(0, 0, embedding=True), *(Stage(i, i + 1) for i in range(count))]
+    stages.append(Stage(count, count, loss=True))
+    flops = _Flops()
+    ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
+    with torch.no_grad(), MetaAttention(flops.attend), flops:
+        built = provider(config, ctx, _CountedRecompute(flops), stages)
+        tokens = torch.empty((1, length), dtype=torch.long, device=META)
+        hidden, parts, cores = None, [], []
+        for chunk in range(count + 2):
+            hidden = built(tokens, tokens, hidden=hidden, chunk=chunk)
+            part, core = flops.take()
+            parts.append(part / length)
+            cores.append(core / length)
+    parameters = sum(param.numel() for _, param in built.named_parameters())
+    return ModelProfile(parameters, parts[0], tuple(parts[1:-1]), tuple(cores[1:-1]), parts[-1])
+
+
+def plannable(config: Config) -> Config:
+    """Return the config without what no model depends on, so that profiles are found again."""
+    p = replace(config.parallel, zero_stage=None, use_distributed_optimizer=False)
+    return replace(config, parallel=p)
+
+
+def grid_of(config: Config, pp_rank: int) -> Grid:
+    """Return the grid of the first rank of a pipeline rank, without process groups."""
+    p = config.parallel
+    t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    first = Launch(pp_rank * t * p.data_parallel_size, p.world_size)
+    return Grid(p.world_size, t, p.context_parallel_size, pp, first)
+
+
+def rank_model(
+    config: Config,
+    provider: ModelProvider,
+    stages: Sequence[Stage],
+    pp_rank: int,
+    sink: GradientSink | None = None,
+    queue: WeightGradientQueue | None = None,
+    trace: Any = None,
+    recompute: type[Recompute] = Recompute,
+) -> StagedModel:
+    """Build the model of a pipeline rank on meta tensors.
+
+    trace: hears of its collectives, none of which is sent (mpu/comm/meta.py).
+    """
+    p = config.parallel
+    grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
+    ctx = LayerContext(
+        grid,
+        p.sequence_parallel,
+        config.run.dtype,
+        accumulate_dtype(config),
+        META,
+        sink=sink or GradientSink(),
+        queue=queue or WeightGradientQueue(),
+    )
+    again = (p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    return provider(config, ctx, recompute(*again), stages)
+
+
+def rank_parameters(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int
+) -> dict[str, ParameterProfile]:
+    """Return the parameters of a pipeline rank by name, in definition order, each once."""
+    return _rank_parameters(plannable(config), provider, tuple(stages), pp_rank)
+
+
+@lru_cache(maxsize=256)
+def _rank_parameters(
+    config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int
+) -> dict[str, ParameterProfile]:
+    model = rank_model(config, provider, stages, pp_rank)
+    holders: dict[nn.Parameter, int] = {}
+    for _, param in model.named_parameters(remove_duplicate=False):
+        holders[param] = holders.get(param, 0) + 1
+    named = list(model.named_parameters())
+    return {
+        name: ParameterProfile(tuple(param.shape), entry, holders[param])
+        for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
+    }
+
+
+def accumulate_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, masters and moments: fp32, or fp64 under --fp64."""
+    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
+
+
+class _Flops(MetaOperations):
+    """Count the FLOPs of matrix products since `take`: all of them, and those inside a core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.core = 0
+        self.inside = False  # a core runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            at = PRODUCTS[func]
+            self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, count: int) -> None:
+        self.all += count
+        self.core += count * self.inside
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Count attention: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
+        square = prod(q.shape[:-1]) * k.shape[-2]
+        half = 1 if is_causal or attn_mask is not None else 2
+        self.add(half * square * (q.shape[-1] + v.shape[-1]))
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+    def take(self) -> tuple[int, int]:
+        counted, self.all, self.core = (self.all, self.core), 0, 0
+        return counted
+
+
+class _CountedRecompute(Recompute):
+    """Recompute nothing; let the counter know where the attention core runs."""
+
+    def __init__(self, flops: _Flops) -> None:
+        super().__init__()
+        self.flops = flops
+
+    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `run` with its FLOPs counted as the core's."""
+
+        def inside(*inputs: Any) -> Tensor:
+            self.flops.inside = True
+            out = run(*inputs)
+            self.flops.inside = False
+            return out
+
+        return inside

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what one pipeline rank's model keeps and sends in a micro-batch, by running it.
+
+It runs on meta tensors (training/plan/meta.py): forward through each of its chunks, then backward,
+then the weight gradients where the schedule parts these. Nothing is sent: a trace hears what would
+be.
+
+    F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpu.comm.transport import Axis
+from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
+from mpu.pipeline.layout import Stage
+from training.config import Config
+from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
+from training.plan.model_profile import ModelProvider, StagedModel, plannable, rank_model
+
+
+class Collective(NamedTuple):
+    """One collective of a micro-batch: in F, B or W, with the bytes of the whole tensor."""
+
+    axis: str
+    verb: str
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """What a stage keeps of one micro-batch, in bytes, and what it sends for it.
+
+    for_b, for_w: from F to B and from B to W, the logits apart. Counted are floating-point tensors
+    that autograd saves, or that a weight gradient waits with, each memory once; no weights, and no
+    tables that micro-batches share. logits: kept from F to B; their gradient, of the same size,
+    waits for W. again: kept at once by what runs again in B, its inputs included.
+    """
+
+    for_b: int
+    for_w: int
+    logits: int
+    again: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What a rank's model does in one micro-batch.
+
+    stages: in the order of its chunks. uses: the parameters in the order in which they are used
+    (GradientSink.acquire), gradients: in the order in which a gradient is done. looked_up:
+    whose gradient comes by rows. hidden_bytes: of what travels between stages.
+    """
+
+    stages: tuple[StageProfile, ...]
+    uses: tuple[str, ...]
+    gradients: tuple[str, ...]
+    looked_up: frozenset[str]
+    hidden_bytes: int
+
+
+def rank_profile(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
+) -> RankProfile:
+    """Run a micro-batch of the run's size through a pipeline rank's stages.
+
+    split: the schedule parts W from B.
+    """
+    return _rank_profile(plannable(config), provider, tuple(stages), pp_rank, split)
+
+
+@lru_cache(maxsize=256)
+def _rank_profile(
+    config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
+) -> RankProfile:
+    sink, queue, trace = _Sink(), _Queue(), _Trace()
+    model = rank_model(
+        config, provider, stages, pp_rank,
+        sink=sink, queue=queue, trace=trace, recompute=MetaRecompute,
+    )  # fmt: skip
+    sink.names = {param: name for name, param in model.named_parameters()}
+    with MetaAttention(flash_attention), MetaOperations():
+        run = _Run(config, model, sink, queue, trace)
+        for chunk in range(len(stages)):
+            run.forward(chunk)
+        for chunk in reversed(range(len(stages))):
+            run.backward(chunk, split)
+    profiles = tuple(run.profile(chunk) for chunk in range(len(stages)))
+    return RankProfile(
+        profiles,
+        tuple(sink.uses),
+        tuple(sink.gradients),
+        frozenset(sink.looked_up),
+        prod(model.hidden_shape(*run.size)) * config.run.dtype.itemsize,
+    )
+
+
+class _Run:
+    """One micro-batch on its way through a rank's chunks."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: StagedModel,
+        sink: "_Sink",
+        queue: "_Queue",
+        trace: "_Trace",
+    ) -> None:
+        self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
+        self.size = (config.batch.micro_batch_size, config.model.seq_length)
+        self.dtype = config.run.dtype
+        self.recomputes = config.parallel.recompute_granularity == "full"
+        # what a micro-batch before this one keeps too is not this one's
+        self.shared, self.logits = _Saved(), torch.Size()
+        self.before = [self._run(chunk, self.shared, labels=False) for chunk in self.chunks]
+        for chunk, stage in enumerate(model.stages):
+            if stage.loss:
+                self.logits = self.before[chunk].shape
+        sink.uses.clear()
+        self.saved = [_Saved(self.shared.storages) for _ in self.chunks]
+        self.rerun = [_Saved(self.shared.storages) for _ in self.chunks]
+        self.out: dict[int, Tensor] = {}
+        self.waiting: dict[int, list[Tensor]] = {}
+        self.kept = [(0, 0)] * len(self.saved)
+
+    @property
+    def chunks(self) -> range:
+        return range(len(self.model.stages))
+
+    def _run(self, chunk: int, saved: "_Saved", labels: bool = True) -> Tensor:
+        stage, hidden = self.model.stages[chunk], None
+        tokens = torch.empty(self.size, dtype=torch.long, device=META)
+        if not stage.embedding:
+            shape = self.model.hidden_shape(*self.size)
+            hidden = torch.empty(shape, dtype=self.dtype, device=META).requires_grad_()
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            target = tokens.clone() if labels and stage.loss else None
+            return self.model(tokens, target, hidden=hidden, chunk=chunk)
+
+    def forward(self, chunk: int) -> None:
+        self.trace.at = (chunk, "F")
+        self.out[chunk] = self._run(chunk, self.saved[chunk])
+        self.kept[chunk] = self.saved[chunk].bytes(self.logits)
+
+    def backward(self, chunk: int, split: bool) -> None:
+        out, again = self.out.pop(chunk), self.rerun[chunk]
+        self.trace.at = (chunk, "B")
+        if split:
+            self.queue.defer()
+        with saved_tensors_hooks(again.pack, again.unpack):
+            torch.autograd.backward(out, torch.empty_like(out))
+        del out
+        if split:
+            self.waiting[chunk] = self.queue.waiting
+            self.queue.waiting = []
+            self.trace.at = (chunk, "W")
+            run_deferred(self.queue.take())
+
+    def profile(self, chunk: int) -> StageProfile:
+        kept, logits = self.kept[chunk]
+        waits = _Saved(self.shared.storages)
+        held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
+        for_w, gradient = waits.bytes(self.logits)
+        del held
+        return StageProfile(
+            kept - logits,
+            for_w - gradient,
+            logits,
+            self.rerun[chunk].peak if self.recomputes else 0,
+            tuple(each for at, each in self.trace.collectives if at == chunk),
+        )
+
+
+class _Saved:
+    """Tensors that are kept for a while: the memories they lie in, each counted once."""
+
+    def __init__(self, others: "dict[int, _Storage] | None" = None) -> None:
+        self.others = others or {}
+        self.storages: dict[int, _Storage] = {}
+        self.live = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> "_Kept":
+        """Keep a tensor for as long as what is returned lives."""
+        return _Kept(self, tensor)
+
+    @staticmethod
+    def unpack(kept: "_Kept") -> Tensor:
+        return kept.tensor
+
+    def bytes(self, logits: torch.Size) -> tuple[int, int]:
+        """Return the bytes kept now, and of these those of tensors of the logits' shape."""
+        of_logits = [s.bytes for s in self.storages.values() if logits in s.shapes]
+        return self.live, sum(of_logits) if logits else 0
+
+
+class _Storage:
+    """One memory: its bytes, the shapes of the tensors in it, and how many of them are kept."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes, self.users = nbytes, 0
+        self.shapes: set[torch.Size] = set()
+
+
+class _Kept:
+    """One tensor that is kept."""
+
+    def __init__(self, saved: _Saved, tensor: Tensor) -> None:
+        self.tensor, self.saved, self.key = tensor, saved, -1
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.is_floating_point() and key not in saved.others:
+            self.key = key
+            if key not in saved.storages:
+                saved.storages[key] = _Storage(storage.nbytes())
+                saved.live += storage.nbytes()
+                saved.peak = max(saved.peak, saved.live)
+            found = saved.storages[key]
+            found.users += 1
+            found.shapes.add(tensor.shape)
+
+    def __del__(self) -> None:
+        if self.key >= 0:
+            found = self.saved.storages[self.key]
+            found.users -= 1
+            if not found.users:
+                self.saved.live -= self.saved.storages.pop(self.key).bytes
+
+
+class _Sink(GradientSink):
+    """Note the order in which parameters are used, and their gradients done; add nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[nn.Parameter, str] = {}
+        self.uses: list[str] = []
+        self.gradients: list[str] = []
+        self.looked_up: set[str] = set()
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        self.uses.append(self.names[param])
+        return param
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        pass
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
+        self.looked_up.add(self.names[param])
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        self.gradients.append(self.names[param])
+
+
+class _Queue(WeightGradientQueue):
+    """Note what weight gradients that wait hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Tensor] = []
+
+    def put(self, work: Any, kept: Sequence[Tensor] = ()) -> None:
+        if self.deferring:
+            self.waiting += kept
+        super().put(work, kept)
+
+
+class _Trace:
+    """Note every collective, by the chunk and the phase it is of."""
+
+    def __init__(self) -> None:
+        self.at = (-1, "")
+        self.collectives: list[tuple[int, Collective]] = []
+
+    def issued(
+        self, verb: str, axis: Axis, tensor: Tensor, sent: int, async_op: bool, label: Any
+    ) -> None:
+        whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+        chunk, phase = self.at
+        name = verb.replace("_", "-")
+        self.collectives.append((chunk, Collective(axis.name, name, phase, whole)))

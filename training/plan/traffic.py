@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work out what one rank sends in a step: which collectives, of how many bytes. Scalars and what
+happens at start-up are left out.
+
+What a micro-batch sends for its hidden states is measured (training/plan/rank_profile.py); the sums
+of gradients and the gathers of weights follow from the buckets.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from mpu.grid import Grid
+from training.config import Config
+from training.plan import activations, batch_size, buffers, pipeline, rank_memory
+from training.plan.model_profile import ModelProvider, grid_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in one step: how many, and the bytes of the whole tensor of each."""
+
+    axis: str
+    verb: str
+    times: int
+    bytes: int
+    size: int  # ranks of the axis
+
+    @property
+    def sent(self) -> int:
+        """Return the bytes one rank sends a step: of a collective, in a ring, (size - 1)/size of
+        the tensor, twice for an all-reduce."""
+        if self.verb == "send":
+            return self.times * self.bytes
+        factor = 2 if self.verb == "all-reduce" else 1
+        return self.times * factor * self.bytes * (self.size - 1) // self.size
+
+
+def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
+    """List what a rank sends in a step; scalars and start-up are left out.
+
+    For each micro-batch what its model does in F, B and W, and a stage's output and its input's
+    gradient; once a step the gradients that are summed over another axis than the data-parallel
+    one (of which see `_data`).
+    """
+    p, grid = config.parallel, grid_of(config, pp_rank)
+    steps = batch_size.micro_batches(config, 0)
+    model = activations.profile(config, provider, pp_rank)
+    found = Counter((c.axis, c.verb, c.bytes) for stage in model.stages for c in stage.collectives)
+    rows = [
+        Traffic(axis, verb, steps * times, size, getattr(grid, axis).size)
+        for (axis, verb, size), times in sorted(found.items(), key=lambda row: (-row[0][2], row[0]))
+    ]
+    if p.pipeline_model_parallel_size > 1:
+        messages = steps * pipeline.messages(config, pp_rank)
+        rows.append(Traffic("pp", "send", messages, model.hidden_bytes, grid.pp.size))
+    rows += _partial(config, provider, grid, pp_rank)
+    return rows + _data(config, provider, pp_rank)
+
+
+def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) -> list[Traffic]:
+    """List the sums of gradients over other axes: norms under sequence parallelism over tp, tied
+    embeddings over the two ends of the pipeline."""
+    sizes: Counter[str] = Counter()
+    for param in rank_memory.parameters(config, provider, pp_rank).values():
+        for axis in param.entry.axes:
+            sizes[axis] += prod(param.shape)
+    acc, names = rank_memory.accumulate_bytes(config), {"ends": "pp"}
+    return [
+        Traffic(names.get(axis, axis), "all-reduce", 1, count * acc, getattr(grid, axis).size)
+        for axis, count in sizes.items()
+    ]
+
+
+def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
+    """List what a rank sends to those with other samples.
+
+    Level 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes it a reduce-scatter
+    in bf16 and an all-gather of the sums. From level 1 on gradients are reduce-scattered, once a
+    step or, with --zero-reduce-each-microbatch, once a micro-batch; with several instances of the
+    optimizer the sums of a share are all-reduced across them. Updated weights are all-gathered once
+    a step; at level 3 blocks are gathered when a micro-batch uses them, in a pipeline once a step.
+    """
+    p, steps = config.parallel, batch_size.micro_batches(config, 0)
+    acc, weight = rank_memory.accumulate_bytes(config), config.run.dtype.itemsize
+    wire = 2 if p.grad_reduce_in_bf16 else rank_memory.gradient_bytes(config)
+    flats = rank_memory.flats(config, provider, pp_rank)
+    whole = sum(flat.length for flat in flats)
+    last = sum(flat.length for flat in flats if flat.axes)
+    if not p.zero:
+        ranks = p.data_parallel_size
+        rows = [Traffic("dp", "all-reduce", 1, whole * acc, ranks)]
+        if wire < acc:
+            rows = [
+                Traffic("dp", "reduce-scatter", 1, whole * wire, ranks),
+                Traffic("dp", "all-gather", 1, whole * acc, ranks),
+            ]
+        return [row for row in rows if ranks > 1]
+    ranks, copies = p.shard_size, p.num_distributed_optimizer_instances
+    rows = [Traffic("dp", "reduce-scatter", 1, whole * wire, ranks)]
+    if p.zero_reduce_each_microbatch:
+        rows = [
+            Traffic("dp", "reduce-scatter", steps, (whole - last) * wire, ranks),
+            Traffic("dp", "reduce-scatter", 1, last * wire, ranks),
+        ]
+    rows.append(Traffic("dp", "all-reduce", 1, whole // ranks * acc, copies))
+    if p.zero < 3:
+        rows.append(Traffic("dp", "all-gather", 1, whole * weight, ranks))
+    else:
+        rows.append(Traffic("dp", "all-gather", 1, last * weight, ranks))
+        sizes = Counter(buffers.gathers(config, provider, flats, steps))
+        rows += [Traffic("dp", "all-gather", n, size * weight, ranks) for size, n in sizes.items()]
+    return [row for row in rows if row.size > 1 and row.bytes]

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a run would do before it starts: layout, memory, work, traffic. For any WORLD_SIZE.
+
+The model is built and run on meta tensors; no process group, no device, no file is touched.
+"""
+
+from dataclasses import replace
+
+from training.config import Config
+from training.flags.megatron import DIFFERENCES
+from training.plan import activations, batch_size, buffers, pipeline, rank_memory, traffic
+from training.plan.activations import Held
+from training.plan.model_profile import ModelProvider, model_profile
+from training.plan.rank_memory import Shapes
+from training.plan.traffic import Traffic
+
+GPU_BYTES = 80e9  # of an H100 or A100
+STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
+
+
+def report(config: Config, provider: ModelProvider) -> str:
+    """Return the report of --dry-run. In a pipeline each rank has its own share, and the report is
+    of the fullest."""
+    size = config.parallel.pipeline_model_parallel_size
+    shapes = [rank_memory.shapes(config, provider, rank) for rank in range(size)]
+    held = activations.held(config, provider)
+    kinds = [memory(config, provider, rank, held[rank]) for rank in range(size)]
+    fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
+    rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
+    sections = [
+        ("Layout", _layout(config)),
+        ("Pipeline", pipeline.lines(config, provider)),
+        ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
+        (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
+        (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
+        ("Batch", _batch(config)),
+        ("Work", _work(config, model_profile(config, provider).flops)),
+        (
+            f"Traffic of one step{f', {rank}' if size > 1 else ''}",
+            _traffic(traffic.traffic(config, provider, fullest)),
+        ),
+        ("Said of the flags", list(config.notes)),
+        (
+            "Differs from Megatron-LM",
+            [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES],
+        ),
+    ]
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
+    )
+
+
+def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:
+    """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
+    kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
+    kinds |= buffers.transient(config, provider, pp_rank)
+    if rank_memory.offloaded(config):
+        kinds |= {"masters": 0, "moments": 0}
+    return kinds | {"activations": held.activations, "logits": held.logits}
+
+
+def _layout(config: Config) -> list[str]:
+    p = config.parallel
+    t, dp, pp = (
+        p.tensor_model_parallel_size,
+        p.data_parallel_size,
+        p.pipeline_model_parallel_size,
+    )
+    sp = "on" if p.sequence_parallel else "off"
+    if p.sequence_parallel:
+        sp += f", overlap {p.tp_comm_overlap}"
+        sp += ", measured at start-up" if p.tp_comm_overlap == "auto" else ""
+    lines = [
+        f"TP {t} x CP 1 x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
+        f"tensor-parallel group of rank 0: {_few(range(t))}",
+        f"data-parallel group of rank 0: {_few(range(0, t * dp, t))}",
+    ]
+    if pp > 1:
+        lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * dp))}")
+    return lines
+
+
+def _few(ranks: range) -> str:
+    names = [str(r) for r in ranks]
+    return ", ".join(names if len(names) <= 9 else [*names[:4], "...", names[-1]])
+
+
+def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> list[str]:
+    """One line a shape: the first layer stands for all that look like it."""
+    lines: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, shape in parameters.items():
+        parts = name.split(".")
+        key = (".".join("*" if part.isdigit() else part for part in parts), shape)
+        lines[key] = lines.get(key, 0) + 1
+    out = [
+        f"{name:<34} {str(list(shape)):<18}" + (f" x {times}" if times > 1 else "")
+        for (name, shape), times in lines.items()
+    ]
+    m = config.model
+    padded = m.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    return [
+        *(line.rstrip() for line in out),
+        f"{rank_memory.count(parameters):,} on a rank, "
+        f"{model_profile(config, provider).parameters:,} in all",
+        f"vocabulary {m.vocab_size:,}, padded to {padded:,}; the padding is masked out of the loss",
+    ]
+
+
+def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) -> list[str]:
+    """One line a rank of a pipeline; of the activations, also what waits for B's and for W's."""
+    if len(shapes) == 1:
+        return []
+    columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
+    rows: list[tuple[str, ...]] = [("rank", *columns)]
+    for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
+        state = sum(kind[k] for k in STATE)
+        rest = sum(kind.values()) - state - h.activations - h.logits
+        sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
+        rows.append((str(rank), f"{rank_memory.count(parameters):,}", *map(_bytes, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _memory(
+    config: Config, provider: ModelProvider, held: list[Held], kinds: dict[str, int], rank: int
+) -> list[str]:
+    """One line a kind, the total, and whether it fits."""
+    p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
+    acc = "fp64" if dtype == "float64" else "fp32"
+    told = {
+        "parameters": dtype,
+        "gradients": "bf16" if p.main_grads_dtype == "bf16" else acc,
+        "masters": "fp32"
+        if rank_memory.accumulate_bytes(config) > config.run.dtype.itemsize
+        else "",
+        "moments": "AdamW's two",
+        "whole gradients": "for a while in a step, until their sum is with its owner",
+        "gathered weights": "for a while in a step",
+        "tied look-ups": "the embedding's gradient of one weight's two uses, until they are added",
+        "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
+        "logits": "one micro-batch; their gradient takes the same memory",
+    }
+    told["masters"] = told["masters"] or "none: the parameters are their own"
+    if rank_memory.offloaded(config):
+        told |= {"masters": "in host memory", "moments": "in host memory"}
+    for kind in shared_kinds(config):
+        told[kind] += f", a share of 1/{p.shard_size}"
+    if rank_memory.level(config) == 1 and p.main_grads_dtype == "bf16":
+        told["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
+    if rank_memory.level(config) >= 2:
+        told["gradients"] = told["gradients"].replace("bf16", "fp32")
+    if p.pipeline_model_parallel_size > 1:
+        told["activations"] = (
+            f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
+        )
+        told["logits"] = "as many micro-batches as wait; the gradient of one takes the same memory"
+        told["gathered weights"] = "all stages of the rank, from a step's first use to its last"
+    total = sum(kinds.values())
+    lines = [
+        f"{kind:<16} {_bytes(value):>10}  {told[kind]}"
+        for kind, value in kinds.items()
+        if value or kind in STATE or kind in ("activations", "logits")
+    ]
+    lines.append(f"{'total':<16} {_bytes(total):>10}  buffers of collectives and kernels on top")
+    host = rank_memory.host_bytes(config, rank_memory.flats(config, provider, rank))
+    if host:
+        lines.append(
+            f"{'in host memory':<16} {_bytes(host):>10}  masters, moments, and copies of what goes "
+            "down and up"
+        )
+    lines.append(
+        "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
+    )
+    if total > GPU_BYTES:
+        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, provider, held)}")
+    return lines
+
+
+def shared_kinds(config: Config) -> list[str]:
+    """Name the kinds of memory that the ZeRO level shares; no masters where there are none."""
+    zero, acc = rank_memory.level(config), rank_memory.accumulate_bytes(config)
+    since = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
+    own = [] if acc > config.run.dtype.itemsize else ["masters"]
+    return [kind for kind, first in since.items() if zero >= first and kind not in own]
+
+
+def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
+    """Name the lowest --zero-stage above the run's that fits, or say how far the best one gets."""
+    p, found = config.parallel, {}
+    if p.data_parallel_size == 1:
+        return "; with one data-parallel rank --zero-stage has no one to share with"
+    for level in range(p.zero + 1, 4):
+        other = replace(config, parallel=replace(p, zero_stage=level))
+        kinds = [memory(other, provider, rank, own) for rank, own in enumerate(held)]
+        found[level] = max(sum(kind.values()) for kind in kinds)
+    ranks = f", over {p.data_parallel_size} data-parallel ranks"
+    for level, size in found.items():
+        if size <= GPU_BYTES:
+            return f"; with --zero-stage {level}{ranks}: {_bytes(size)}"
+    if not found:
+        return ""
+    best = min(found, key=lambda level: found[level])
+    return f", nor with any --zero-stage; least with {best}{ranks}: {_bytes(found[best])}"
+
+
+def _batch(config: Config) -> list[str]:
+    b, s = config.batch, config.model.seq_length
+    dp = config.parallel.data_parallel_size
+    lines = []
+    for first, size in batch_size.schedule(config):
+        since = f"from sample {first:,}: " if b.step_batch_size_schedule else ""
+        lines.append(
+            f"{since}global batch {size:,} = {b.micro_batch_size} a micro-batch x "
+            f"{size // (b.micro_batch_size * dp)} micro-batches x {dp} data-parallel ranks"
+            f" = {size * s:,} tokens a step"
+        )
+    steps, samples = batch_size.total_iterations(config), batch_size.total_samples(config)
+    lines.append(f"{steps:,} steps, {samples:,} samples, {samples * s:,} tokens in all")
+    return lines
+
+
+def _work(config: Config, per_token: float) -> list[str]:
+    tokens = batch_size.global_batch_size(config, 0) * config.model.seq_length
+    ranks = config.parallel.world_size
+    whole = per_token * batch_size.total_samples(config) * config.model.seq_length
+    return [
+        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
+        f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",
+        f"{whole:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(whole / ranks / 4e14)}",
+    ]
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86400:,.1f} days" if seconds > 86400 else f"{seconds / 3600:,.2f} hours"
+
+
+def _traffic(rows: list[Traffic]) -> list[str]:
+    lines = [
+        f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {_bytes(t.bytes):>9}; a rank sends "
+        f"{_bytes(t.sent)}"
+        for t in rows
+    ]
+    return lines or ["none: one rank"]
+
+
+def _bytes(value: float) -> str:
+    """Write bytes in decimal units, as memory and networks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.4g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a run: lines on the terminal, a JSON file, TensorBoard events, Weights & Biases.
+
+Every value arrives as a plain Python float that is already true for the whole run; nothing here
+talks to another rank. Rank 0 writes; on any other rank every method returns at once.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.run.peak_flops import peak_flops
+
+
+class Log:
+    """Write the log of one run.
+
+    `config` is LogConfig. `flops_per_token`: model FLOPs of forward and backward for one token.
+    `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
+    estimate of the time left. `start_iteration`: the last one of the checkpoint, 0 for a new run;
+    TensorBoard events after it, left by a run that went further, are hidden.
+    Raises ValueError where a file cannot be written or a package that was asked for is missing.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        rank: int,
+        world_size: int,
+        flops_per_token: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        total_iterations: int,
+        total_samples: int | None = None,
+        start_iteration: int = 0,
+        run_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.writes = rank == 0
+        self.config, self.device = config, torch.device(device)
+        self.flops_per_token = flops_per_token
+        self.total_iterations, self.total_samples = total_iterations, total_samples
+        self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
+        self.recent: deque[float] = deque(maxlen=10)
+        self.last_samples = 0
+        self.json = self.tensorboard = self.wandb = self.bar = None
+        if not self.writes:
+            return
+        if config.log_json:
+            self.json = open_json(Path(config.log_json))
+        if config.tensorboard_dir:
+            self.tensorboard = open_tensorboard(config.tensorboard_dir, start_iteration)
+        if config.wandb_project:
+            self.wandb = open_wandb(config.wandb_project, config.wandb_exp_name, run_config)
+        peak, source = peak_flops(self.device, dtype)
+        self.peak = peak * world_size
+        if sys.stdout.isatty():
+            self.bar = Bar(total_samples or total_iterations)
+        self.note(f"MFU is held against {flops(peak)} a rank x {world_size}: {source}")
+
+    def due(self, iteration: int) -> bool:
+        """Return whether step() of this iteration writes, so that the values are needed."""
+        return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
+
+    def step(
+        self,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        tokens: int,
+        seconds: float,
+        data_wait_seconds: float = 0.0,
+        loss: float = math.nan,
+        grad_norm: float = math.nan,
+        lr: float = math.nan,
+        **more: float,
+    ) -> None:
+        """Count one step; every --log-interval iterations, write what was counted since.
+
+        loss, grad_norm and lr are those of this very step, not a mean over the interval, and are
+        read only where due(iteration). step_seconds and data_wait_seconds are means a step over
+        the interval; tokens_per_second is over all ranks.
+        """
+        if not self.writes:
+            return
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.seconds, self.data_wait = self.seconds + seconds, self.data_wait + data_wait_seconds
+        samples = consumed_samples - self.last_samples
+        self.last_samples = consumed_samples
+        done = consumed_samples if self.total_samples else iteration
+        if self.bar:
+            self.bar.advance(done)
+        if not self.due(iteration):
+            return
+        rate = self.tokens / self.seconds
+        record = {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens_per_second": rate,
+            "step_seconds": self.seconds / self.steps,
+            "peak_memory_bytes": peak_memory(self.device),
+            "data_wait_seconds": self.data_wait / self.steps,
+            "model_flops_per_second": rate * self.flops_per_token,
+            "mfu": rate * self.flops_per_token / self.peak,
+            **more,
+        }
+        self.recent.append(record["step_seconds"])
+        self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
+        self.print(step_line(record, self.total_iterations, self.time_left(done, samples)))
+        self.write(record)
+
+    def time_left(self, done: int, samples_a_step: int) -> float | None:
+        """Return the seconds to the end at the speed of the last ten log steps, None if unknown."""
+        total, a_step = self.total_iterations, 1
+        if self.total_samples:
+            total, a_step = self.total_samples, samples_a_step
+        if a_step <= 0:
+            return None
+        return max(0, total - done) / a_step * sum(self.recent) / len(self.recent)
+
+    def validation(
+        self, iteration: int, loss: float, *, name: str = "validation", **more: float
+    ) -> None:
+        """Write the loss on held-out data, under the key {name}_loss."""
+        if self.writes:
+            perplexity = math.exp(min(loss, 700.0))
+            self.print(
+                f"{name} at iteration {iteration} | loss {loss:.4f} | perplexity {perplexity:.2f}"
+            )
+            self.write({"iteration": iteration, f"{name}_loss": loss, **more})
+
+    def note(self, text: str) -> None:
+        """Print a line, above the live bar where there is one."""
+        if self.writes:
+            self.print(text)
+
+    def print(self, line: str) -> None:
+        """Print a line where the run is watched."""
+        if self.bar:
+            self.bar.print(line)
+        else:
+            print(line, flush=True)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Hand a record to the files; a disk that fills up ends the JSON log, never the run."""
+        if self.json:
+            finite = {key: finite_or_none(value) for key, value in record.items()}
+            try:
+                self.json.write(json.dumps(finite, allow_nan=False) + "\n")
+                self.json.flush()
+            except OSError as error:
+                self.print(f"--log-json {self.config.log_json}: {error.strerror}; it ends here")
+                discard(self.json)
+                self.json = None
+        numbers = {key: value for key, value in record.items() if key != "iteration"}
+        if self.tensorboard:
+            for key, value in numbers.items():
+                self.tensorboard.add_scalar(key, value, record["iteration"])
+        if self.wandb:
+            self.wandb.log(numbers, step=record["iteration"])
+
+    def close(self) -> None:
+        """Finish every output; the terminal is given back as it was found."""
+        if self.bar:
+            self.bar.stop()
+        if self.json:
+            self.json.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.json = self.tensorboard = self.wandb = self.bar = None
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Bar:
+    """Show one live line at the foot of the terminal; the lines of the log scroll above it."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        self.console = Console()
+        columns = BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn()
+        # No refresh thread: it would take turns with the training for the interpreter.
+        self.progress = Progress(*columns, console=self.console, auto_refresh=False, expand=True)
+        self.task = self.progress.add_task("", total=total)
+        self.progress.start()
+
+    def advance(self, done: int) -> None:
+        """Move the bar to `done`."""
+        self.progress.update(self.task, completed=done, refresh=True)
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar, as it is."""
+        self.console.print(line, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """Leave the bar where it is and show the cursor again."""
+        self.progress.stop()
+
+
+def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
+    """Return the line of one log step."""
+    parts = [
+        f"iteration {record['iteration']:>{len(str(total))}}/{total}",
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"{record['step_seconds'] * 1e3:.1f} ms (data {record['data_wait_seconds'] * 1e3:.1f})",
+        f"{flops(record['model_flops_per_second'])} MFU {record['mfu']:.1%}",
+        f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"samples {record['consumed_samples']:,}",
+        f"ETA {'?' if left is None else timedelta(seconds=round(left))}",
+    ]
+    if "params_norm" in record:
+        parts.insert(3, f"params norm {record['params_norm']:.3f}")
+    return " | ".join(parts)
+
+
+def flops(value: float) -> str:
+    """Return FLOP/s in the unit one reads most easily."""
+    return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value, or None for an infinity or NaN, which JSON cannot say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return this rank's peak bytes: the allocator's on CUDA, the whole process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def open_json(path: Path) -> Any:
+    """Open the JSON log to append, dropping a last line that a killed run left torn."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size:
+            whole = path.read_bytes()
+            last = whole.rfind(b"\n") + 1
+            if last < len(whole):
+                os.truncate(path, last)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
+
+
+def discard(file: Any) -> None:
+    """Close a file whose last write failed, dropping what it still holds."""
+    try:
+        file.close()
+    except OSError:
+        pass
+
+
+def open_tensorboard(directory: str, start_iteration: int) -> Any:
+    """Open TensorBoard's writer, hiding events after the iteration that the run resumes from."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            f"--tensorboard-dir {directory}: the package tensorboard is not installed;"
+            " pip install tensorboard, or leave the flag out"
+        ) from None
+    try:
+        purge = start_iteration + 1 if start_iteration else None
+        return SummaryWriter(directory, purge_step=purge)
+    except OSError as error:
+        raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
+
+
+def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None) -> Any:
+    """Start a Weights & Biases run."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(
+            f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
+            " or leave the flag out"
+        ) from None
+    return wandb.init(project=project, name=name, config=run_config)

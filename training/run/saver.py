@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save a run and take it up again: what stands in a checkpoint beside the tensors, and what is
+asked of one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mpu.context import LayerContext
+from mpu.param import unique_parameters
+from mpu.zero.optimizer import Optimizer
+from training import checkpoint
+from training.checkpoint.load import COUNTS
+from training.checkpoint.lock import PATIENCE, DirectoryLock
+from training.checkpoint.manifest import STATE
+from training.checkpoint.retain import prune
+from training.checkpoint.stage import Background, Staging
+from training.config import Config, UsageError
+from training.plan.learning_rate import learning_rate
+from training.run.same_run import changes
+
+
+class Saver:
+    """Knows how a run's model and optimizer are called in a checkpoint; writes and reads them.
+
+    names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
+    Hugging Face's terms; from_hf_config: the way back. digests: hashes of the tokenizer and of the
+    data, kept with the state. As a context manager it ends with no save under way.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ctx: LayerContext,
+        model: nn.Module,
+        optimizer: Optimizer,
+        names: Mapping[str, Sequence[str]],
+        hf_config: Callable[[Any, str], dict[str, Any]],
+        from_hf_config: Callable[[dict[str, Any]], Any],
+        digests: Mapping[str, str],
+        note: Callable[[str], None],
+    ) -> None:
+        self.config, self.ctx, self.model, self.optimizer = config, ctx, model, optimizer
+        dtype = str(config.run.dtype).removeprefix("torch.")
+        self.names, self.hf_config = names, hf_config(model.config, dtype)
+        self.from_hf = lambda foreign: hf_config(from_hf_config(foreign), dtype)
+        self.digests, self.note = digests, note
+        self.failed: checkpoint.SaveError | None = None  # and the run is to end for it
+        self._good: set[str] = set()  # directories known to be whole
+        self._later: Sequence[str] = ()  # directories under --load that were passed over
+        self._before = (0, 0)  # samples and tokens that earlier runs consumed
+        self._background, self._pruning = Background(), Background()
+        self._staging: Staging | None = None
+        self._lock: DirectoryLock | None = None
+        self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
+        self._hurry = False  # a signal ends the run: leave as soon as it is saved
+        tokenizer, self._attach = Path(config.data.tokenizer_model or ""), {}
+        if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
+            self._attach[checkpoint.plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
+
+    def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
+        """List this rank's rectangles of the weights, and of the optimizer's state."""
+        optimizer, sink = self.optimizer, self.optimizer.sink
+        sink.wait_for_weights()
+        parameters = list(unique_parameters(self.model))
+        parts = list(optimizer.named_weights())
+        kept_whole = [p for p in parameters if p[0] in sink.unsharded_names()]
+        pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
+        if with_state:
+            parts += optimizer.named_state()
+        holders = self.ctx.grid.replica if sink.zero_stage else self.ctx.grid.data
+        return pieces + checkpoint.state_pieces(
+            parts, parameters, self.names, self.ctx.grid, holders
+        )
+
+    def begin(self) -> tuple[int, int]:
+        """Find out whether --save can be written, take its lock, load; return (iteration, samples).
+
+        The lock comes before the look at what is there: who held it may have been saving. Raises
+        what load() does, and SaveError, also where --save holds whole checkpoints of later steps
+        than this run begins at: a resume would take one of those for its own.
+        """
+        c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
+        if c.save is None:
+            return self.load()
+        root, pieces = Path(c.save), self.pieces()
+        made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
+        patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
+
+        def claim() -> None:
+            if world.rank == 0:
+                self._lock = DirectoryLock(root, self.note, patience)
+
+        self._together(claim)
+        try:
+            iteration, consumed = self.load()
+            self._together(lambda: self._refuse_later(root, iteration))
+        except ValueError:  # a mistake leaves nothing behind
+            if self._lock is not None:
+                self._lock.close(undo=True)
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
+            raise
+        if c.async_save:
+            self._staging = Staging(pieces)
+        return iteration, consumed
+
+    def _refuse_later(self, root: Path, iteration: int) -> None:
+        later = []
+        if self.ctx.grid.rank == 0:
+            later = checkpoint.later_steps(root, iteration, self._later)
+        if later:
+            raise checkpoint.SaveError(
+                f"it holds checkpoints of later steps than {iteration}, where this run begins "
+                f"({', '.join(later)}), and a resume would take the newest: name another --save, "
+                "or move them away"
+            )
+
+    def _together(self, work: Callable[[], None]) -> None:
+        world, device = self.ctx.grid.world, self.ctx.device
+        failed = checkpoint.first_error(checkpoint.together(work, world, device))
+        if failed is not None:
+            raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+
+    def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
+        """Save, in the background with --async-save unless it is the last one (`must`).
+
+        A failure is told and training goes on, unless --on-save-failure or `must` say otherwise.
+        One save is under way at a time: this waits for the one before. hurry: nothing is to follow
+        it, as a signal's grace may be short.
+        """
+        self._hurry = hurry
+        self._settle(self._background.wait)
+        pieces, state = self.pieces(), self._state(iteration, consumed)
+        if self._staging is not None and not must:
+            staged = self._staging.copy(pieces)
+
+            def behind() -> None:
+                self._write(iteration, staged, state, True)
+                self._prune()
+
+            self._background.start(behind)
+        else:
+            self._settle(lambda: self._write(iteration, pieces, state, False), must)
+            self._prune()
+
+    def poll(self) -> None:
+        """Learn whether the save under way has failed; never wait for it."""
+        self._settle(self._background.poll)
+
+    def _settle(self, work: Callable[[], None], must: bool = False) -> None:
+        try:
+            work()
+        except checkpoint.SaveError as error:
+            if must:
+                raise
+            stop = self.config.checkpoint.on_save_failure == "stop"
+            self.failed = self.failed or (error if stop else None)
+            self.note(f"{error}; training {'stops' if stop else 'goes on'}")
+
+    def _write(
+        self,
+        iteration: int,
+        pieces: Sequence[checkpoint.NamedPiece],
+        state: Mapping[str, Any],
+        behind: bool,
+    ) -> None:
+        """Write a checkpoint, in whichever thread."""
+        c, grid = self.config.checkpoint, self.ctx.grid
+        assert c.save is not None, "there is no --save"
+        path = checkpoint.save(
+            c.save,
+            step=iteration,
+            pieces=pieces,
+            state=state,
+            grid=grid,
+            device=None if behind else self.ctx.device,
+            world=grid.background if behind else grid.world,
+            attach=self._attach,
+        )
+        self.note(f"saved {path}")
+        self._good.add(path.name)
+
+    def _prune(self) -> None:
+        """Let a thread remove the checkpoints that need not stay: there may be much to hash first.
+
+        No save waits for it; while one is at it, and where the run is to end, none begins.
+        """
+        c = self.config.checkpoint
+        assert c.save is not None, "there is no --save"
+        root = Path(c.save)
+
+        def work() -> None:
+            gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
+            if gone:
+                self.note(f"removed {', '.join(gone)}")
+
+        self._pruning.poll()
+        if self.ctx.grid.rank == 0 and not self._hurry and not self._pruning.busy:
+            self._pruning.start(work)
+
+    def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
+        config = self.config
+        samples, tokens = self._before
+        return {
+            "iteration": iteration,
+            "consumed_samples": consumed,
+            "consumed_tokens": tokens + (consumed - samples) * config.model.seq_length,
+            "optimizer_steps": self.optimizer.steps,
+            "lr": learning_rate(config, consumed),
+            "seed": config.run.seed,
+            "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
+            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": dict(self.overlap_choices)},
+            "tokenizer_type": config.data.tokenizer_type,
+            "tokenizer_model": next(iter(self._attach), config.data.tokenizer_model),
+            **self.digests,
+            "config": config.flat(),
+            "config_digest": config.digest(),
+            "hf_config": dict(self.hf_config),
+        }
+
+    def load(self) -> tuple[int, int]:
+        """Resume from --load, or take weights only; return (iteration, samples).
+
+        Weights only: --finetune, a Hugging Face directory, or --pretrained-checkpoint while --load
+        holds none. Raises CheckpointError, or UsageError where nothing is there and that was not
+        allowed.
+        """
+        c = self.config.checkpoint
+        found = self._find("--load", c.load, c.finetune) if c.load else None
+        if found is None and c.pretrained_checkpoint:
+            found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
+            if found is None:
+                raise UsageError(
+                    f"--pretrained-checkpoint {c.pretrained_checkpoint}: no checkpoint there"
+                )
+        if found is None:
+            if c.exit_on_missing_checkpoint:
+                raise UsageError(
+                    f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set"
+                )
+            if c.load:
+                self.note(f"--load {c.load}: no checkpoint there; starting fresh")
+            return 0, 0
+        return found
+
+    def _find(self, flag: str, root: str, fresh: bool) -> tuple[int, int] | None:
+        """Load what stands at `root`; return (iteration, samples), None where nothing does."""
+        c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device
+        if checkpoint.is_hugging_face(root, grid, device) and not fresh:
+            fresh = True
+            self.note(f"{flag} {root} is a Hugging Face directory: its weights, from sample 0 on")
+        weights_only = fresh or c.no_load_optim
+        pieces = self.pieces(with_state=not weights_only)
+        found = checkpoint.find_latest(
+            root,
+            grid,
+            flag=flag,
+            pieces=pieces,
+            expect=self.hf_config,
+            suits=(lambda found: None) if fresh else self._check_resume,
+            from_hf=self.from_hf,
+            step=c.ckpt_step if flag == "--load" else None,
+            cast=fresh,
+            note=self.note,
+            device=device,
+        )
+        if found is None:
+            return None
+        checkpoint.load(found, pieces, grid, device)
+        if weights_only:
+            self.optimizer.masters_from_weights()
+        else:
+            self.optimizer.loaded(found.state["optimizer_steps"])
+        here = c.save and found.directory.resolve().parent == Path(c.save).resolve()
+        if here and not weights_only:  # then every file was hashed
+            self._good.add(found.directory.name)
+        self._later = found.passed_over
+        if fresh:
+            self.note(f"loaded the weights of {found.directory}; starting at sample 0")
+            return 0, 0
+        recorded = found.state.get("tp_comm_overlap", {})
+        auto = self.config.parallel.tp_comm_overlap == "auto"
+        if auto and recorded.get("tp") == self.ctx.tp.size:
+            self.overlap_choices = recorded["choices"]
+        for _, line in changes(found, self.config, self.digests):
+            self.note(f"{line}; going on as --allow-change says")
+        iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
+        self._before = (consumed, found.state["consumed_tokens"])
+        self.note(
+            f"loaded {found.directory}: at iteration {iteration}, {consumed} samples consumed"
+        )
+        return iteration, consumed
+
+    def _check_resume(self, found: checkpoint.Checkpoint) -> None:
+        """Raise MismatchError where going on would not be the same run, unless that was allowed;
+        CheckpointError where it is not known at what point to go on."""
+        missing = [name for name in COUNTS if name not in found.state]
+        if missing:
+            raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")
+        for what, line in changes(found, self.config, self.digests):
+            if what not in self.config.checkpoint.allow_change:
+                raise checkpoint.MismatchError(
+                    f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "
+                    f"--allow-change {what} to go on all the same"
+                )
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or issubclass(kind, FloatingPointError):  # every rank comes here
+            self._settle(self._background.wait)
+            if not self._hurry:  # else it dies with the process, which harms nothing
+                self._pruning.wait()
+            if self._lock is not None:  # on other ways out the threads may still write
+                self._lock.close()
+        if kind is None and self.failed is not None:
+            raise self.failed
