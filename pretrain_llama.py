@@ -31,8 +31,8 @@ import mpu
 from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names, parameter_group
 from mpu import native
 from mpu.comm.collectives import sum_in_order
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
-from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
 from mpu.pipeline.engine import Engine
@@ -78,7 +78,7 @@ class Run:
     engine: Engine
     sink: ParamAndGradBuffer
     optimizer: Optimizer
-    watch: Watch
+    monitor: FailureMonitor
     iteration: int = 0
     consumed: int = 0  # samples
 
@@ -96,14 +96,14 @@ def train_step(
     order, on which pipeline rank. Nothing waits for the device: the results are scalars on it.
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
-    tokens = len(batches) * batches[0].tokens.numel() * run.grid.data.size  # masked ones too
+    tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
     run.sink.begin_step(len(batches))
     total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
-    run.watch.action = f"the gradient sums of iteration {step}"
+    run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")
-    total = sum_in_order(sum_in_order(total, run.grid.data, label), run.grid.pp, label)
-    run.watch.action = f"the update of iteration {step}"
+    total = sum_in_order(sum_in_order(total, run.grid.dp_cp, label), run.grid.pp, label)
+    run.monitor.action = f"the update of iteration {step}"
     masked = tokens / total[1] if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)
     return total[0] / total[1], norm, found_inf
@@ -136,16 +136,15 @@ def run_schedule(
 def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
-    run.watch.action = f"the data {during}"
+    run.monitor.action = f"the data {during}"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for batches in loader.global_batches(
-        run.config.run.eval_iters, run.config.batch.global_batch_size
-    ):
+    count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
+    for batches in loader.global_batches(count, size):
         batches = [batch.to(run.device) for batch in batches]
         schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
-    run.watch.action = f"the sum of the losses {during}"
-    loss, tokens = sum_in_order(sum_in_order(total, run.grid.data), run.grid.pp).tolist()
+    run.monitor.action = f"the sum of the losses {during}"
+    loss, tokens = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
     return loss / tokens
 
 
@@ -168,7 +167,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     return Grid(launch.world, tp, cp, pp, launch, backend=backend, instances=instances)
 
 
-def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run:
+def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
     """Make the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = accumulate_dtype(config)
@@ -185,8 +184,8 @@ def build(config: Config, grid: Grid, device: torch.device, watch: Watch) -> Run
         eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
-    engine = Engine(grid, ctx.queue, watch, config.run.dtype, device)
-    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, watch=watch)
+    engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
+    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor)
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
@@ -224,7 +223,7 @@ def train(
     with Profile(config, run.grid, run.engine) as profile:
         while run.iteration < total:
             begin = time.perf_counter()
-            run.watch.action = f"reading the data of iteration {run.iteration + 1}"
+            run.monitor.action = f"reading the data of iteration {run.iteration + 1}"
             size = global_batch_size(config, run.consumed)
             batches = loaders.train.next_global_batch(run.consumed, size)
             batches = [batch.to(run.device) for batch in batches]
@@ -264,7 +263,7 @@ def train(
             for line in overlap.unmeasured():
                 log.note(line)
             if decision.save:
-                run.watch.action = f"saving iteration {run.iteration}"
+                run.monitor.action = f"saving iteration {run.iteration}"
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
@@ -290,7 +289,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     goes on (0 under torchrun, to which any other is a crash); 1 a failure of the run; 2 a mistake
     in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n).
     """
-    launch, watch, report_to = Launch(), Watch(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    launch, monitor = Launch(), FailureMonitor()
+    report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
     torchrun, srun = "TORCHELASTIC_RUN_ID" in os.environ, "SLURM_STEP_ID" in os.environ
     launcher = (parent or os.getppid()) if torchrun or srun else None
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
@@ -309,11 +309,12 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             store = meet(timeout, launch) if launch.world > 1 else None
             if store is not None:
                 compare(config, digests, launch.rank, launch.world, store)
-                watch = Watch(launch.rank, launch.world, store, os.environ["MASTER_ADDR"])
+                host = os.environ["MASTER_ADDR"]
+                monitor = FailureMonitor(launch.rank, launch.world, store, host)
                 store = dist.PrefixStore("weft", store)
-            with watch:
+            with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
-                work(build(config, grid, device, watch), loaders, digests, stop_signal)
+                work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
             expected = isinstance(error, (UsageError, CheckpointError, FloatingPointError))
@@ -321,9 +322,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
         except CommunicationError:
-            if watch.first is None:
+            if monitor.first is None:
                 raise
-            tell_launcher(str(watch.first), report_to)
+            tell_launcher(str(monitor.first), report_to)
             return 1
     return stop_signal.code
 
@@ -372,7 +373,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         hf_config=hf_config, from_hf_config=from_hf_config, digests=digests, note=note,
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
-    run.watch.action = "measuring what overlaps"
+    run.monitor.action = "measuring what overlaps"
     overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = overlap.chosen.choices
     total = total_iterations(config, run.iteration, run.consumed)

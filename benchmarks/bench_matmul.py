@@ -69,18 +69,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.found:
         return measure(args)
-    told = [__file__, "--rows", str(args.rows), "--rounds", str(args.rounds)]
-    told += ["--shapes", *args.shapes, "--dtype", *args.dtype]
-    told += ["--link", args.link] if args.link else []
+    words = [__file__, "--rows", str(args.rows), "--rounds", str(args.rounds)]
+    words += ["--shapes", *args.shapes, "--dtype", *args.dtype]
+    words += ["--link", args.link] if args.link else []
     with (
         tempfile.TemporaryDirectory() as folder,
         Link(args.link, "256kb") if args.link else (nullcontext()) as link,
     ):
-        told += ["--found", str(Path(folder) / "found.json")]
+        words += ["--found", str(Path(folder) / "found.json")]
         if link is None:
-            subprocess.run([*command(2), *told], check=True, env=environment(2), cwd=ROOT)
+            subprocess.run([*command(2), *words], check=True, env=environment(2), cwd=ROOT)
         else:
-            link.run([sys.executable, *told])
+            link.run([sys.executable, *words])
         for row in json.loads((Path(folder) / "found.json").read_text()):
             tell(row, bool(args.link))
 

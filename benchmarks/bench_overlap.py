@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
-from mpu.comm.watch import Watch  # noqa: E402
+from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
@@ -119,7 +119,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     config, device, _, _ = prepare(config, grid)
     wait = timedelta(minutes=5)
     connect(config, grid, device, dist.PrefixStore("weft", meet(wait, launch)), wait, print)
-    trained = build(config, grid, device, Watch())
+    trained = build(config, grid, device, FailureMonitor())
     seconds = []
     for _ in range(1 + steps):  # the first one connects the ranks and touches the memory
         collectives.barrier(grid.world)

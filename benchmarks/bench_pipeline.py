@@ -173,14 +173,18 @@ class Link:
         ranks = []
         for rank, space in enumerate(self.spaces):
             here = [word.replace("{end}", str(rank)) for word in words]
-            told = {"RANK": str(rank), "WORLD_SIZE": str(P), "LOCAL_RANK": "0"}
-            told |= {"RANK": "0", "WORLD_SIZE": "1"} if apart else {}
-            told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29777", "OMP_NUM_THREADS": "1"}
-            told |= {"GLOO_SOCKET_IFNAME": space}
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(P), "LOCAL_RANK": "0"}
+            environment |= {"RANK": "0", "WORLD_SIZE": "1"} if apart else {}
+            environment |= {
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29777",
+                "OMP_NUM_THREADS": "1",
+            }
+            environment |= {"GLOO_SOCKET_IFNAME": space}
             ranks.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", space, *here],
-                    env={**os.environ, **told},
+                    env={**os.environ, **environment},
                     stdout=subprocess.DEVNULL,
                 )
             )

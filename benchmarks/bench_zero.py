@@ -161,8 +161,10 @@ def rows(
             theirs, other = sides[peer]
             off = max(abs(a - b) for a, b in zip(curve, other, strict=True))
             if off > TOLERANCE[dtype]:
-                told = f"losses are {off:.1e} apart where {TOLERANCE[dtype]:g} is allowed"
-                made.append((UNLIKE, f"{case}, Weft {level}, {peer[0]}: {told}: {curve} {other}"))
+                problem = f"losses are {off:.1e} apart where {TOLERANCE[dtype]:g} is allowed"
+                made.append(
+                    (UNLIKE, f"{case}, Weft {level}, {peer[0]}: {problem}: {curve} {other}")
+                )
                 continue
             took, limit = ours.median(), theirs.median()
             kept = " (kept)" if peer[0] == "FSDP2 kept" else ""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.context import LayerContext
-from mpu.layers.attention import attend, attention_core, document_mask
+from mpu.layers.attention import core_attention, document_mask, dot_product_attention
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import RMSNorm, apply_rope, swiglu
@@ -98,7 +98,7 @@ class Attention(nn.Module):
                 f"tensor-parallel size {t}: both must be multiples of it"
             )
         self.heads, self.groups, self.head_size = a // t, g // t, d
-        self.core = recompute.selective(attention_core)
+        self.core = recompute.selective(core_attention)
         self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         cache[:] = [k, v]
         seen = k.shape[2]
         mask = torch.ones(n, seen, dtype=torch.bool, device=x.device).tril(seen - n)
-        return self.proj(attend(q, k, v, mask))
+        return self.proj(dot_product_attention(q, k, v, mask))
 
 
 class MLP(nn.Module):
@@ -182,7 +182,7 @@ class Llama(nn.Module):
             self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=shared)
         if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):
             end = self.embedding if hasattr(self, "embedding") else self.head
-            tie(end.weight, ctx.grid.ends)  # the other end of the pipeline holds a copy
+            tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 
 comm          bytes between ranks: transport (axes, and what carries them), collectives (the verbs),
               mappings (autograd pairs), overlap (matmuls that hide them), p2p (stage to stage),
-              watch (the failure channel)
+              failure_monitor (the failure channel)
 grid          ranks -> axes: who is my tensor-, data-, pipeline-parallel peer
 connect       what carries each axis of a run: shared memory or the process group
 param         what a parameter knows of its place

@@ -80,8 +80,8 @@ class _Use(torch.autograd.Function):
     """Identity forward; backward hands the gradient to the sink instead of `.grad`."""
 
     @staticmethod
-    def forward(f: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
-        f.param, f.sink = param, sink
+    def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
+        saved_ctx.param, saved_ctx.sink = param, sink
         whole = sink.acquire(param)
         # autograd may keep what it is given: a weight that comes and goes is copied
         given = whole.clone() if sink.is_sharded(param) else whole.view_as(param)
@@ -89,9 +89,9 @@ class _Use(torch.autograd.Function):
         return given
 
     @staticmethod
-    def backward(f: Any, grad: Tensor) -> tuple[None, None]:
-        f.sink.add(f.param, grad)
-        f.sink.register_grad_ready(f.param)
+    def backward(saved_ctx: Any, grad: Tensor) -> tuple[None, None]:
+        saved_ctx.sink.add(saved_ctx.param, grad)
+        saved_ctx.sink.register_grad_ready(saved_ctx.param)
         return None, None
 
 

@@ -3,13 +3,13 @@
 
 The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest,
 so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane of it,
-where something is summed or counted over several axes at once. `ends` joins the first and the last
-rank of a pipeline, the two that hold a copy of tied embeddings. `data` is where gradients are
-summed; with several instances of the distributed optimizer it is cut into `shard`, the ranks that
-share one, and `replica`, those that hold the same part.
+where something is summed or counted over several axes at once. `embd` joins the first and the last
+rank of a pipeline, the two that hold a copy of tied embeddings. `dp_cp` is where gradients are
+summed; with several instances of the distributed optimizer it is cut into `dp_cp_shard`, the ranks
+that share one, and `dp_cp_replicate`, those that hold the same part.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
-[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `ends` is all, as p is 2.
+[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `embd` is all, as p is 2.
 """
 
 import os
@@ -146,26 +146,27 @@ class Grid:
         self.cp = self._axis("cp", "cp")
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
-        self.data = self._axis("data", "dp", "cp")  # gradients are summed over it
-        self.shard, self.replica = self.data, Axis("replica", ranks=(self.rank,))
+        self.dp_cp = self._axis("dp_cp", "dp", "cp")  # gradients are summed over it
+        self.dp_cp_shard = self.dp_cp
+        self.dp_cp_replicate = Axis("dp_cp_replicate", ranks=(self.rank,))
         if self.instances > 1:
-            inside, at = self.data.size // self.instances, self.data.rank
-            if inside * self.instances != self.data.size:
+            inside, at = self.dp_cp.size // self.instances, self.dp_cp.rank
+            if inside * self.instances != self.dp_cp.size:
                 raise ValueError(
-                    f"{self.data.size} data-parallel ranks do not divide into {self.instances} "
+                    f"{self.dp_cp.size} data-parallel ranks do not divide into {self.instances} "
                     "instances of the optimizer"
                 )
             first = at - at % inside
-            near = self.data.ranks[first : first + inside]
-            self.shard = Axis("shard", at % inside, inside, near)
-            far = self.data.ranks[at % inside :: inside]
-            self.replica = Axis("replica", at // inside, self.instances, far)
+            near = self.dp_cp.ranks[first : first + inside]
+            self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
+            far = self.dp_cp.ranks[at % inside :: inside]
+            self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
         # A rank between the ends is alone there; it too makes a group in `add_groups`, since torch
         # names a group by its ranks and by how many groups its maker has.
-        self.ends = Axis("ends", ranks=(self.rank,))
+        self.embd = Axis("embd", ranks=(self.rank,))
         if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
             first, last = self.pp.ranks[0], self.pp.ranks[-1]
-            self.ends = Axis("ends", int(self.pp.rank > 0), 2, (first, last))
+            self.embd = Axis("embd", int(self.pp.rank > 0), 2, (first, last))
         self.pp_back = replace(self.pp, name="pp_back")
         self.world = self._axis("world", *NAMES)
         self.background = replace(self.world, name="background")
@@ -191,7 +192,10 @@ class Grid:
 
     # `pp` carries what goes to a higher rank, `pp_back` what goes to a lower one: on NCCL a receive
     # that waits must not hold up a send the other way.
-    AXES = ("tp", "cp", "dp", "pp", "data", "shard", "replica", "world", "pp_back", "ends")
+    AXES = (
+        "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
+        "embd",
+    )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
         """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
@@ -214,12 +218,12 @@ class Grid:
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             apart = name == "pp_back" and self.backend == "nccl"
-            between = name == "ends" and self.pp.size > 2
+            between = name == "embd" and self.pp.size > 2
             if (axis.size > 1 or between) and (apart or axis.ranks not in groups):
-                whole = axis.size == self.world_size and not apart
+                all_ranks = axis.size == self.world_size and not apart
                 groups[axis.ranks] = (
                     dist.group.WORLD
-                    if whole
+                    if all_ranks
                     else dist.new_group(
                         list(axis.ranks), timeout=timeout, use_local_synchronization=True
                     )

@@ -91,7 +91,7 @@ class Placement:
         return found
 
 
-def cut(placement_dim: str, size: int, axis: Axis, what: str) -> int:
+def divide(placement_dim: str, size: int, axis: Axis, what: str) -> int:
     """Divide `size` by the axis or say which rule broke. Returns the local size."""
     if size % axis.size:
         raise ValueError(

@@ -19,24 +19,26 @@ Blocks = Sequence[Callable[..., Tensor]]
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(f: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        f.run = run
-        f.is_tensor = [isinstance(x, Tensor) for x in inputs]
-        f.others = [None if t else x for x, t in zip(inputs, f.is_tensor, strict=True)]
-        f.save_for_backward(*[x for x in inputs if isinstance(x, Tensor)])
+    def forward(saved_ctx: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        saved_ctx.run = run
+        saved_ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        saved_ctx.others = [
+            None if t else x for x, t in zip(inputs, saved_ctx.is_tensor, strict=True)
+        ]
+        saved_ctx.save_for_backward(*[x for x in inputs if isinstance(x, Tensor)])
         with torch.no_grad():
             return run(*inputs)
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Any, ...]:
-        saved = iter(f.saved_tensors)
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        saved = iter(saved_ctx.saved_tensors)
         inputs = []
         for is_tensor, other, needs in zip(
-            f.is_tensor, f.others, f.needs_input_grad[1:], strict=True
+            saved_ctx.is_tensor, saved_ctx.others, saved_ctx.needs_input_grad[1:], strict=True
         ):
             inputs.append(next(saved).detach().requires_grad_(needs) if is_tensor else other)
         with torch.enable_grad():
-            y = f.run(*inputs)
+            y = saved_ctx.run(*inputs)
         torch.autograd.backward(y, dy)
         grads = [x.grad if isinstance(x, Tensor) else None for x in inputs]
         return None, *grads

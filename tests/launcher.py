@@ -77,7 +77,7 @@ class Launcher:
         """Start a job; return its folder, that of an earlier one if it is named.
 
         argv: the program's flags; {dir} stands for the folder. It keeps its log in log.jsonl. job:
-        what else run_ranks.py knows of (fault, watch, timeout, ...).
+        what else run_ranks.py knows of (fault, monitor, timeout, ...).
         """
         self.jobs += 1
         self.here = folder or self.folder / str(self.jobs)

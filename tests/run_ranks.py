@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
-from tests.faults.fault_injection import plant  # noqa: E402
+from tests.faults.fault_injection import inject  # noqa: E402
 
 train = pretrain_llama.train
 LIMIT = 120.0  # seconds
@@ -65,8 +65,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     }
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
-        plant(job["fault"], folder)
-    pretrain_llama.Watch.__init__.__kwdefaults__.update(job.get("watch", {}))
+        inject(job["fault"], folder)
+    pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(job.get("monitor", {}))
     if job.get("timeout"):
         shorten(job["timeout"])
     if job.get("late") == rank:  # by this rank's clock alone the time is up
@@ -115,7 +115,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Serve jobs, or be one rank."""
     if len(sys.argv) > 1:
-        plant(json.loads(sys.argv[1]), Path())
+        inject(json.loads(sys.argv[1]), Path())
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
         return

@@ -54,12 +54,12 @@ def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):
 
 
 def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
-    whole = run(tmp_path, "--train-iters 7")
+    undisturbed = run(tmp_path, "--train-iters 7")
     folder = "--train-iters 7 --save {tmp}/saved --load {tmp}/saved --exit-interval 3"
     parts = [run(tmp_path, folder) for _ in range(3)]
     assert [[row["iteration"] for row in part] for part in parts] == [[1, 2, 3], [4, 5, 6], [7]]
     losses = [row["loss"] for part in parts for row in part]
-    assert losses == [row["loss"] for row in whole]
+    assert losses == [row["loss"] for row in undisturbed]
     steps = sorted(p.name for p in (tmp_path / "saved").glob("step_*"))
     assert steps == ["step_00000003", "step_00000006", "step_00000007"]
     for more, size in (("", 1 << 21), (" --ddp-bucket-size 5000", 5000)):  # chosen, or asked for

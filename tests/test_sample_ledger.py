@@ -183,7 +183,9 @@ def check_ledger(oracle: Oracle, result: Result, way: Way, begin: int) -> set[in
     return set.intersection(*steps)
 
 
-def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed: int) -> None:
+def kill_repeatedly(
+    oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed: int
+) -> None:
     """Run to the end over kills at random places, each time in another layout."""
     rng, folder, way, killed = random.Random(seed), None, None, 0
     done: set[int] = set()
@@ -199,9 +201,9 @@ def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed:
         argv = [*oracle.flags, *way.flags(), "--save-interval", str(EVERY)]
         argv += ["--save", "{dir}/saved", "--load", "{dir}/saved"]
         names = [] if folder is None else Result([], [], False, folder).saved()
-        whole = [name for name in names if "." not in name]
-        begin = int(whole[-1].removeprefix("step_")) if whole else 0
-        result = recorder.run(ranks, argv, folder, fault=fault, watch=PATIENCE)
+        complete = [name for name in names if "." not in name]
+        begin = int(complete[-1].removeprefix("step_")) if complete else 0
+        result = recorder.run(ranks, argv, folder, fault=fault, monitor=PATIENCE)
         folder = result.folder
         done |= check_ledger(oracle, result, way, begin)
         killed += -9 in result.codes
@@ -215,10 +217,10 @@ def storm(oracle: Oracle, recorder: Launcher, ways: list[Way], kills: int, seed:
 
 @pytest.mark.prove
 def test_runs_that_are_killed_and_resumed_elsewhere_train_on_the_same_tokens(oracle, recorder):
-    storm(oracle, recorder, [way for way in WAYS if way.dp < 8], kills=3, seed=1)
+    kill_repeatedly(oracle, recorder, [way for way in WAYS if way.dp < 8], kills=3, seed=1)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_storms(oracle, recorder, seed):
-    storm(oracle, recorder, WAYS + 4 * MODEL_PARALLEL, kills=8, seed=seed)
+def test_repeated_kills(oracle, recorder, seed):
+    kill_repeatedly(oracle, recorder, WAYS + 4 * MODEL_PARALLEL, kills=8, seed=seed)

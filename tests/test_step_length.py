@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
 from training.flags.parse import parse
@@ -54,7 +54,7 @@ def run_step(comm: Any, memory: bool) -> dict[str, list[str]]:
     threading.setprofile(hook)
     sys.setprofile(hook)
     try:
-        run = build(config, grid, torch.device("cpu"), Watch())
+        run = build(config, grid, torch.device("cpu"), FailureMonitor())
         count, length = config.batch.micro_batch_size, config.model.seq_length + 1
         rows = np.random.default_rng(grid.dp.rank).integers(0, 96, (2, count, length))
         batches = [make_batch(each, DocumentRules(), i * count) for i, each in enumerate(rows)]

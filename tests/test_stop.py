@@ -83,7 +83,7 @@ def by_train(case, monkeypatch):
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
-        watch=SimpleNamespace(action=""),
+        monitor=SimpleNamespace(action=""),
         device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))

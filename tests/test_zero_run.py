@@ -129,20 +129,20 @@ def test_what_a_level_saves_any_other_takes_up(
     """All that is loaded is all that was saved, to the bit, and training goes on with it: to the
     bit where as many ranks share the batch, else like the lowest level from the same
     checkpoint."""
-    whole = runs.run(first, dtype)
-    saved = whole.folder / "saved"
+    undisturbed = runs.run(first, dtype)
+    saved = undisturbed.folder / "saved"
     resumed = runs.run(then, dtype, saved)
     state = tensors(saved, AT)
     kinds = {"exp_avg", "exp_avg_sq"} | ({"master"} if dtype else set())
     assert all(any(kind in name for name in state) for kind in kinds), sorted(state)
     check_equal(state, tensors(resumed.folder / "saved", AT))
     alike = sums_of(first) == sums_of(then)
-    check_rows(rows(resumed, AT), rows(whole, AT), 0 if alike else 1e-2 if dtype else 1e-4)
+    check_rows(rows(resumed, AT), rows(undisturbed, AT), 0 if alike else 1e-2 if dtype else 1e-4)
     if not alike:
         plain = Way(int(GROUPS in then.more), then.dp, then.more.replace(AHEAD, ""), then.others)
-        whole = runs.run(plain, dtype, saved)
-        assert rows(resumed) == rows(whole)
-    check_equal(*(tensors(run.folder / "saved", STEPS) for run in (whole, resumed)))
+        undisturbed = runs.run(plain, dtype, saved)
+        assert rows(resumed) == rows(undisturbed)
+    check_equal(*(tensors(run.folder / "saved", STEPS) for run in (undisturbed, resumed)))
 
 
 def sums_of(way: Way) -> tuple[Any, ...]:

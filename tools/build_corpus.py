@@ -94,9 +94,9 @@ def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict[st
     digest = hashlib.sha256()
     for name, files in parts.items():
         lines = [json.dumps({"text": text, "path": path}) + "\n" for path, text in files]
-        whole = "".join(lines).encode()
-        digest.update(whole)
-        (output / f"{name}.jsonl").write_bytes(whole)
+        content = "".join(lines).encode()
+        digest.update(content)
+        (output / f"{name}.jsonl").write_bytes(content)
     about = {
         "sha256": digest.hexdigest(),
         "texts": sum(map(len, parts.values())),

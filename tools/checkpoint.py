@@ -70,8 +70,8 @@ def do_verify(args: argparse.Namespace) -> int:
         steps = [place]
     else:
         steps = [place / name for _, _, name in step_directories(run_directory(place))]
-    for whole, line in verify(steps):
-        damaged += not whole
+    for intact, line in verify(steps):
+        damaged += not intact
         print(line, flush=True)
     return int(damaged > 0)
 

@@ -35,9 +35,9 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
     iteration: another step. Raises ValueError if the files are not those of one run, or lack one.
     """
     first = _read(folder / "pipeline_rank0.json")
-    told = [first]
-    told += [_read(folder / f"pipeline_rank{rank}.json") for rank in range(1, first["pp_size"])]
-    for rank, own in enumerate(told):
+    records = [first]
+    records += [_read(folder / f"pipeline_rank{rank}.json") for rank in range(1, first["pp_size"])]
+    for rank, own in enumerate(records):
         for key in ("schedule", "chunks", "v_shape", "split", "pp_size"):
             if own[key] != first[key]:
                 raise ValueError(
@@ -53,7 +53,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
                 f"{folder}: the files are of different runs: rank 0 has the steps "
                 f"{_list(first['steps'])} and rank {rank} {_list(own['steps'])}"
             )
-    steps = {i: Timeline(tuple(own["steps"][i] for own in told)) for i in first["steps"]}
+    steps = {i: Timeline(tuple(own["steps"][i] for own in records)) for i in first["steps"]}
     if iteration is None:
         lengths = {i: _length(step) for i, step in steps.items()}
         middle = statistics.median_low(lengths.values())
@@ -75,27 +75,27 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
 def _read(path: Path) -> dict[str, Any]:
     """Read what one rank has written, its steps as {iteration: spans}."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        told["steps"] = {
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["steps"] = {
             int(step["iteration"]): tuple(
                 Span(Action(str(kind), int(chunk), int(i)), float(begin), float(end))
                 for kind, chunk, i, begin, end in step["spans"]
             )
-            for step in told["steps"]
+            for step in record["steps"]
         }
-        sizes = [told[key] for key in ("pp_size", "chunks")]
-        whole = all(isinstance(size, int) and size > 0 for size in sizes) and told["steps"]
-        kinds = {span.action.kind for spans in told["steps"].values() for span in spans}
-        known = {"pp_rank", "v_shape", "split"} <= told.keys() and kinds <= {"F", "B", "W", "BW"}
-        if not (whole and known and all(told["steps"].values())):
+        sizes = [record[key] for key in ("pp_size", "chunks")]
+        sound = all(isinstance(size, int) and size > 0 for size in sizes) and record["steps"]
+        kinds = {span.action.kind for spans in record["steps"].values() for span in spans}
+        known = {"pp_rank", "v_shape", "split"} <= record.keys() and kinds <= {"F", "B", "W", "BW"}
+        if not (sound and known and all(record["steps"].values())):
             raise KeyError
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: not what a training run with --profile writes") from None
-    if told["schedule"] not in NAMES:
-        raise ValueError(f"{path}: schedule {told['schedule']!r} is none of {', '.join(NAMES)}")
-    return told
+    if record["schedule"] not in NAMES:
+        raise ValueError(f"{path}: schedule {record['schedule']!r} is none of {', '.join(NAMES)}")
+    return record
 
 
 def _actions(spans: Sequence[Span]) -> list[Action]:

@@ -44,11 +44,11 @@ from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.mock import MockDataset
 from training.flags.parse import parse
-from training.plan.pipeline import told
+from training.plan.pipeline import describe_stages
 from training.run.stop import Agreement
 
 MOST_RANKS = 16
-STANDS_FOR = {"pp_back": "pp", "shard": "data"}  # axes of the trace -> of the document
+STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp"}  # axes of the trace -> of the document
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 
@@ -141,7 +141,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     explainer = Explainer()
     grid.traced(explainer)
     try:
-        run = build(config, grid, torch.device("cpu"), explainer.watch)
+        run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid.dp.rank)
         if run.sink.zero_stage:
@@ -150,7 +150,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         explainer.begin(len(batches))
         with Operations(explainer.ran):
             _, _, found_inf = train_step(run, batches, config.optimizer.lr)
-            run.watch.action = f"the end of iteration {run.iteration + 1}"
+            run.monitor.action = f"the end of iteration {run.iteration + 1}"
             agreement = Agreement(grid.world)
             agreement.ask(False, False, found_inf)
             agreement.close()
@@ -167,7 +167,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         lines += sums(counted, stated, applied) if explainer.events else NOTHING
         return Explained(counted, stated, counted == stated, "\n".join(lines))
     who = f"pipeline rank {grid.pp.rank}"
-    lines = ["", rule(f"{who} (rank {grid.rank}): {told(run.model.stages)}", "=")]
+    lines = ["", rule(f"{who} (rank {grid.rank}): {describe_stages(run.model.stages)}", "=")]
     sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.zero_stage else [])]
     lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
     lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]

@@ -187,7 +187,7 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
         "x": len(apart),
         "K": sum(apart.values()),
         "N": -(-apart.get("tp", 0) // t) * t,
-        "T": apart.get("ends", 0),
+        "T": apart.get("embd", 0),
         "O": ahead,
         "F": int(p.pipeline_model_parallel_size > 1 or (ahead and blocks == 2)),
         "J": layers[0] if layers else 0,

@@ -11,7 +11,7 @@ from tools.explain_formulas import Applied, Totals, symbols
 from tools.explain_trace import Explainer, Seen
 from tools.explain_zero import WIDTH, ZERO_SIZES
 from training.config import Config
-from training.plan.pipeline import rank_stages, schedule_of, told
+from training.plan.pipeline import describe_stages, rank_stages, schedule_of
 
 SIZES = [  # one rank of one stage
     "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "
@@ -34,9 +34,9 @@ BEFORE = (
     "ZeRO level {Z}. It is the second step: new weights of the first one may still be on their "
     "way, and the order of uses is known."
 )
-AXES = "tp: the parts of a layer; data (dp x cp): copies of the model; "
+AXES = "tp: the parts of a layer; dp_cp (dp x cp): copies of the model; "
 PIPELINE_AXES = (
-    "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; ends: its first rank and "
+    "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; embd: its first rank and "
     "its last"
 )
 
@@ -241,7 +241,9 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     """
     schedule = schedule_of(config, symbols(config)["m"])
     held = [rank_stages(config, model_provider, rank) for rank in range(len(every))]
-    lines = [f"  pipeline rank {rank}: {told(stages)}" for rank, stages in enumerate(held)]
+    lines = [
+        f"  pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)
+    ]
     lines += ["", rule("the schedule, were F, B and W equally long and messages free")]
     lower = "; the second of a rank's chunks in lower case" if schedule.chunks == 2 else ""
     lines += [f"  a row a rank, F0 the forward of micro-batch 0{lower}", ""]

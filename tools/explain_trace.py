@@ -4,8 +4,8 @@ waits, why.
 
 Nothing in the trainer knows of this. The trace of the grid hears of each collective and message,
 with the label that its caller gave it; tools/explain_ops.py sees every operation, and so it is
-known what a tensor came from and what ran while bytes were under way; a Watch hears of each action
-that begins.
+known what a tensor came from and what ran while bytes were under way; a FailureMonitor hears of
+each action that begins.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
-from mpu.comm.watch import Watch
 from mpu.pipeline.engine import Parcel
 from pretrain_llama import Run
 from tools.explain_ops import (
@@ -91,8 +91,8 @@ class Seen:
         self.meanwhile = explainer.done[self.first :]
 
 
-class Actions(Watch):
-    """A watch at world size 1 that tells what the rank does next."""
+class Actions(FailureMonitor):
+    """A monitor at world size 1 that tells what the rank does next."""
 
     def __init__(self, begins: Callable[[str], None]) -> None:
         self._begins = begins
@@ -112,8 +112,8 @@ class Actions(Watch):
 class Explainer:
     """The trace of a grid: is told of every collective and message, and keeps them in `events`.
 
-    watch: for the run to say what it does; actions: what it said, in order. before: what was on its
-    way when the step began.
+    monitor: for the run to say what it does; actions: what it said, in order. before: what was on
+    its way when the step began.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Explainer:
         self.actions: list[str] = []
         self.buckets: Buckets | None = None  # once there is a run
         self.layers: Layers | None = None  # too
-        self.watch = Actions(self._begins)
+        self.monitor = Actions(self._begins)
         self.done: list[str] = []  # operations in order
         self.maker: dict[int, str] = {}  # memory -> what wrote it last
         self.finishing: list[Seen] = []  # collectives that are being waited for, outermost first

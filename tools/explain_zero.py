@@ -93,7 +93,7 @@ class Buckets:
         """
         lines, shard = [], self.sink.shard
         for i, bucket in enumerate(self.sink.buckets):
-            if self.sink.grid.data.size == 1 and not bucket.reduce_axes:
+            if self.sink.grid.dp_cp.size == 1 and not bucket.reduce_axes:
                 continue
             text = f"  bucket {i} holds the gradients of {self.contents(i)}"
             if self.sink.zero_stage:

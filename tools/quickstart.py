@@ -67,8 +67,8 @@ def show(command: list[str], threads: int | None = None) -> None:
         if word.startswith("--"):
             units.append("")
         units[-1] += " " * bool(units[-1]) + shlex.quote(word)
-    whole = " ".join(unit.replace(" ", "\0") for unit in units)
-    lines = textwrap.wrap(whole, 88, break_long_words=False, break_on_hyphens=False)
+    text = " ".join(unit.replace(" ", "\0") for unit in units)
+    lines = textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
     print("\n  $ " + " \\\n      ".join(lines).replace("\0", " ") + "\n", flush=True)
 
 
@@ -177,8 +177,8 @@ def records(log: Path) -> list[dict[str, Any]]:
     """Return the lines of a --log-json file, less one that a kill left torn."""
     if not log.exists():
         return []
-    whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in whole]
+    complete = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in complete]
 
 
 def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None:
@@ -212,8 +212,8 @@ def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[
         )
     folder.mkdir(parents=True, exist_ok=True)
     about.write_text(json.dumps({"key": wanted}))
-    whole = (folder / "checkpoints").glob("step_*/manifest.json")
-    done = max((int(file.parent.name.removeprefix("step_")) for file in whole), default=0)
+    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
+    done = max((int(file.parent.name.removeprefix("step_")) for file in manifests), default=0)
     target = (done // iterations + 1) * iterations
     flags = {
         **MODEL,

@@ -45,13 +45,21 @@ class _Pair(torch.autograd.Function):
     """Do one verb forward and its conjugate backward."""
 
     @staticmethod
-    def forward(f: Any, x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor:
-        f.axis, f.back, f.who = axis, back, who
+    def forward(
+        saved_ctx: Any, x: Tensor, axis: Axis, there: Verb, back: Verb, who: object
+    ) -> Tensor:
+        saved_ctx.axis, saved_ctx.back, saved_ctx.who = axis, back, who
         return there(x, axis, Label(who, "forward"))
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> Any:
-        return f.back(dy, f.axis, Label(f.who, "backward")), None, None, None, None
+    def backward(saved_ctx: Any, dy: Tensor) -> Any:
+        return (
+            saved_ctx.back(dy, saved_ctx.axis, Label(saved_ctx.who, "backward")),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _pair(x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor:

@@ -81,9 +81,9 @@ class SymmetricBuffer:
         control = -(-lines * LINE // 4096) * 4096  # token | barrier | closed | flags
         memory, pids = self._map(control + nbytes)
         self._peers = [_Life(pid) for pid in pids]
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.data = whole[control:]
-        self._barrier = whole.data_ptr() + 2 * LINE
+        region = torch.frombuffer(memory, dtype=torch.uint8)
+        self.data = region[control:]
+        self._barrier = region.data_ptr() + 2 * LINE
         self._closed = self._barrier + 2 * LINE
         self.flags = self._closed + self.size * LINE  # address of flag(0, 0)
 
@@ -101,8 +101,8 @@ class SymmetricBuffer:
         host = "" if why else _host()  # which only Linux can tell
         here = dict(host=host, pid=self._pid, fd=fd, token=token.hex(), why=why)
         every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), self.axis)]
-        why = next((told["why"] for told in every if told["why"]), "")
-        if not why and any(told["host"] != host for told in every):
+        why = next((answer["why"] for answer in every if answer["why"]), "")
+        if not why and any(answer["host"] != host for answer in every):
             why = "its ranks are not on one host (or in one container)"
         if self.rank and not why:
             try:
@@ -118,7 +118,7 @@ class SymmetricBuffer:
         if why := next((text.decode() for text in every_why if text), ""):
             raise Unavailable(why)
         assert memory is not None
-        return memory, [told["pid"] for told in every]
+        return memory, [answer["pid"] for answer in every]
 
     def _reason(self) -> str:
         if not hasattr(os, "memfd_create"):

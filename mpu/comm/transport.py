@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Name the ranks that talk to each other, what carries their tensors, and what is on its way.
 
-    Axis        a row of ranks, as one of them sees it: laid out by mpu/grid.py
-    Transport   what carries the tensors of an axis: a process group (mpu/comm/collectives.py),
-                memory that the ranks of one host share (mpu/comm/shared_memory.py), memory that
-                GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
-                (mpu/comm/meta.py)
-    Handle      one collective or message that was started, to be waited for once
-    Trace       who listens to every start, where anybody does (tools/explain.py)
+Axis        a row of ranks, as one of them sees it: laid out by mpu/grid.py
+Transport   what carries the tensors of an axis: a process group (mpu/comm/collectives.py),
+            memory that the ranks of one host share (mpu/comm/shared_memory.py), memory that
+            GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
+            (mpu/comm/meta.py)
+Handle      one collective or message that was started, to be waited for once
+Trace       who listens to every start, where anybody does (tools/explain.py)
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,9 @@ from torch import Tensor
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed; the cause is usually a peer (mpu/comm/watch.py finds the first one)."""
+    """A collective failed; the cause is usually a peer (mpu/comm/failure_monitor.py finds the first
+    one).
+    """
 
 
 class Label(NamedTuple):

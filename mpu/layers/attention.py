@@ -11,7 +11,7 @@ from torch import Tensor
 from mpu.layers.fused import apply_rope
 
 
-def attention_core(
+def core_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, mask: Tensor | None
 ) -> Tensor:
     """Rotate, attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d], all sizes local.
@@ -21,10 +21,12 @@ def attention_core(
     s, b, _ = qkv.shape
     qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
     q, k, v = qkv.permute(1, 2, 0, 3).split([heads, groups, groups], dim=1)  # each [b, n, s, d]
-    return attend(q, k, v, mask)
+    return dot_product_attention(q, k, v, mask)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
+def dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+) -> Tensor:
     """q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
     y = F.scaled_dot_product_attention(
         q,

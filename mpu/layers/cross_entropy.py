@@ -36,7 +36,7 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        f: Any, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+        saved_ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
     ) -> Tensor:
         tp, width = ctx.tp, logits.shape[-1]
         first = tp.rank * width
@@ -48,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
         top, total, chosen = stats
         fused = fits(logits, accumulate=ctx.accumulate)
-        f.fused = fused
+        saved_ctx.fused = fused
         if real and fused:
             call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)
         elif real:
@@ -71,30 +71,30 @@ class _CrossEntropy(torch.autograd.Function):
         log_sum = sums.log() + peak
         loss = log_sum - every[:, 2].sum(0)
 
-        f.save_for_backward(logits, log_sum, target, mine)
-        f.real = real
+        saved_ctx.save_for_backward(logits, log_sum, target, mine)
+        saved_ctx.real = real
         return loss.view(labels.shape)
 
     @staticmethod
-    def backward(f: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
         # dlogits = (softmax - onehot(target)) * dloss
-        logits, log_sum, target, mine = f.saved_tensors
+        logits, log_sum, target, mine = saved_ctx.saved_tensors
         rows, weight = logits.view(-1, logits.shape[-1]), dloss.reshape(-1)
-        if f.fused:
+        if saved_ctx.fused:
             places, scale = target.masked_fill(~mine, -1), weight.to(log_sum.dtype).contiguous()
-            sizes = (len(rows), rows.shape[1], f.real)
+            sizes = (len(rows), rows.shape[1], saved_ctx.real)
             call("softmax_gradient", rows.dtype, rows, log_sum, scale, places, *sizes)
             return logits, None, None, None
         at = torch.arange(len(rows), device=rows.device)
         for i in range(0, len(rows), ROWS):
             some = slice(i, i + ROWS)
-            chunk = rows[some, : f.real].to(
+            chunk = rows[some, : saved_ctx.real].to(
                 log_sum.dtype
             )  # a view of the logits where dtypes agree
             chunk.sub_(log_sum[some, None]).exp_().mul_(weight[some, None])
-            if f.real:
+            if saved_ctx.real:
                 chunk[at[: len(chunk)], target[some]] -= weight[some] * mine[some]
             if chunk.dtype != rows.dtype:
-                rows[some, : f.real] = chunk
-        rows[:, f.real :] = 0
+                rows[some, : saved_ctx.real] = chunk
+        rows[:, saved_ctx.real :] = 0
         return logits, None, None, None

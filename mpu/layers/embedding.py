@@ -41,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        f: Any, tokens: Tensor, weight: nn.Parameter, layer: VocabParallelEmbedding
+        saved_ctx: Any, tokens: Tensor, weight: nn.Parameter, layer: VocabParallelEmbedding
     ) -> Tensor:
         ctx = layer.ctx
         local = tokens - layer.first
@@ -51,15 +51,15 @@ class _Lookup(torch.autograd.Function):
             local = local.masked_fill(~mine, 0)
         x = F.embedding(local, ctx.sink.acquire(weight))
         ctx.sink.end_use(weight)
-        f.layer, f.local, f.mine = layer, local, mine
+        saved_ctx.layer, saved_ctx.local, saved_ctx.mine = layer, local, mine
         return x if mine is None else x.masked_fill_(~mine[..., None], 0)
 
     @staticmethod
-    def backward(f: Any, dx: Tensor) -> tuple[None, None, None]:
-        layer: VocabParallelEmbedding = f.layer
-        rows, grads = f.local.reshape(-1), dx.reshape(-1, dx.shape[-1])
-        if f.mine is not None:
-            grads = grads.masked_fill(~f.mine.reshape(-1, 1), 0)
+    def backward(saved_ctx: Any, dx: Tensor) -> tuple[None, None, None]:
+        layer: VocabParallelEmbedding = saved_ctx.layer
+        rows, grads = saved_ctx.local.reshape(-1), dx.reshape(-1, dx.shape[-1])
+        if saved_ctx.mine is not None:
+            grads = grads.masked_fill(~saved_ctx.mine.reshape(-1, 1), 0)
 
         def wgrad() -> None:
             layer.ctx.sink.add_rows(layer.weight, rows, grads)

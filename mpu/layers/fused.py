@@ -75,31 +75,31 @@ class RMSNorm(nn.Module):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(f: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
-        f.layer = layer
+    def forward(saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
+        saved_ctx.layer = layer
         kind, h = layer.ctx.accumulate, x.shape[-1]
         whole = layer.ctx.sink.acquire(weight)
         if fits(x, whole, accumulate=kind):
             y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
             layer.ctx.sink.end_use(weight)
-            f.save_for_backward(x, inverse)
+            saved_ctx.save_for_backward(x, inverse)
             return y
         up = x.to(kind)
         length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
-        f.save_for_backward(x, inverse)
+        saved_ctx.save_for_backward(x, inverse)
         y = (up * inverse).mul_(whole)
         layer.ctx.sink.end_use(weight)
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         # with r = 1 / sqrt(mean(x^2) + eps) and p = dy * x, over n rows of h:
         #   dw = sum_n r p;   dx = r (dy * w) - x r^3 (p . w) / h
-        layer: RMSNorm = f.layer
+        layer: RMSNorm = saved_ctx.layer
         ctx, kind = layer.ctx, layer.ctx.accumulate
-        x, inverse = f.saved_tensors
+        x, inverse = saved_ctx.saved_tensors
         h, n = x.shape[-1], x.numel() // x.shape[-1]
         dy = dy.contiguous()
         weight = ctx.sink.acquire(layer.weight)
@@ -154,14 +154,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Ten
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(f: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        f.cos, f.sin, f.heads = cos, sin, heads
+    def forward(saved_ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        saved_ctx.cos, saved_ctx.sin, saved_ctx.heads = cos, sin, heads
         return _rotate(qkv, cos, sin, heads, 1.0)
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         # a rotation's transpose is the rotation by the opposite angle
-        return _rotate(dy, f.cos, f.sin, f.heads, -1.0), None, None, None
+        return _rotate(dy, saved_ctx.cos, saved_ctx.sin, saved_ctx.heads, -1.0), None, None, None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(f: Any, gate_up: Tensor) -> Tensor:
-        f.save_for_backward(gate_up)
+    def forward(saved_ctx: Any, gate_up: Tensor) -> Tensor:
+        saved_ctx.save_for_backward(gate_up)
         size = gate_up.shape[-1] // 2
         if fits(gate_up):
             y = gate_up.new_empty((*gate_up.shape[:-1], size))
@@ -182,9 +182,9 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> Tensor:
+    def backward(saved_ctx: Any, dy: Tensor) -> Tensor:
         # silu(g) = g sig(g);  silu'(g) = sig(g) (1 + g (1 - sig(g)))
-        (gate_up,) = f.saved_tensors
+        (gate_up,) = saved_ctx.saved_tensors
         grad, dy = torch.empty_like(gate_up), dy.contiguous()
         if fits(gate_up, dy):
             size = dy.shape[-1]

@@ -35,7 +35,7 @@ from mpu.comm.overlap import OverlapMethod
 from mpu.comm.overlap_map import OverlapMap
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.param import Placement, cut, parameter
+from mpu.param import Placement, divide, parameter
 
 
 class Recipe:
@@ -169,8 +169,8 @@ class AllGatherMatmul(torch.autograd.Function):
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """dy [s, b, o/t] -> dx, of x's shape.
 
-            Before:  gather x -> dgrad -> wait -> scatter dx -> wait -> wgrad
-            Now:     [gather x | dgrad] -> [scatter dx | wgrad]
+        Before:  gather x -> dgrad -> wait -> scatter dx -> wait -> wgrad
+        Now:     [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
@@ -206,7 +206,7 @@ class RowParallelLinear(_ParallelLinear):
         ctx: LayerContext,
         recipe: Recipe | None = None,
     ) -> None:
-        local = cut(
+        local = divide(
             "tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer"
         )
         place = Placement((out_features, in_features), dim=1, axis=ctx.tp, local_size=local)
@@ -272,7 +272,7 @@ def column_placement(
         local = -(-rows // (pad_to * tp.size)) * pad_to
     else:
         local = sum(
-            cut("tensor-parallel", n, tp, "output features of a column-parallel layer")
+            divide("tensor-parallel", n, tp, "output features of a column-parallel layer")
             for n in sections
         )
     return Placement((sum(sections), width), 0, tp, sections, local)

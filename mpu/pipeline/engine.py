@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.p2p import Outbox, receive, send
 from mpu.comm.transport import Handle, Label
-from mpu.comm.watch import Watch
 from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.grid import Grid
 from mpu.pipeline.schedules import Schedule
@@ -64,11 +64,11 @@ class Engine:
         self,
         grid: Grid,
         queue: WeightGradientQueue,
-        watch: Watch,
+        monitor: FailureMonitor,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.grid, self.queue, self.watch = grid, queue, watch
+        self.grid, self.queue, self.monitor = grid, queue, monitor
         self.dtype, self.device = dtype, device
         self.schedule: Schedule | None = None
         self.spans: list[tuple[str, int, int, float, float]] | None = None
@@ -92,7 +92,7 @@ class Engine:
             turn = _Run(self, schedule, forward, shape, outbox, during)
             for step in steps:
                 turn.do(step, clock)
-            self.watch.action = f"waiting for its last messages to leave{during}"
+            self.monitor.action = f"waiting for its last messages to leave{during}"
         if clock is not None:
             self.spans = clock.spans()
 
@@ -165,7 +165,7 @@ class _Run:
         given = self._take(step) if kind != "W" else None
         name = "BW" if fused else kind
         doing = f"{name} chunk {chunk} micro-batch {i}"
-        self.engine.watch.action = f"{doing} in stage {step.stage}{self.during}"
+        self.engine.monitor.action = f"{doing} in stage {step.stage}{self.during}"
         begin = clock.now() if clock else None
         if kind == "F":
             out = self._forward(step, given)
@@ -217,7 +217,7 @@ class _Run:
         tensor, handle = self.arriving.pop(action)
         source = stage + (-1 if kind == "F" else 1)
         rank = self.engine.grid.pp.ranks[self.schedule.place(source)[0]]
-        self.engine.watch.action = (
+        self.engine.monitor.action = (
             f"waiting for {kind} chunk {chunk} micro-batch {i} from stage {source} (rank {rank}) "
             f"in stage {stage}{self.during}"
         )

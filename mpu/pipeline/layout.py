@@ -223,15 +223,15 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     """Return the layers of each rank: the ends' as told, the rest evenly, each over v chunks."""
     given = [n for n in (first, last) if n is not None]
     between, rest = p - len(given), num_layers - sum(given)
-    told = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
+    asked = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
     if between < 0:
-        raise ValueError(f"{told}: {p} pipeline rank has no two ends")
+        raise ValueError(f"{asked}: {p} pipeline rank has no two ends")
     if rest < 0:
-        raise ValueError(f"{told}: that is more than there are")
+        raise ValueError(f"{asked}: that is more than there are")
     if between == 0 and rest:
-        raise ValueError(f"{told}: no other rank is there to hold the other {rest}")
+        raise ValueError(f"{asked}: no other rank is there to hold the other {rest}")
     if between and rest % between:
-        raise ValueError(f"{told}: the other {rest} do not divide over the other {between} ranks")
+        raise ValueError(f"{asked}: the other {rest} do not divide over the other {between} ranks")
     each = rest // between if between else 0
     ranks = [each] * p
     if first is not None:
@@ -241,7 +241,7 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     for rank, layers in enumerate(ranks):
         if layers % v:
             raise ValueError(
-                f"{told}: the {layers} of pipeline rank {rank} do not divide over its {v} "
+                f"{asked}: the {layers} of pipeline rank {rank} do not divide over its {v} "
                 "virtual stages"
             )
     return ranks
@@ -252,14 +252,14 @@ def _written(layout: str, num_layers: int, stages: int) -> list[int]:
     texts = read_layout(layout)
     if len(texts) != stages:
         raise ValueError(f"it has {len(texts)} stages and {stages} are needed")
-    whole = "".join(texts)
+    chars = "".join(texts)
     for symbol, end, where in (("E", texts[0][:1], "first"), ("L", texts[-1][-1:], "last")):
-        if whole.count(symbol) != 1 or end != symbol:
+        if chars.count(symbol) != 1 or end != symbol:
             raise ValueError(
-                f"{symbol} must be the {where} symbol, and stand once; it has {whole.count(symbol)}"
+                f"{symbol} must be the {where} symbol, and stand once; it has {chars.count(symbol)}"
             )
-    if whole.count("t") != num_layers:
-        raise ValueError(f"it has {whole.count('t')} layers (t) and {num_layers} are needed")
+    if chars.count("t") != num_layers:
+        raise ValueError(f"it has {chars.count('t')} layers (t) and {num_layers} are needed")
     return [text.count("t") for text in texts]
 
 

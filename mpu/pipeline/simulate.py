@@ -243,7 +243,7 @@ def simulate(
     """Time a schedule: each rank does its list in order, and waits for inputs; sends do not wait.
 
     held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
-    without them the peaks count activations, one for each micro-batch of a stage. An F holds
+    without them the peak activations count inputs, one for each micro-batch of a stage. An F holds
     nothing if the schedule has no backward.
     """
     if (held_for_b is None) != (held_for_w is None):
@@ -254,7 +254,9 @@ def simulate(
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
-    peaks = [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
+    peak_activations = [
+        _peak_activations(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))
+    ]
     step = max(ends) - min(begins)
     return Simulation(
         timeline=timeline,
@@ -262,9 +264,9 @@ def simulate(
         bubble=step - max(busy),
         busy=tuple(busy),
         idle=tuple(e - b - w for b, e, w in zip(begins, ends, busy, strict=True)),
-        peak_for_b=tuple(p[0] for p in peaks),
-        peak_for_w=tuple(p[1] for p in peaks),
-        peak=tuple(p[2] for p in peaks),
+        peak_for_b=tuple(p[0] for p in peak_activations),
+        peak_for_w=tuple(p[1] for p in peak_activations),
+        peak=tuple(p[2] for p in peak_activations),
     )
 
 
@@ -297,7 +299,7 @@ def _time(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(mine) for mine in spans)
 
 
-def _peaks(
+def _peak_activations(
     schedule: Schedule, rank: int, for_b: Sequence[float], for_w: Sequence[float]
 ) -> tuple[float, float, float]:
     """Return the most that a rank holds for its B's, for its W's, and for both at once."""

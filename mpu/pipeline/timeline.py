@@ -78,15 +78,17 @@ def summary(ranks: Sequence[Sequence[Span]]) -> Summary:
     boxes = [box for rank in ranks for box in rank]
     step = max(box.end for box in boxes) - min(box.begin for box in boxes)
     busy = tuple(sum(box.end - box.begin for box in rank) for rank in ranks)
-    curves = [held(rank) for rank in ranks]
+    activations_over_time = [held(rank) for rank in ranks]
     return Summary(
         step=step,
         bubble=step - max(busy),
         busy=busy,
         idle=tuple(1 - work / step for work in busy),
-        peak_for_b=tuple(max(point.for_b for point in curve) for curve in curves),
-        peak_for_w=tuple(max(point.for_w for point in curve) for curve in curves),
-        peak=tuple(max(point.for_b + point.for_w for point in curve) for curve in curves),
+        peak_for_b=tuple(max(point.for_b for point in curve) for curve in activations_over_time),
+        peak_for_w=tuple(max(point.for_w for point in curve) for curve in activations_over_time),
+        peak=tuple(
+            max(point.for_b + point.for_w for point in curve) for curve in activations_over_time
+        ),
     )
 
 

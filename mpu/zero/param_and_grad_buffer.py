@@ -40,12 +40,12 @@ class ParamAndGradBuffer(GradientSink):
         self, grid: Grid, dtype: torch.dtype = torch.float32, config: ZeroConfig | None = None
     ) -> None:
         super().__init__(dtype)
-        self.grid, self.shard = grid, grid.shard
+        self.grid, self.shard = grid, grid.dp_cp_shard
         self.config = config = config or ZeroConfig()
         self.zero_stage = stage = config.zero_stage if self.shard.size > 1 else 0
         self.each = config.reduce_each_micro_batch and stage >= 2
         main, wire = config.main_grads_dtype or dtype, config.grad_reduce_dtype
-        self.reduction = Reduction(stage, grid.shard, grid.replica, dtype, main, wire)
+        self.reduction = Reduction(stage, grid.dp_cp_shard, grid.dp_cp_replicate, dtype, main, wire)
         self.buckets: list[ParamAndGradBucket] = []
         self.live = LiveBytes()  # of whole gradients, at stages 2 and 3
         self.gatherer: Gatherer | None = None
@@ -82,7 +82,7 @@ class ParamAndGradBuffer(GradientSink):
             device = next(iter(params.values())).device
             every = gather_bytes(own, self.grid.pp, device)
             self.bucket_size = automatic_size(max(map(int, every)))
-        ranks, by_block = self.grid.data.size, self.zero_stage == 3
+        ranks, by_block = self.grid.dp_cp.size, self.zero_stage == 3
         for layout in make_buckets(entries, self.bucket_size, ranks, by_block):
             held = [params[name] for name, _, _ in layout.params]
             bucket = ParamAndGradBucket(

@@ -77,17 +77,17 @@ PAUSE = 0.5
 SHORT = 20_000  # bytes
 
 
-class Planted:
+class Injected:
     """A fault that waits for its moment in this rank. folder: the job's, with every pid.R."""
 
     def __init__(self, fault: dict[str, Any], folder: Path) -> None:
         self.fault, self.folder = fault, folder
         self.left, self.saves = fault["call"], 0
-        self.watch: Any = None
+        self.monitor: Any = None
 
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
-        action = self.watch.action if self.watch else ""
+        action = self.monitor.action if self.monitor else ""
         last = action.rpartition(" iteration ")[2]
         if "during" in self.fault and action != self.fault["during"]:
             return False
@@ -186,27 +186,27 @@ def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def plant(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
+def inject(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
     """Put the faults in their places, those of this rank."""
     here = int(os.environ["RANK"])
     for fault in [faults] if isinstance(faults, dict) else faults:
         if fault["rank"] in (-1, here):
-            _plant(Planted(fault, folder))
+            _inject(Injected(fault, folder))
 
 
-def _plant(planted: Planted) -> None:
-    enter = pretrain_llama.Watch.__enter__
+def _inject(injected: Injected) -> None:
+    enter = pretrain_llama.FailureMonitor.__enter__
 
-    def entered(watch: Any) -> Any:
-        planted.watch = watch
-        return enter(watch)
+    def entered(monitor: Any) -> Any:
+        injected.monitor = monitor
+        return enter(monitor)
 
-    pretrain_llama.Watch.__enter__ = entered
-    point = planted.fault["point"]
-    if "save" in planted.fault or point.startswith("save: "):  # the hook counts saves, too
+    pretrain_llama.FailureMonitor.__enter__ = entered
+    point = injected.fault["point"]
+    if "save" in injected.fault or point.startswith("save: "):  # the hook counts saves, too
         defaults, phase = saving.save.__kwdefaults__, point.removeprefix("save: ")
-        defaults["hook"] = planted.hook(phase, defaults["hook"])
-        retain.prune.__defaults__ = (planted.hook(phase, *retain.prune.__defaults__),)
+        defaults["hook"] = injected.hook(phase, defaults["hook"])
+        retain.prune.__defaults__ = (injected.hook(phase, *retain.prune.__defaults__),)
     if point in POINTS:
         owner, name = POINTS[point]
-        setattr(owner, name, planted.wrap(getattr(owner, name)))
+        setattr(owner, name, injected.wrap(getattr(owner, name)))

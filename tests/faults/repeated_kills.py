@@ -55,7 +55,7 @@ class Kill:
 
 
 def draw(seed: int, kills: int, steps: int, ranks: int, flags: str = "") -> list[Kill]:
-    """Draw the kills of a storm, in the order of their steps, all of them before the last step.
+    """Draw the kills of a run, in the order of their steps, all of them before the last step.
 
     flags: of the run; what only some of them lead through is drawn for these alone.
     """
@@ -83,7 +83,7 @@ def draw(seed: int, kills: int, steps: int, ranks: int, flags: str = "") -> list
 
 @dataclass
 class Report:
-    """What a storm cost. Times in seconds; a start is a fork here, so add what importing takes."""
+    """The cost of the kills, in seconds; a start is a fork here, so add what importing takes."""
 
     kills: int = 0
     recoveries: list[float] = field(default_factory=list)  # from a kill to the first new step done
@@ -120,7 +120,7 @@ class Log:
         return new
 
 
-class Storm:
+class RepeatedKills:
     """Kills one run, `command` for Ranks.start, in one folder."""
 
     def __init__(self, ranks: Ranks, command: dict[str, Any], kills: list[Kill]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are killed, stopped, broken or told to stop, anywhere in a step, in real runs.
 
-tests/run_ranks.py starts the ranks and plants the faults. The short form makes a few of each kind,
+tests/run_ranks.py starts the ranks and injects the faults. The short form makes a few of each kind,
 the long form every place and rank. test_pipeline_failures.py has the stages of a pipeline,
 test_torchrun.py what a launcher adds.
 """
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_by_all_others(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_by_all_others(ranks: Ranks, rank: int) -> None:
     """Nothing breaks, nothing moves: only the missing beats tell."""
-    result = ranks.run(2, 2, fault("backward", rank, "stop"), watch={"silence": 4.0})
+    result = ranks.run(2, 2, fault("backward", rank, "stop"), monitor={"silence": 4.0})
     check_blame(result, rank, "no sign of life")
 
 
@@ -123,8 +123,8 @@ def test_a_save_that_fails_on_one_rank_ends_the_run_only_if_it_is_the_last(
 def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the_bit(
     ranks: Ranks, world: int, tp: int, how: str, rank: int
 ) -> None:
-    whole = ranks.run(world, tp)
-    assert whole.codes == [0] * world
+    undisturbed = ranks.run(world, tp)
+    assert undisturbed.codes == [0] * world
     stopped = ranks.run(world, tp, fault("backward", rank, how))
     assert stopped.codes == [os.EX_TEMPFAIL] * world, stopped.said(0)
     (last,) = stopped.saved()[-1:]
@@ -138,8 +138,8 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the
     assert "Traceback" not in "".join(stopped.said(r) for r in range(world))
     resumed = ranks.run(world, tp, folder=stopped.folder)
     assert resumed.codes == [0] * world, resumed.said(0)
-    assert weights(resumed) == weights(whole)
-    assert set(whole.losses()) == set(resumed.losses())
+    assert weights(resumed) == weights(undisturbed)
+    assert set(undisturbed.losses()) == set(resumed.losses())
 
 
 def test_time_is_up_for_all_when_it_is_for_one(ranks: Ranks) -> None:

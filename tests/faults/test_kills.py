@@ -110,7 +110,7 @@ def fault_of(place: str, victim: int) -> dict[str, Any]:
 def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_bit(
     ranks: Ranks, oracle: Any, layout: str, place: str, victim: int
 ) -> None:
-    whole = oracle(layout)
+    undisturbed = oracle(layout)
     killed = run(ranks, layout, fault_of(place, victim))
     if victim == ALL:
         assert set(killed.codes) == {-signal.SIGKILL}, "the fault was never reached"
@@ -131,21 +131,21 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_bit(
     assert set(resumed.codes) == {0}, resumed.said(0)
     loaded = re.findall(r"^loaded (\S+): at iteration", resumed.said(0, "out"), re.M)
     assert loaded == [str(killed.folder / "saved" / name) for name in committed[-1:]]
-    assert weights(resumed) == weights(whole)
-    assert set(resumed.losses()) == set(whole.losses())
+    assert weights(resumed) == weights(undisturbed)
+    assert set(resumed.losses()) == set(undisturbed.losses())
     assert [name for name in resumed.saved() if "." in name] == [], "the rubbish is gone"
-    assert resumed.saved() == whole.saved()
+    assert resumed.saved() == undisturbed.saved()
 
 
 @pytest.mark.prove
 def test_a_run_killed_in_its_first_save_begins_again(ranks: Ranks, oracle: Any) -> None:
     layout = "dp, in the background"
-    whole = oracle(layout)
+    undisturbed = oracle(layout)
     fault = {"point": "save: shards", "call": 1, "save": 1, "rank": 0, "how": "kill all"}
     killed = run(ranks, layout, fault)
     assert set(killed.codes) == {-signal.SIGKILL} and [n for n in killed.saved() if "." in n]
     resumed = run(ranks, layout, folder=killed.folder)
     assert set(resumed.codes) == {0}, resumed.said(0)
     assert "no checkpoint there; starting fresh" in resumed.said(0, "out")
-    assert weights(resumed) == weights(whole) and resumed.saved() == whole.saved()
-    assert set(resumed.losses()) == set(whole.losses())
+    assert weights(resumed) == weights(undisturbed) and resumed.saved() == undisturbed.saved()
+    assert set(resumed.losses()) == set(undisturbed.losses())

@@ -56,7 +56,7 @@ def test_a_stopped_stage_is_named_by_all_others(
 ) -> None:
     pp, tp, flags = pipeline
     how = fault(point, rank, "stop")
-    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, watch=PATIENCE)
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, monitor=PATIENCE)
     check_blame(result, rank, "no sign of life")
 
 
@@ -115,13 +115,13 @@ def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
     pp, tp, flags = pipeline
     how = {"point": point, "rank": victim, "call": call, "how": "stall"}
     began = time.monotonic()
-    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, timeout=TIMEOUT, watch=PATIENCE)
+    result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, timeout=TIMEOUT, monitor=PATIENCE)
     assert result.codes == [1] * pp * tp and time.monotonic() - began < LIMIT
-    told = [result.said(rank).splitlines()[-1] for rank in range(pp * tp)]
-    for rank, last in enumerate(told):
+    last_lines = [result.said(rank).splitlines()[-1] for rank in range(pp * tp)]
+    for rank, last in enumerate(last_lines):
         assert last.startswith(f"[rank {rank}] stopping"), last
         assert first in last and stuck in last and re.search(GIVEN_UP, last), last
-        assert last.partition(" failed first ")[2] == told[0].partition(" failed first ")[2]
+        assert last.partition(" failed first ")[2] == last_lines[0].partition(" failed first ")[2]
 
 
 @LATER
@@ -130,11 +130,11 @@ def test_a_signal_stops_all_stages_after_the_same_step_and_the_run_goes_on_to_th
     ranks: Ranks, pipeline: tuple[int, int, str], how: str, rank: int
 ) -> None:
     pp, tp, flags = pipeline
-    whole = ranks.run(pp * tp, tp, pp=pp, flags=flags)
+    undisturbed = ranks.run(pp * tp, tp, pp=pp, flags=flags)
     stopped = ranks.run(pp * tp, tp, fault("send", rank, how), pp=pp, flags=flags)
-    assert (whole.codes, stopped.codes) == ([0] * pp * tp, [75] * pp * tp), stopped.said(0)
+    assert (undisturbed.codes, stopped.codes) == ([0] * pp * tp, [75] * pp * tp), stopped.said(0)
     assert re.search(r"stopped by .* after iteration [12] of", stopped.said(0, "out"))
     resumed = ranks.run(pp * tp, tp, pp=pp, flags=flags, folder=stopped.folder)
     assert resumed.codes == [0] * pp * tp, resumed.said(0)
-    assert weights(resumed) == weights(whole)
-    assert set(whole.losses()) == set(resumed.losses())
+    assert weights(resumed) == weights(undisturbed)
+    assert set(undisturbed.losses()) == set(resumed.losses())

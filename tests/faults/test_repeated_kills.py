@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storm of kills over one run ends with what a run has that nobody disturbed, to the bit.
+"""Repeated kills of one run end with what a run has that nobody disturbed, to the bit.
 
-`pytest tests/faults/test_repeated_kills.py -m prove -s` prints what the long storms, of 50 kills
+`pytest tests/faults/test_repeated_kills.py -m prove -s` prints what the long runs, of 50 kills
 each, cost.
 """
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.faults.repeated_kills import Storm, draw
+from tests.faults.repeated_kills import RepeatedKills, draw
 from tests.faults.small_run import Ranks, weights
 from tests.launcher import Launcher, Result
 
 BASE = "--eval-interval 50 --save-interval 4 --train-iters"
 ZERO = "--zero-stage 2 --overlap-grad-reduce --ddp-bucket-size 20000"
 BEHIND = "--async-save --keep-last-k 2"
-STORMS = {  # name: (ranks, tp, pp, flags)
+RUNS = {  # name: (ranks, tp, pp, flags)
     "dp 2, zero 2": (2, 1, 1, ZERO),
     "dp 2, zero 2, saves behind the training, two kept": (2, 1, 1, f"{ZERO} {BEHIND}"),
     "tp 2, two kept": (2, 2, 1, "--keep-last-k 2"),
@@ -37,24 +37,24 @@ def state(result: Result, step: int) -> dict[str, Any]:
     "name, kills, steps, seed",
     [
         ("dp 2, zero 2, saves behind the training, two kept", 2, 16, 1),
-        *((name, 50, 200, 2) for name in STORMS),
+        *((name, 50, 200, 2) for name in RUNS),
     ],
 )
-def test_a_storm_of_kills_ends_like_a_run_that_nobody_disturbed(
+def test_repeated_kills_end_like_a_run_that_nobody_disturbed(
     launcher: Launcher, name: str, kills: int, steps: int, seed: int
 ) -> None:
     ranks = Ranks(launcher)
-    count, tp, pp, flags = STORMS[name]
+    count, tp, pp, flags = RUNS[name]
     command = dict(ranks=count, tp=tp, pp=pp, flags=f"{flags} {BASE} {steps}")
     oracle = ranks.run(**command)
     assert set(oracle.codes) == {0}, oracle.said(0)
 
     drawn = draw(seed, kills, steps, count, flags + " --pipeline" * (pp > 1))
-    storm = Storm(ranks, command, drawn)
-    report = storm.run()
+    kills_of_one_run = RepeatedKills(ranks, command, drawn)
+    report = kills_of_one_run.run()
     report.useful = sum(row.get("step_seconds", 0.0) for row in oracle.rows())
     print(f"\n{name}, {steps} steps, a save every 4, seed {seed}: {report}")
-    ended = storm.result
+    ended = kills_of_one_run.result
     assert set(ended.codes) == {0}, ended.said(0)
     assert report.kills == kills
     assert weights(ended, steps) == weights(oracle, steps)

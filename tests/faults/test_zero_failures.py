@@ -13,7 +13,7 @@ import torch
 
 import pretrain_llama
 from model.llama import parameter_group
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from tests.faults.small_run import STEPS, Ranks, check_blame, fault_during
 from tests.launcher import Launcher, Result
 from tests.model.twin import config_of, micro_batches
@@ -70,10 +70,10 @@ def test_a_killed_rank_is_named_with_what_it_was_doing(
     doing, point, call, _, more = PLACES[place]
     fault = fault_during(doing, point, victim, "kill", call)
     flags = f"{FLAGS} --zero-stage {level}{more}"
-    result = ranks.run(count, 1, fault, flags=flags, watch=HEARD)
+    result = ranks.run(count, 1, fault, flags=flags, monitor=HEARD)
     assert result.codes[victim] == -signal.SIGKILL, "the fault was never reached"
     check_blame(result, victim, "the process died (killed?)")
-    for survivor in set(range(count)) - {victim} if victim else ():  # rank 0 had the channel's hub
+    for survivor in set(range(count)) - {victim} if victim else ():  # rank 0 had the coordinator
         assert result.said(survivor).splitlines()[-1].endswith(f" s before: {doing}")
     assert max(result.ended) - result.ended[victim] < SOON
 
@@ -135,14 +135,14 @@ def state(run: pretrain_llama.Run) -> list[torch.Tensor]:
 def train(comm: Any, case: dict, steps: list[int], spoil: Any = None, value: float = 0) -> dict:
     """Take the steps; in step BAD spoil something on the last rank."""
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
-    run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
     if case.get("offload"):  # on a CPU the flag alone does nothing
         how = dict(clip=case["clip"], cpu_offload=True)
         run.optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, parameter_group, **how)
     found, kept = [], True
     for step in steps:
         before, updates = state(run), run.optimizer.steps
-        last = grid.shard.rank == grid.shard.size - 1 or not case["zero"]
+        last = grid.dp_cp_shard.rank == grid.dp_cp_shard.size - 1 or not case["zero"]
         if step == BAD and (spoil is spoil_sum and last or comm.rank == comm.size - 1):
             spoil(run, value)
         _, _, found_inf = pretrain_llama.train_step(
@@ -196,8 +196,8 @@ def test_a_step_with_a_nan_in_one_rank_is_as_if_it_had_never_been(
     for way in ways:
         case = SIZES | dict(tp=1, dtype="float32") | way | more
         case["dp"] = size // case["tp"] // case.get("pp", 1)
-        for told in world(size).run(train_spoilt, case, places):
-            assert told == [([0.0, 0.0, 1.0, 0.0], True, 3, True)] * len(places), case
+        for outcomes in world(size).run(train_spoilt, case, places):
+            assert outcomes == [([0.0, 0.0, 1.0, 0.0], True, 3, True)] * len(places), case
 
 
 def run_spoilt(
@@ -216,9 +216,11 @@ def run_spoilt(
 def test_a_nan_stops_the_run_one_step_later(ranks: Ranks, level: int, count: int, how: str) -> None:
     result = run_spoilt(ranks, level, "stop", how, count, " --save-interval 2")
     assert result.codes == [1] * count
-    told = "the gradient norm was not finite at iteration 3: that update was skipped on every rank"
+    message = (
+        "the gradient norm was not finite at iteration 3: that update was skipped on every rank"
+    )
     for rank in range(count):
-        assert result.said(rank).splitlines() == [f"pretrain_llama.py: {told}"]
+        assert result.said(rank).splitlines() == [f"pretrain_llama.py: {message}"]
     steps = [row["iteration"] for row in result.rows() if "loss" in row]
     assert steps == [1, 2, 3, 4] and result.saved() == ["step_00000002"]
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.context import LayerContext
 from mpu.pipeline.engine import Engine
 from mpu.zero.layout import ZeroConfig
@@ -118,9 +118,11 @@ def build_fork(
     for names in sink.fill():
         model.initialize(seed, names)
     optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
-    device, watch = torch.device("cpu"), Watch()
-    engine = Engine(grid, ctx.queue, watch, ctx.dtype, device)
-    return alpaca, pretrain_llama.Run(settings, grid, device, model, engine, sink, optimizer, watch)
+    device, monitor = torch.device("cpu"), FailureMonitor()
+    engine = Engine(grid, ctx.queue, monitor, ctx.dtype, device)
+    return alpaca, pretrain_llama.Run(
+        settings, grid, device, model, engine, sink, optimizer, monitor
+    )
 
 
 def train(run: pretrain_llama.Run, steps: int) -> list[float]:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import pretrain_llama
 from model.llama import hf_names, parameter_group
 from mpu.comm.collectives import all_gather
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import METHODS, OverlapMap
-from mpu.comm.watch import Watch
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
 from mpu.param import placement_of, unique_parameters
@@ -97,10 +97,10 @@ def global_batch(
 def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
     """Cut the global batch as the loader does: micro-batch k of rank r is rows (k D + r) b on."""
     dp, m, rows = case["dp"], case["m"], case.get("rows", ROWS)
-    b, whole, made = rows // (dp * m), global_batch(step, case.get("masks", False), rows), []
+    b, batch, made = rows // (dp * m), global_batch(step, case.get("masks", False), rows), []
     for k in range(m):
         first = (k * dp + dp_rank) * b
-        part = {n: None if t is None else t[first : first + b] for n, t in whole.items()}
+        part = {n: None if t is None else t[first : first + b] for n, t in batch.items()}
         count = b * S if part["loss_mask"] is None else int(part["loss_mask"].sum())
         made.append(Batch(**part, first_sample=first, token_count=count))
     return made
@@ -111,7 +111,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     config = config_of(case)
     instances, memory = case.get("instances", 1), case.get("memory", True)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
         ways = itertools.cycle(METHODS if memory else ("ring", "none"))
         choices: dict[str, str] = {}
@@ -135,18 +135,18 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         losses.append(loss.item())
         norms.append(norm.item())
     run.sink.wait_for_weights()
-    whole, sums = gathered(run.sink, "param_shard"), gathered(run.sink, "grad_shard")
+    gathered_weights, sums = gathered(run.sink, "param_shard"), gathered(run.sink, "grad_shard")
     for bucket in run.sink.buckets:
         for name, param, _ in bucket.params:
             if bucket.weights is not None:
-                assert torch.equal(param, whole[name]), "the weights were not gathered"
+                assert torch.equal(param, gathered_weights[name]), "the weights were not gathered"
     grads, names = [], hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"
         for piece in placement_of(param).pieces(names[name]):
             local = sums[name].narrow(piece.dim, piece.local, piece.size)
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
-    weights = {n: w.float().numpy() for n, w in whole.items()}
+    weights = {n: w.float().numpy() for n, w in gathered_weights.items()}
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
 
 
@@ -172,7 +172,7 @@ class Twin:
     def __init__(self, tied: bool, layers: int = SIZES["num_layers"], rows: int = ROWS) -> None:
         case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers)
         self.layers, self.rows = layers, rows
-        run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), Watch())
+        run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
         names, self.w = hf_names(run.model), {}
         for name, param in unique_parameters(run.model):  # the initial weights only
             for piece in placement_of(param).pieces(names[name]):

@@ -13,19 +13,19 @@ def test_eight_ranks_of_the_docstring():
     assert {g.tp.ranks for g in grids} == {(0, 1), (2, 3), (4, 5), (6, 7)}
     assert {g.dp.ranks for g in grids} == {(0, 2), (1, 3), (4, 6), (5, 7)}
     assert {g.pp.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
-    assert {g.ends.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert {g.embd.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
     assert all(g.world.ranks == tuple(range(8)) for g in grids)
     assert all(
         axis.ranks[axis.rank] == g.rank
         for g in grids
-        for axis in (g.tp, g.dp, g.pp, g.data, g.ends)
+        for axis in (g.tp, g.dp, g.pp, g.dp_cp, g.embd)
     )
 
 
 def test_the_ends_of_a_pipeline_are_its_first_and_last_rank():
     grids = [Grid(8, 2, 1, 4, Launch(r, 8)) for r in range(8)]
-    assert [g.ends.ranks for g in grids] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
-    assert [g.ends.rank for g in grids] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert [g.embd.ranks for g in grids] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
+    assert [g.embd.rank for g in grids] == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

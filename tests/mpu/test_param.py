@@ -12,7 +12,7 @@ from torch import nn
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred, use
 from mpu.layers.linear import Recipe
-from mpu.param import Placement, cut, draw_normal, parameter, placement_of
+from mpu.param import Placement, divide, draw_normal, parameter, placement_of
 
 
 def axis(rank: int, size: int) -> Axis:
@@ -60,13 +60,13 @@ def test_initial_weights_do_not_depend_on_the_layout(kind):
             found[p.name] = (p, param.detach().narrow(p.dim, p.local, p.size))
         return found
 
-    whole = drawn(0, 1)
+    by_name = drawn(0, 1)
     for size in (2, 4):
         for rank in range(size):
             for name, (piece, local) in drawn(rank, size).items():
-                full = whole[name][1]
+                full = by_name[name][1]
                 assert torch.equal(local, full.narrow(piece.dim, piece.start, piece.size))
-    values = torch.cat([v.flatten() for _, v in whole.values()])
+    values = torch.cat([v.flatten() for _, v in by_name.values()])
     assert 0.3 < values.std() < 0.7 and values.unique().numel() == values.numel()
 
 
@@ -85,7 +85,7 @@ def test_large_weights_are_drawn_by_blocks(monkeypatch):
 
 def test_a_size_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"heads \(7\) must be a multiple of the .* size \(2\)"):
-        cut("tensor-parallel", 7, axis(0, 2), "heads")
+        divide("tensor-parallel", 7, axis(0, 2), "heads")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -68,7 +68,7 @@ def write(folder, schedule, steps=(7,), slower=1.0, **other):
     folder.mkdir(exist_ok=True)
     ran = rows(simulate(schedule, costs_of(schedule)).timeline, schedule)
     for rank, boxes in enumerate(ran):
-        told = {
+        record = {
             "schedule": schedule.name,
             "chunks": schedule.chunks,
             "v_shape": schedule.v_shape,
@@ -83,7 +83,7 @@ def write(folder, schedule, steps=(7,), slower=1.0, **other):
                 for k, step in enumerate(steps)
             ],
         }
-        (folder / f"pipeline_rank{rank}.json").write_text(json.dumps({**told, **other}))
+        (folder / f"pipeline_rank{rank}.json").write_text(json.dumps({**record, **other}))
     return folder
 
 

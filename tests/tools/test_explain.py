@@ -89,7 +89,7 @@ def test_the_document_counts_the_messages(world, pp, tp, dp, schedule, rest):
     build = schedule_of(tiny(tp, dp, pp, schedule=schedule, **rest), results[0][3]["m"])
     once = build.stages - 1 - build.v_shape  # the turn of a V stays on its rank
     assert sent == taken == 2 * build.micro_batches * once * tp * dp
-    ends = [counted for counted, *_ in results if ("ends", "all_gather") in counted]
+    ends = [counted for counted, *_ in results if ("embd", "all_gather") in counted]
     assert len(ends) == (2 * tp * dp if rest.get("tied") and not build.v_shape else 0)
 
 
@@ -127,7 +127,7 @@ def test_deferred_weight_gradients_are_told_apart(world):
     text = world(4).run(run_pipeline, 2, 2, 1, "zb-h1", {"tied": True})[0][2]
     assert re.search(r"\d  wgrad     layers\.0\.mlp\.down +all_gather +tp of 2", text)
     assert re.search(r"needs stage 1's gradient 0, message \d+", text)
-    assert re.search(r"grad sum  bucket \d +reduce_scatter ends of 2", text)
+    assert re.search(r"grad sum  bucket \d +reduce_scatter embd of 2", text)
     assert "--- W chunk 0 micro-batch 1 in stage 0" in text
 
 
@@ -162,7 +162,7 @@ def test_phases_and_buckets(world):
     text = world(4).run(run, 2, 2, {"more": FULL})[0][2]
     assert re.search(r"recompute layers\.1\.mlp\.gate_up +all_gather", text)
     assert re.search(r"backward  embedding +all_gather .*embedding\.py:\d+ \(backward\)", text)
-    assert re.search(r"grad sum  bucket 0 +reduce_scatter data of 2 .* async +mpu/zero", text)
+    assert re.search(r"grad sum  bucket 0 +reduce_scatter dp_cp of 2 .* async +mpu/zero", text)
     assert re.search(r"norm      optimizer +all_gather +tp of 2", text)
     assert "needs autograd's add of the gradients of two branches" in text
     backward = text.index("--- BW chunk 0 micro-batch 0 ")
@@ -186,9 +186,9 @@ def test_the_document_tells_what_the_schedules_cost():
     """The last columns of the table of schedules, against the simulator and the plan."""
     lines = PIPELINE.read_text().splitlines()
     rows = [re.split(r" *\| *", line.strip("| ")) for line in lines if "](schedules/" in line]
-    told = {re.sub(r"\[(.+)\].*", r"\1", row[0]): row for row in rows if len(row) == 8}
-    assert tuple(told) == NAMES
-    for name, (_, v, *_, share, held, messages) in told.items():
+    row_of = {re.sub(r"\[(.+)\].*", r"\1", row[0]): row for row in rows if len(row) == 8}
+    assert tuple(row_of) == NAMES
+    for name, (_, v, *_, share, held, messages) in row_of.items():
         schedule = build(name, 4, 8, int(v))
         one = [1 / int(v)] * schedule.stages
         ran = simulate(schedule, Costs(one, one, one))

@@ -90,7 +90,7 @@ def test_the_document_counts_what_is_sent_in_more_layouts(world, ranks, tp, pp, 
     check(world, ranks, tp, pp, rest)
 
 
-def told(world, zero, **rest):
+def explained(world, zero, **rest):
     """Return rank 0's story: of each collective its line, and what is said of it."""
     text = world(2).run(run, 1, 1, {"zero": zero, **rest})[0][1]
     parts = re.split(r"\n(?= ..  \w| {5}update )", text)
@@ -98,7 +98,7 @@ def told(world, zero, **rest):
 
 
 def test_a_reader_sees_what_each_sum_leaves_before(world):
-    text, events = told(world, 2)
+    text, events = explained(world, 2)
     sums = [event for event in events if "reduce_scatter" in event]
     assert len(sums) == 5 and "bucket 0: head; 32,768 numbers, rank 0 of 2 owns [0, 16,384)" in text
     head = line_of("mpu/layers/linear.py", "sink.register_grad_ready(self.weight)")
@@ -114,7 +114,7 @@ def test_a_reader_sees_what_each_sum_leaves_before(world):
 
 
 def test_a_reader_sees_new_weights_wait_for_their_use(world):
-    text, events = told(world, 1)
+    text, events = explained(world, 1)
     gathers = [event for event in events if event.startswith("update")]
     begin, first = text.index("on their way since the update"), text.index("BW chunk 0")
     assert begin < text.index("  update ") < first, "they come before the first micro-batch"
@@ -127,7 +127,7 @@ def test_a_reader_sees_new_weights_wait_for_their_use(world):
 
 
 def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
-    text, events = told(world, 3, layers=3)
+    text, events = explained(world, 3, layers=3)
     gathers = [event for event in events if "gather bucket" in event]
     order = [re.search(r"bucket (\d)", event)[1] for event in gathers]
     assert order == list("4321023"), "to the head and back; bucket 1 stays whole at the turn"
@@ -137,7 +137,7 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
     assert "asked for by layers.1.mlp.down" in gathers[-1]
     assert all(event.count("whole beside it") == 1 for event in gathers)
     assert "bucket 1: the 6 weights of layers.2; 45,056 numbers, rank 0 of 2 owns" in text
-    _, events = told(world, 3, layers=3, ahead=False)
+    _, events = explained(world, 3, layers=3, ahead=False)
     gathers = [event for event in events if "gather bucket" in event]
     assert len(gathers) == 2 * 3 + 2 and all("nothing ran meanwhile" in event for event in gathers)
     assert all("whole beside it: nothing" in event for event in gathers)

@@ -64,12 +64,12 @@ def test_the_cache_changes_nothing() -> None:
     assert generate(model, PROMPT, max_new_tokens=40, temperature=0) == [wanted]
     caches: list[list[torch.Tensor]] = [[], []]
     with torch.no_grad():
-        whole = model(torch.tensor([PROMPT]))
+        at_once = model(torch.tensor([PROMPT]))
         parts = [
             model.decode(torch.tensor([PROMPT[a:b]]), a, caches)
             for a, b in ((0, 3), (3, 4), (4, 6))
         ]
-    assert (torch.cat(parts) - whole).abs().max() < 1e-5
+    assert (torch.cat(parts) - at_once).abs().max() < 1e-5
 
 
 def sample_in(comm: Any, root: str, temperature: float) -> list[list[int]]:

@@ -56,8 +56,8 @@ def test_code_costs_few_tokens_and_its_indentation_one(processor):
 
 
 def test_a_prompt_that_ends_in_a_space_is_a_prefix_of_its_continuation(processor):
-    prompt, whole = processor.encode("def "), processor.encode("def method_1(self")
-    assert whole[: len(prompt)] == prompt
+    prompt, continued = processor.encode("def "), processor.encode("def method_1(self")
+    assert continued[: len(prompt)] == prompt
 
 
 def test_a_small_text_gets_a_smaller_vocabulary(tmp_path):

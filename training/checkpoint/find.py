@@ -126,7 +126,7 @@ def _verified(
             # and what is kept beside the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
-        first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.data.rank
+        first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.dp_cp.rank
         names = [piece.name for piece in pieces] if first else []
         return bits, names, checkpoint.manifest.get("digest", "")
 

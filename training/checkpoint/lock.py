@@ -39,15 +39,15 @@ class DirectoryLock:
         self._path = root / NAME
         self._new = not self._path.exists()
         self._fd = os.open(self._path, flags, 0o600)
-        until, told = time.monotonic() + patience, False
+        until, noted = time.monotonic() + patience, False
         while (failed := self._try()) in HELD:
             who = f"{root} is being written by another run: {_told(os.pread(self._fd, 1000, 0))}"
             if time.monotonic() > until:
                 self.close()
                 raise SaveError(who)
-            if not told:
+            if not noted:
                 note(f"{who}; waiting for its end")
-            told = True
+            noted = True
             time.sleep(min(1.0, patience / 2))
         if failed is not None and failed not in WITHOUT:
             self.close()

@@ -78,7 +78,7 @@ def parameter_pieces(
     return [
         piece
         for name, param in parameters
-        for piece in _cut(param, param.detach(), names[name], "", grid.data)
+        for piece in _cut(param, param.detach(), names[name], "", grid.dp_cp)
     ]
 
 
@@ -101,7 +101,7 @@ def state_pieces(
         assert kind in ("", *KINDS), kind
         param, suffix = by_name[name], f".{kind}" if kind else ""
         for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
-            found += _cut(param, part, names[name], suffix, holders or grid.data, (row, column))
+            found += _cut(param, part, names[name], suffix, holders or grid.dp_cp, (row, column))
     return found
 
 

@@ -56,10 +56,10 @@ def from_checkpoint(
                     f"{value}; leave {name} out"
                 )
         return {**taken, **given}
-    told = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
-        f"--pretrained-checkpoint must hold one ({told})"
+        f"--pretrained-checkpoint must hold one ({looked_in})"
     )
 
 
@@ -103,8 +103,8 @@ def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
             if (found.directory / name).exists():
                 with open_plain(found.directory / name) as opened:
                     heads[name] = opened.read(1000)
-        told = tokenizer_of(heads)
-        return told.get("tokenizer_type"), told.get("tokenizer_model")
+        tokenizer = tokenizer_of(heads)
+        return tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
     kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
     if file is None or file not in found.manifest["files"]:
         return kind, None  # it lies elsewhere: --tokenizer-model must say where

@@ -76,7 +76,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
     groups = {
         section: parser.add_argument_group(heading) for section, heading in table.headings().items()
     }
-    for flag in table.table().values():
+    for flag in table.known_flags().values():
         if flag.kind == table.REFUSED_KIND:
             continue
         target = groups[flag.group] if flag.kind == table.LIVE_KIND else parser
@@ -93,7 +93,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
 
 
 def _epilog() -> str:
-    kinds = [flag.kind for flag in table.table().values()]
+    kinds = [flag.kind for flag in table.known_flags().values()]
     return (
         f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
         f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
@@ -120,7 +120,7 @@ def _read(
 ) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
     """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
     parser = build_parser(extra)
-    known = set(table.table())
+    known = set(table.known_flags())
     own_names = set(parser._option_string_actions) - known
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
@@ -133,7 +133,7 @@ def _read(
     notes: list[str] = []
     own: list[tuple[str, Any]] = []
     for name, text in vars(found).items():
-        flag = table.table().get(name)
+        flag = table.known_flags().get(name)
         if flag is None:
             own.append((name, text))
         elif flag.kind == table.LIVE_KIND:
@@ -149,7 +149,7 @@ def _expand(token: str, own_names: set[str]) -> list[str]:
     name, equals, value = token.partition("=")
     if not token.startswith("--") or name in own_names or name == "--help":
         return [token]
-    flag = table.table().get(name)
+    flag = table.known_flags().get(name)
     if flag is None:
         raise UsageError(f"{name} is not a flag of this program; {table.suggest(name)}")
     if flag.kind == table.REFUSED_KIND:
@@ -180,7 +180,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.told:
+    if flag.printed:
         notes.append(f"{flag.name}: {flag.text}")
 
 
@@ -198,7 +198,7 @@ def _assemble(
     """Sort the values into the dataclasses and fill what depends on more than one flag."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in given.items():
-        flag = table.table()[name]
+        flag = table.known_flags()[name]
         if flag.kind == table.LIVE_KIND:
             parts[flag.group][flag.dest] = value
     model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))

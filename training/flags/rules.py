@@ -180,10 +180,10 @@ def _divides(what: str, by: str, why: str) -> None:
 def _layout(config: Config) -> None:
     m, p = config.model, config.parallel
     tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
-    whole = "each rank holds whole"
-    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{whole} query heads")
-    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{whole} key/value heads")
-    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{whole} channels")
+    why = "each rank holds whole"
+    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
+    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{why} key/value heads")
+    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
     if p.sequence_parallel:
         _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
     elif p.tp_comm_overlap != "none":

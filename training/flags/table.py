@@ -169,7 +169,7 @@ class Flag:
     unit: str = ""
     text: str = ""  # live: what it does; checked: why it is accepted; refused: why it is not
     allowed: tuple[str, ...] = ()  # empty: any
-    told: bool = False  # checked: print `text` when it is given
+    printed: bool = False  # checked: print `text` when it is given
 
     @property
     def dest(self) -> str:
@@ -228,7 +228,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 @cache
-def table() -> dict[str, Flag]:
+def known_flags() -> dict[str, Flag]:
     """Return every known flag by its name."""
     flags: list[Flag] = []
     group = ""
@@ -240,9 +240,9 @@ def table() -> dict[str, Flag]:
         flags.append(Flag(name, LIVE_KIND, rule, group, unit, text))
     for names, rule, allowed, text in _rows(CHECKED):
         values = () if allowed == "any" else tuple(allowed.split(","))
-        told, text = text.startswith("! "), text.removeprefix("! ")
+        printed, text = text.startswith("! "), text.removeprefix("! ")
         for name in names.split():
-            flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, told=told))
+            flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, printed=printed))
     for reason, names in REFUSED:
         flags.extend(Flag(name, REFUSED_KIND, text=reason) for name in names.split())
     out = {flag.name: flag for flag in flags}
@@ -258,11 +258,11 @@ def headings() -> dict[str, str]:
 
 def live() -> list[Flag]:
     """List the flags that do something."""
-    return [flag for flag in table().values() if flag.kind == LIVE_KIND]
+    return [flag for flag in known_flags().values() if flag.kind == LIVE_KIND]
 
 
 def suggest(name: str) -> str:
     """Name the known flags closest to an unknown one, or say where the list is."""
-    usable = [f.name for f in table().values() if f.kind != REFUSED_KIND]
+    usable = [f.name for f in known_flags().values() if f.kind != REFUSED_KIND]
     close = difflib.get_close_matches(name, usable, n=3, cutoff=0.7)
     return f"did you mean {' or '.join(close)}?" if close else "--help lists the flags"

@@ -109,10 +109,10 @@ def gathers(
     if config.parallel.pipeline_model_parallel_size > 1:
         return lengths
     order = [i for i, _ in groupby(uses(config, provider, flats) * micro_batches)]
-    whole: set[int] = set()
+    gathered: set[int] = set()
     out = []
     for here, following in zip(order, [*order[1:], order[-1]], strict=True):
         wanted = {here, following} if config.parallel.overlap_param_gather else {here}
-        out += [lengths[i] for i in wanted - whole]
-        whole = wanted
+        out += [lengths[i] for i in wanted - gathered]
+        gathered = wanted
     return out

@@ -125,13 +125,13 @@ def _dense(tensor: Tensor) -> bool:
 class MetaAttention(TorchFunctionMode):
     """Let `attend` stand in for F.scaled_dot_product_attention: the same arguments."""
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, dot_product_attention: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.attend = attend
+        self.dot_product_attention = dot_product_attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            func = self.attend
+            func = self.dot_product_attention
         return func(*args, **(kwargs or {}))
 
 

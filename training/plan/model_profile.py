@@ -126,7 +126,7 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     stages.append(Stage(count, count, loss=True))
     flops = _Flops()
     ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
-    with torch.no_grad(), MetaAttention(flops.attend), flops:
+    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
         built = provider(config, ctx, _CountedRecompute(flops), stages)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
         hidden, parts, cores = None, [], []
@@ -227,7 +227,7 @@ class _Flops(MetaOperations):
         self.all += count
         self.core += count * self.inside
 
-    def attend(
+    def dot_product_attention(
         self,
         q: Tensor,
         k: Tensor,

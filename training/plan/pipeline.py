@@ -149,7 +149,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
         "the mean"
     ]
     held = [rank_stages(config, provider, rank) for rank in range(size)]
-    out += [f"pipeline rank {rank}: {told(stages)}" for rank, stages in enumerate(held)]
+    out += [f"pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)]
     for count in micro_batch_counts(config):
         waits = simulate(schedule_of(config, count), cost)
         ideal = simulate(schedule_of(config, count), even(cost))
@@ -160,7 +160,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
     return out
 
 
-def told(stages: Sequence[Stage]) -> str:
+def describe_stages(stages: Sequence[Stage]) -> str:
     """Write what a rank holds: "embedding + layers 0-1 | layers 8-9"."""
     return " | ".join(_told(stage) for stage in stages)
 

@@ -65,7 +65,7 @@ def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) 
     for param in rank_memory.parameters(config, provider, pp_rank).values():
         for axis in param.entry.axes:
             sizes[axis] += prod(param.shape)
-    acc, names = rank_memory.accumulate_bytes(config), {"ends": "pp"}
+    acc, names = rank_memory.accumulate_bytes(config), {"embd": "pp"}
     return [
         Traffic(names.get(axis, axis), "all-reduce", 1, count * acc, getattr(grid, axis).size)
         for axis, count in sizes.items()
@@ -85,27 +85,27 @@ def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic
     acc, weight = rank_memory.accumulate_bytes(config), config.run.dtype.itemsize
     wire = 2 if p.grad_reduce_in_bf16 else rank_memory.gradient_bytes(config)
     flats = rank_memory.flats(config, provider, pp_rank)
-    whole = sum(flat.length for flat in flats)
+    elements = sum(flat.length for flat in flats)
     last = sum(flat.length for flat in flats if flat.axes)
     if not p.zero:
         ranks = p.data_parallel_size
-        rows = [Traffic("dp", "all-reduce", 1, whole * acc, ranks)]
+        rows = [Traffic("dp", "all-reduce", 1, elements * acc, ranks)]
         if wire < acc:
             rows = [
-                Traffic("dp", "reduce-scatter", 1, whole * wire, ranks),
-                Traffic("dp", "all-gather", 1, whole * acc, ranks),
+                Traffic("dp", "reduce-scatter", 1, elements * wire, ranks),
+                Traffic("dp", "all-gather", 1, elements * acc, ranks),
             ]
         return [row for row in rows if ranks > 1]
     ranks, copies = p.shard_size, p.num_distributed_optimizer_instances
-    rows = [Traffic("dp", "reduce-scatter", 1, whole * wire, ranks)]
+    rows = [Traffic("dp", "reduce-scatter", 1, elements * wire, ranks)]
     if p.zero_reduce_each_microbatch:
         rows = [
-            Traffic("dp", "reduce-scatter", steps, (whole - last) * wire, ranks),
+            Traffic("dp", "reduce-scatter", steps, (elements - last) * wire, ranks),
             Traffic("dp", "reduce-scatter", 1, last * wire, ranks),
         ]
-    rows.append(Traffic("dp", "all-reduce", 1, whole // ranks * acc, copies))
+    rows.append(Traffic("dp", "all-reduce", 1, elements // ranks * acc, copies))
     if p.zero < 3:
-        rows.append(Traffic("dp", "all-gather", 1, whole * weight, ranks))
+        rows.append(Traffic("dp", "all-gather", 1, elements * weight, ranks))
     else:
         rows.append(Traffic("dp", "all-gather", 1, last * weight, ranks))
         sizes = Counter(buffers.gathers(config, provider, flats, steps))

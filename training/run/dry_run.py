@@ -127,7 +127,7 @@ def _memory(
     """One line a kind, the total, and whether it fits."""
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
     acc = "fp64" if dtype == "float64" else "fp32"
-    told = {
+    remarks = {
         "parameters": dtype,
         "gradients": "bf16" if p.main_grads_dtype == "bf16" else acc,
         "masters": "fp32"
@@ -140,24 +140,26 @@ def _memory(
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
-    told["masters"] = told["masters"] or "none: the parameters are their own"
+    remarks["masters"] = remarks["masters"] or "none: the parameters are their own"
     if rank_memory.offloaded(config):
-        told |= {"masters": "in host memory", "moments": "in host memory"}
+        remarks |= {"masters": "in host memory", "moments": "in host memory"}
     for kind in shared_kinds(config):
-        told[kind] += f", a share of 1/{p.shard_size}"
+        remarks[kind] += f", a share of 1/{p.shard_size}"
     if rank_memory.level(config) == 1 and p.main_grads_dtype == "bf16":
-        told["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
+        remarks["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
     if rank_memory.level(config) >= 2:
-        told["gradients"] = told["gradients"].replace("bf16", "fp32")
+        remarks["gradients"] = remarks["gradients"].replace("bf16", "fp32")
     if p.pipeline_model_parallel_size > 1:
-        told["activations"] = (
+        remarks["activations"] = (
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
-        told["logits"] = "as many micro-batches as wait; the gradient of one takes the same memory"
-        told["gathered weights"] = "all stages of the rank, from a step's first use to its last"
+        remarks["logits"] = (
+            "as many micro-batches as wait; the gradient of one takes the same memory"
+        )
+        remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
     lines = [
-        f"{kind:<16} {_bytes(value):>10}  {told[kind]}"
+        f"{kind:<16} {_bytes(value):>10}  {remarks[kind]}"
         for kind, value in kinds.items()
         if value or kind in STATE or kind in ("activations", "logits")
     ]
@@ -222,11 +224,11 @@ def _batch(config: Config) -> list[str]:
 def _work(config: Config, per_token: float) -> list[str]:
     tokens = batch_size.global_batch_size(config, 0) * config.model.seq_length
     ranks = config.parallel.world_size
-    whole = per_token * batch_size.total_samples(config) * config.model.seq_length
+    total = per_token * batch_size.total_samples(config) * config.model.seq_length
     return [
         f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
         f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",
-        f"{whole:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(whole / ranks / 4e14)}",
+        f"{total:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(total / ranks / 4e14)}",
     ]
 
 

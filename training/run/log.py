@@ -258,9 +258,9 @@ def open_json(path: Path) -> Any:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
-            whole = path.read_bytes()
-            last = whole.rfind(b"\n") + 1
-            if last < len(whole):
+            content = path.read_bytes()
+            last = content.rfind(b"\n") + 1
+            if last < len(content):
                 os.truncate(path, last)
         return open(path, "a", encoding="utf-8")
     except OSError as error:

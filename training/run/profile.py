@@ -29,11 +29,11 @@ class Profile:
         log = config.log
         self._folder, self._steps = Path(log.tensorboard_dir or "profile"), 0
         self._first, self._end = log.profile_step_start, log.profile_step_end
-        first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.data.rank == 0
+        first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.dp_cp.rank == 0
         self._engine = engine if log.profile and first_pipeline else None
         self._pp: Axis = grid.pp
         self._trace: torch.profiler.profile | None = None
-        self._told: list[dict[str, Any]] = []
+        self._recorded: list[dict[str, Any]] = []
         if log.profile and grid.rank in log.profile_ranks:
             self._trace = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
@@ -56,7 +56,7 @@ class Profile:
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None:
             self._trace.__exit__(*error)
-        if self._told:  # also of a run that ended before --profile-step-end
+        if self._recorded:  # also of a run that ended before --profile-step-end
             self._write()
 
     def step(self) -> None:
@@ -76,20 +76,20 @@ class Profile:
         schedule, to_wall = engine.schedule, time.time() - time.perf_counter()
         assert schedule is not None and engine.spans is not None
         spans = [[*span[:3], span[3] + to_wall, span[4] + to_wall] for span in engine.spans]
-        self._told.append({"iteration": self._steps, "spans": spans})
+        self._recorded.append({"iteration": self._steps, "spans": spans})
 
     def _write(self) -> None:
         assert self._engine is not None and self._engine.schedule is not None
         schedule = self._engine.schedule
-        told = {
+        record = {
             "schedule": schedule.name,
             "chunks": schedule.chunks,
             "v_shape": schedule.v_shape,
             "split": schedule.split,
             "pp_rank": self._pp.rank,
             "pp_size": self._pp.size,
-            "steps": self._told,
+            "steps": self._recorded,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"pipeline_rank{self._pp.rank}.json"
-        path.write_text(json.dumps(told) + "\n")
+        path.write_text(json.dumps(record) + "\n")

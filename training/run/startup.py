@@ -3,7 +3,7 @@
 
 A mistake is answered before anything is computed. Mostly every rank makes the same one; where only
 one does (a file that is missing on one machine, flags that differ), it tells the others through the
-store at which ranks meet. What goes wrong later is the business of mpu/comm/watch.py.
+store at which ranks meet. What goes wrong later is the business of mpu/comm/failure_monitor.py.
 """
 
 import json
@@ -22,7 +22,7 @@ from mpu.comm.transport import CommunicationError
 from mpu.connect import share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
-from training.flags.table import table
+from training.flags.table import known_flags
 
 
 class MeetingError(UsageError):
@@ -71,16 +71,17 @@ def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
 
 def _difference(mine: str, theirs: str, other: int) -> str:
     """Say how rank `other` differs from rank 0, in one sentence; nothing where it does not."""
-    told = json.loads(theirs)
-    if "refused" in told:
-        return f"rank {other}: {told['refused']}"
-    different = differing(json.loads(mine)["settings"], told["settings"])
+    answer = json.loads(theirs)
+    if "refused" in answer:
+        return f"rank {other}: {answer['refused']}"
+    different = differing(json.loads(mine)["settings"], answer["settings"])
     if not different:
         return ""
     key, (here, there) = next(iter(different.items()))
     flag = "--" + key.rpartition(".")[2].replace("_", "-")
+    name = flag if flag in known_flags() else key
     return (
-        f"{flag if flag in table() else key} is {here!r} on rank 0 and {there!r} on rank {other}: "
+        f"{name} is {here!r} on rank 0 and {there!r} on rank {other}: "
         "all ranks must be given the same"
     )
 

@@ -89,9 +89,9 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     limit, launch = timedelta(seconds=60), Launch(rank, size, rank, size)
     store = dist.FileStore(str(folder / "store"), size)
     grid = Grid(size, launch=launch).connect(torch.device("cpu"), store, limit)
-    assert share(grid, limit) == [f"collectives of data ({size} ranks): shared memory"]
+    assert share(grid, limit) == [f"collectives of dp_cp ({size} ranks): shared memory"]
     try:
-        globals()[job["do"]](grid.data, say)
+        globals()[job["do"]](grid.dp_cp, say)
     except CommunicationError as error:
         say("error", str(error))
     signal.pause()

@@ -124,7 +124,7 @@ def hostile(rank: int, pace: float) -> Iterator[random.Random]:
         SymmetricBuffer.wait_all = wait_all
 
 
-def storm(comm, axes: list[Axis], epochs: int, seed: int, growth: bool = True) -> list[int]:
+def run_at_random(comm, axes: list[Axis], epochs: int, seed: int, growth: bool = True) -> list[int]:
     """Run so many collectives over the axes by turns, hold the results against gloo's; return the
     epochs that the axes' workspaces have then seen.
     """
@@ -148,14 +148,12 @@ def storm(comm, axes: list[Axis], epochs: int, seed: int, growth: bool = True) -
 
 def own(comm, axis: Axis) -> Axis:
     """Return the axis with a workspace of its own, which is small."""
-    return replace(
-        axis, transport=SharedMemoryTransport(group_of(axis), Workspace(axis, WAIT))
-    )
+    return replace(axis, transport=SharedMemoryTransport(group_of(axis), Workspace(axis, WAIT)))
 
 
 def one_axis(comm, epochs: int) -> None:
-    axis = own(comm, comm.grid().data)
-    [seen] = storm(comm, [axis], epochs, 1)
+    axis = own(comm, comm.grid().dp_cp)
+    [seen] = run_at_random(comm, [axis], epochs, 1)
     assert seen >= epochs and axis.transport.workspace.slot_bytes > 1 << 20, "it never grew"
 
 
@@ -174,12 +172,12 @@ def two_axes_two_grids(comm, epochs: int) -> None:
     grid = comm.grid(tp=comm.size // 2, memory=True)
     other = copy.copy(grid)  # another model's, over the same process groups
     lines = share(other, WAIT)
-    assert [line.split()[2] for line in lines] == ["tp", "data"]  # shard is data
+    assert [line.split()[2] for line in lines] == ["tp", "dp_cp"]  # dp_cp_shard is dp_cp
     assert other.tp.transport.workspace is not grid.tp.transport.workspace
     assert other.shard.transport.workspace is other.data.transport.workspace
     assert other.data.transport.workspace is not other.tp.transport.workspace
-    axes = [grid.tp, grid.data, other.tp, other.data]
-    storm(comm, axes, epochs, 2)
+    axes = [grid.tp, grid.dp_cp, other.tp, other.data]
+    run_at_random(comm, axes, epochs, 2)
 
 
 def test_two_axes_and_two_models_by_turns(world):
@@ -192,10 +190,10 @@ def test_two_axes_and_two_models_by_turns_for_long(world):
 
 
 def past_the_wrap(comm) -> None:
-    axis = own(comm, comm.grid().data)
+    axis = own(comm, comm.grid().dp_cp)
     axis.transport.workspace.epoch = 2**31 - 40  # a flag counts two an epoch
     axis.transport.workspace._grow(1 << 17)  # new flags start from there
-    storm(comm, [axis], 100, 3)
+    run_at_random(comm, [axis], 100, 3)
 
 
 def test_epochs_wrap(world):
@@ -204,7 +202,7 @@ def test_epochs_wrap(world):
 
 def overtaken(comm) -> None:
     """An all-reduce of three ranks has two phases; a later turn must not hide the second."""
-    axis = own(comm, comm.grid().data)
+    axis = own(comm, comm.grid().dp_cp)
     x = torch.full((9,), float(comm.rank + 1))
     total, summing = all_reduce(x, axis, async_op=True)
     full, gathering = all_gather(torch.full((2,), float(comm.rank)), axis, async_op=True)

@@ -39,7 +39,7 @@ WAIT = timedelta(seconds=20)
 
 def own(comm: Any, wait: timedelta = WAIT) -> Axis:
     """Return an axis of all ranks with a workspace of its own."""
-    axis = comm.grid().data
+    axis = comm.grid().dp_cp
     workspace = Workspace(axis, wait)
     return replace(axis, transport=SharedMemoryTransport(group_of(axis), workspace))
 
@@ -69,7 +69,7 @@ def late(comm) -> None:
         with pytest.raises(CommunicationError) as caught:
             all_gather(torch.ones(3), axis)
         said = str(caught.value)
-        assert said.startswith("all_gather over data (ranks [0, 1, 2]): "), said
+        assert said.startswith("all_gather over dp_cp (ranks [0, 1, 2]): "), said
         assert "no sign of rank 1 for 0 s, in shared memory" in said
         with pytest.raises(CommunicationError, match="no sign of rank 1 for 0 s, in here"):
             buffer.wait(1, 2, "here")
@@ -79,7 +79,7 @@ def late(comm) -> None:
         with pytest.raises(CommunicationError, match="no sign of every rank .* in a barrier"):
             buffer.barrier()
         assert 1.2 <= time.monotonic() - begin < 5
-    barrier(comm.grid().data)  # through gloo: rank 1 lives, and says nothing in memory until then
+    barrier(comm.grid().dp_cp)  # through gloo: rank 1 lives, and says nothing in memory until then
     works(own(comm))
 
 
@@ -94,7 +94,7 @@ def forked(comm) -> list[str]:
     axis, kept, said = own(comm), own(comm), []
     works(axis)
     _, handle = all_gather(torch.ones(2), kept, async_op=True)
-    barrier(comm.grid().data)  # through gloo
+    barrier(comm.grid().dp_cp)  # through gloo
     before = axis.transport.workspace.buffer.data.clone()
     buffer = axis.transport.workspace.buffer
     uses: list[Callable[[], Any]] = [
@@ -125,7 +125,7 @@ def forked(comm) -> list[str]:
         os.waitpid(pid, 0)
         assert len(said) == len(uses)
     assert torch.equal(buffer.data, before)
-    barrier(comm.grid().data)
+    barrier(comm.grid().dp_cp)
     handle.wait()
     works(axis)
     works(kept, 1 << 18)
@@ -185,13 +185,13 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
     try:
         lines = share(grid, WAIT)
         try:
-            Workspace(grid.data, WAIT)
+            Workspace(grid.dp_cp, WAIT)
         except Unavailable as error:
             lines.append(str(error))
     finally:
         symmetric._host, native.load, native.reason = host, load, reason
-    assert (not grid.data.symmetric) == (len(lines) == 2)
-    works(grid.data)
+    assert (not grid.dp_cp.symmetric) == (len(lines) == 2)
+    works(grid.dp_cp)
     return lines
 
 
@@ -199,15 +199,15 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
 def test_ranks_on_several_hosts_stay_on_gloo(world, hosts):
     why = "its ranks are not on one host (or in one container)"
     for lines in world(3).run(shared_lines, list(hosts), True):
-        assert lines == [f"collectives of data (3 ranks): gloo; {why}", why]
+        assert lines == [f"collectives of dp_cp (3 ranks): gloo; {why}", why]
 
 
 def test_a_rank_without_the_library_keeps_all_on_gloo(world):
     for lines in world(3).run(shared_lines, list("aaa"), False):
-        said = "collectives of data (3 ranks): gloo; there is no compiler"
+        said = "collectives of dp_cp (3 ranks): gloo; there is no compiler"
         assert lines == [said, "there is no compiler"]
     for lines in world(3).run(shared_lines, list("aaa"), True):
-        assert lines == ["collectives of data (3 ranks): shared memory"]
+        assert lines == ["collectives of dp_cp (3 ranks): shared memory"]
 
 
 def share_elsewhere(comm) -> list[str]:
@@ -221,13 +221,13 @@ def share_elsewhere(comm) -> list[str]:
         patch.delattr(symmetric.os, "memfd_create")
         patch.setattr(symmetric, "_host", no_such_file)
         lines = share(grid, WAIT)
-    works(grid.data)
+    works(grid.dp_cp)
     return lines
 
 
 def test_other_systems_stay_on_gloo(world):
     for lines in world(2).run(share_elsewhere):
-        assert lines == ["collectives of data (2 ranks): gloo; shared memory needs Linux"]
+        assert lines == ["collectives of dp_cp (2 ranks): gloo; shared memory needs Linux"]
 
 
 # What stays behind
@@ -260,7 +260,7 @@ def test_growth_leaves_nothing_for_long(world):
 
 
 def barriers(comm, times: int) -> float:
-    buffer, seconds = SymmetricBuffer(comm.grid().data, 64, WAIT), []
+    buffer, seconds = SymmetricBuffer(comm.grid().dp_cp, 64, WAIT), []
     for _ in range(times):
         begin = time.perf_counter()
         buffer.barrier()

@@ -35,11 +35,11 @@ def ptx_of(kernel, element="bf16", warps=8, **constants):
     }
     assert not set(constants) - set(signature)
     # what a launch finds out about its arguments: addresses and sizes that 16 divides
-    whole = {"x", "w", "y", "out", "n", "k", "stride_n", "stride_k", *TABLES}
+    runtime = {"x", "w", "y", "out", "n", "k", "stride_n", "stride_k", *TABLES}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if name in whole and name not in constants
+        if name in runtime and name not in constants
     }
     source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": warps, "num_stages": 3}

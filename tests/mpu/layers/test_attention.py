@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
-from mpu.layers.attention import attention_core, document_mask
+from mpu.layers.attention import core_attention, document_mask
 from mpu.layers.fused import RMSNorm, apply_rope, swiglu
 from mpu.layers.rope import rope_frequencies, rope_table
 
@@ -53,7 +53,7 @@ def test_gradients_by_finite_differences():
     gate_up = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
     assert gradcheck(swiglu, gate_up)
     qkv = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: attention_core(x, cos, sin, 2, 1, None), qkv)
+    assert gradcheck(lambda x: core_attention(x, cos, sin, 2, 1, None), qkv)
 
 
 def test_rms_norm_and_its_weight_gradient():
@@ -97,11 +97,11 @@ def test_a_document_does_not_see_another(dtype):
     ids = (torch.arange(s) >= cut).int()[None].expand(2, s)
     mask = document_mask(ids)
     qkv = torch.randn(s, 2, 4 * d).to(dtype)
-    before = attention_core(qkv, cos, sin, 2, 1, mask)
+    before = core_attention(qkv, cos, sin, 2, 1, mask)
     changed = qkv.clone()
     changed[2] += 1.0
-    after = attention_core(changed, cos, sin, 2, 1, mask)
+    after = core_attention(changed, cos, sin, 2, 1, mask)
     assert torch.equal(before[cut:], after[cut:])
     assert not torch.equal(before[2:cut], after[2:cut])
-    alone = attention_core(qkv[:cut], cos[:cut], sin[:cut], 2, 1, None)
+    alone = core_attention(qkv[:cut], cos[:cut], sin[:cut], 2, 1, None)
     torch.testing.assert_close(before[:cut], alone)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import CHUNKS, build, forward_only
@@ -83,7 +83,7 @@ def measured(comm, name: str, pp: int, m: int) -> dict:
                 recompute=None, layers=8, rows=m, lr=1e-3)  # fmt: skip
     config = config_of(case)
     grid = comm.grid(pp=pp)
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     batches = micro_batches(case, 0)
     stages = [schedule_of(config, m).stage(grid.pp.rank, c) for c in range(CHUNKS[name])]
     alone = {s: one_alone(run, batches[0], c) for c, s in enumerate(stages)}
@@ -119,7 +119,9 @@ def left_early(comm, name: str) -> list[tuple[set[int], bool]]:
     """Return, for each gradient bucket, its chunks and whether it left before the step's end."""
     case = dict(schedule=name, pp=2, v=CHUNKS[name], m=4, tp=1, dp=2, sp=False, tied=False,
                 recompute=None, layers=8, rows=8)  # fmt: skip
-    run = pretrain_llama.build(config_of(case), comm.grid(pp=2), torch.device("cpu"), Watch())
+    run = pretrain_llama.build(
+        config_of(case), comm.grid(pp=2), torch.device("cpu"), FailureMonitor()
+    )
     found, finish = [], run.sink.finish_grad_sync
 
     def noted():
@@ -148,7 +150,7 @@ def forward_alone(comm, name: str, m: int) -> dict:
     schedule = forward_only(build(name, pp, m, v))
     grid, seen, alive, most = comm.grid(pp=pp), [], [], 0
     queue, device = WeightGradientQueue(), torch.device("cpu")
-    engine = Engine(grid, queue, Watch(), torch.float64, device)
+    engine = Engine(grid, queue, FailureMonitor(), torch.float64, device)
 
     def forward(chunk, i, hidden):
         nonlocal most

@@ -17,7 +17,7 @@ def make(comm, stage: int, axes: tuple[Axis, ...] = ()) -> ParamAndGradBucket:
     params = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.full((2, 2), 2.0))}
     entries = [ParamEntry(name, p.numel(), 0, ()) for name, p in params.items()]
     (layout,) = make_buckets(entries, 10**9, comm.size)
-    how = Reduction(stage, grid.data, grid.replica, torch.float32, torch.float32)
+    how = Reduction(stage, grid.dp_cp, grid.dp_cp_replicate, torch.float32, torch.float32)
     return ParamAndGradBucket(layout, params, 3, how, axes, {}, LiveBytes())
 
 
@@ -70,7 +70,7 @@ def test_a_bucket_leaves_when_all_its_uses_are_ready(world, stage, each):
 
 
 def apart(comm) -> tuple:
-    bucket = make(comm, 3, (comm.grid().data,))
+    bucket = make(comm, 3, (comm.grid().dp_cp,))
     bucket.begin_step(5, each=True)
     rounds = bucket.rounds
     bucket.waiting = 0

@@ -43,8 +43,8 @@ class Recorder:
         self.grid = comm.grid(case["tp"], pp=case.get("pp", 1))
         self.grid.traced(self)
         try:
-            watch = Actions(self._begin)
-            self.run = pretrain_llama.build(config, self.grid, torch.device("cpu"), watch)
+            monitor = Actions(self._begin)
+            self.run = pretrain_llama.build(config, self.grid, torch.device("cpu"), monitor)
         finally:
             self.grid.traced(None)
         self.sink = sink = self.run.sink
@@ -89,7 +89,7 @@ class Recorder:
 
     def issued(self, verb, axis, tensor, nbytes, is_async, label=None):
         memory = _storage(tensor)
-        if self.sink is None or axis.name != "data":
+        if self.sink is None or axis.name != "dp_cp":
             return None
         if verb == "reduce_scatter":
             assert label == (self.sink.buckets[self.sums[memory]], "grad sum")

@@ -9,7 +9,7 @@ from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
 LABEL = Label("a bucket", "grad sum")
 N = 8
-INSTANCES = [("reduce_scatter", "replica"), ("all_gather", "replica")]
+INSTANCES = [("reduce_scatter", "dp_cp_replicate"), ("all_gather", "dp_cp_replicate")]
 
 
 class Spy:
@@ -29,8 +29,8 @@ def mine(rank: int, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
 def sums(comm, stage: int, instances: int, micro_batches: int, wire, main) -> dict:
     spy, dtype, waits = Spy(), torch.float32, []
     grid = comm.grid(instances=instances).traced(spy)  # this makes the axes anew
-    how = Reduction(stage, grid.shard, grid.replica, dtype, main or dtype, wire)
-    part = N // grid.shard.size if stage else N
+    how = Reduction(stage, grid.dp_cp_shard, grid.dp_cp_replicate, dtype, main or dtype, wire)
+    part = N // grid.dp_cp_shard.size if stage else N
     shard = torch.zeros(part)
     try:
         for k in range(micro_batches):
@@ -44,7 +44,7 @@ def sums(comm, stage: int, instances: int, micro_batches: int, wire, main) -> di
                 handle.wait()
     finally:
         grid.traced(None)
-    low = grid.shard.rank * part if stage else 0
+    low = grid.dp_cp_shard.rank * part if stage else 0
     wires = [str(dtype).removeprefix("torch.") for _, _, dtype in spy.events]
     events = [(verb, axis) for verb, axis, _ in spy.events]
     return {"sum": shard.tolist(), "low": low, "events": events, "waits": waits, "wires": wires}
@@ -65,7 +65,7 @@ def wanted(ranks: int, micro_batches: int, rounded: bool) -> torch.Tensor:
 def test_the_owner_has_the_sum_and_at_stage_0_everybody(world, stage, instances):
     rounds = 2 if stage >= 2 else 1
     for found in world(4).run(sums, stage, instances, rounds, None, None):
-        axis = "shard" if instances == 2 else "data"
+        axis = "dp_cp_shard" if instances == 2 else "dp_cp"
         once = [("reduce_scatter", axis)]
         if not stage:
             once.append(("all_gather", axis))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from tests.model.twin import config_of, micro_batches
 
@@ -83,7 +83,7 @@ def waits_of_steps(comm, cases: list[dict]) -> list[dict[str, int]]:
     made = []
     for case in cases:
         grid = comm.grid(case["tp"], instances=case.get("instances", 1))
-        run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), Watch())
+        run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
         found: Counter[str] = Counter()
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank), 1e-2)
         batches = micro_batches(case, grid.dp.rank, 1)

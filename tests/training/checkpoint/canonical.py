@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pretrain_llama
 from model.llama import from_hf_config, hf_config, hf_names
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from training.checkpoint.pieces import KINDS
 from training.config import (
@@ -76,7 +76,7 @@ def config_of(case: dict, seed: int = 5) -> Config:
 
 
 def build(grid: Grid, case: dict, seed: int = 5) -> pretrain_llama.Run:
-    return pretrain_llama.build(config_of(case, seed), grid, torch.device("cpu"), Watch())
+    return pretrain_llama.build(config_of(case, seed), grid, torch.device("cpu"), FailureMonitor())
 
 
 def saver_of(run: pretrain_llama.Run, root: str, behind: bool = False) -> Saver:

@@ -156,7 +156,7 @@ def fail_on(comm: Any, root: str, bad: int, at: str) -> str:
 
     grid = comm.grid()
     pieces = [
-        NamedPiece(n, (4,), (0,), (4,), torch.ones(4), (grid.data,)) for n in ("a", "b", "c", "d")
+        NamedPiece(n, (4,), (0,), (4,), torch.ones(4), (grid.dp_cp,)) for n in ("a", "b", "c", "d")
     ]
     save(root, step=1, pieces=pieces, state={}, grid=grid)
     try:
@@ -171,9 +171,9 @@ def fail_on(comm: Any, root: str, bad: int, at: str) -> str:
 
 @pytest.mark.parametrize(("bad", "at"), [(0, "piece"), (1, "piece"), (0, "manifest")])
 def test_one_rank_fails_and_all_know(world: Any, tmp_path: Path, bad: int, at: str) -> None:
-    told = world(2).run(fail_on, str(tmp_path), bad, at)
-    assert told[0] == told[1]
-    assert f"rank {bad}: No space left on device: its file" in told[0]
+    messages = world(2).run(fail_on, str(tmp_path), bad, at)
+    assert messages[0] == messages[1]
+    assert f"rank {bad}: No space left on device: its file" in messages[0]
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
 
 

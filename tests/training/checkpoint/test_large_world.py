@@ -42,7 +42,9 @@ def pieces_of(tp: int, dp: int, fill: bool) -> Iterator[NamedPiece]:
             flat, part = param.data.flatten(), -(-param.numel() // dp)
             state = [(name, "exp_avg", r * part, flat[r * part :][:part]) for r in range(dp)]
             state = [each for each in state if len(each[3])]
-            yield from state_pieces(state, [(name, param)], {name: names}, Grid(), Axis("replica"))
+            yield from state_pieces(
+                state, [(name, param)], {name: names}, Grid(), Axis("dp_cp_replicate")
+            )
 
 
 def cut(full: Tensor, dim: int, sections: tuple[int, ...], tp: int, t: int) -> Tensor:

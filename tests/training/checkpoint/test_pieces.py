@@ -30,11 +30,11 @@ def pieces_of(
     model = Llama(CONFIG, LayerContext(grid, device=torch.device("meta")))
     params, names = list(unique_parameters(model)), hf_names(model)
     pieces = parameter_pieces(params, names, grid)
-    moments, r, n = [], grid.data.rank, grid.data.size
+    moments, r, n = [], grid.dp_cp.rank, grid.dp_cp.size
     for name, p in params:
         low, high = (p.numel() * r // n, p.numel() * (r + 1) // n) if sharded else (0, p.numel())
         moments.append((name, "exp_avg", low, torch.empty(high - low, device="meta")))
-    holders = Axis("replica") if sharded else None
+    holders = Axis("dp_cp_replicate") if sharded else None
     return pieces + state_pieces(moments, params, names, grid, holders), model
 
 

@@ -77,7 +77,7 @@ def save_and_train(comm: Any, root: str) -> list[float]:
     grid.add_background(timedelta(seconds=60))
     mine = [
         NamedPiece("t", (64, 33), (32 * comm.rank, 0), (32, 33), torch.zeros(32, 33)),
-        NamedPiece("both", (40,), (0,), (40,), torch.zeros(40), (grid.data,)),
+        NamedPiece("both", (40,), (0,), (40,), torch.zeros(40), (grid.dp_cp,)),
     ]
     staging, background, sums = Staging(mine), Background(), []
     for step in range(1, 5):

@@ -32,11 +32,11 @@ def test_builders_agree_with_a_walk(lengths, step, first, block, data):
     count = max(0, -(-(sum(lengths) - first) // step))
     expected = walk(lengths, order, first, step, count)
     arrays = np.array(lengths, np.int32), np.array(order, np.int32)
-    whole, module.BLOCK = module.BLOCK, block
+    default, module.BLOCK = module.BLOCK, block
     try:
         assert list(map(tuple, sample_index(*arrays, first, step, count, None))) == expected
     finally:
-        module.BLOCK = whole
+        module.BLOCK = default
     library = native.load()
     if library is not None:
         assert list(map(tuple, sample_index(*arrays, first, step, count, library))) == expected

@@ -180,8 +180,8 @@ def test_hugging_face_config_names_the_special_tokens(tmp_path):
     assert bare.bos is None and bare.eod is None
     config = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    told = HuggingFaceTokenizer(path)
-    assert (told.bos, told.eod) == (256, 257) and told.digest() != bare.digest()
+    configured = HuggingFaceTokenizer(path)
+    assert (configured.bos, configured.eod) == (256, 257) and configured.digest() != bare.digest()
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match="tokenizer_config.json is not a JSON object"):
         HuggingFaceTokenizer(path)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from tests.model.twin import config_of, micro_batches
 from training.plan import buffers, rank_memory
 from training.run import memory_report
@@ -41,7 +41,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int]]:
     """Run three steps on one rank; return what it measures, what is worked out, of each kind."""
     config = config_of(case)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     for step in range(3):  # the first learns in which order blocks are used
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
     found = run.optimizer.memory()

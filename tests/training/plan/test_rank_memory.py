@@ -102,7 +102,7 @@ def test_buckets_by_hand():
     ends = read(f"{ENDS} --zero-stage 3", 4)
     first, last = (rank_memory.flats(ends, model_provider, rank) for rank in (0, 1))
     assert blocks(first) == [32, 32, 20] and blocks(last) == [2, 32, 32, 20]
-    assert [f.axes for f in last] == [(), (), (), ("ends",)]
+    assert [f.axes for f in last] == [(), (), (), ("embd",)]
     chunks = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
     virtual = read(f"{chunks} --pipeline-model-parallel-layout Et|t|t|tL {UNTIED}", 2)
     own = rank_memory.flats(virtual, model_provider)

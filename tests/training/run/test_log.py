@@ -119,11 +119,11 @@ def test_resume_appends_and_drops_only_a_torn_line(tmp_path):
     path = tmp_path / "log.json"
     with make(log_json=str(path)) as log:
         step(log, 1)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"iteration": 2, "lo')
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"iteration": 2, "lo')
     with make(log_json=str(path), start_iteration=1) as log:
         step(log, 2)
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(content)
     assert [r["iteration"] for r in records(path)] == [1, 2]
 
 

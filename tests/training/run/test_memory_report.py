@@ -8,7 +8,7 @@ import torch
 
 import pretrain_llama
 from model.llama import parameter_group
-from mpu.comm.watch import Watch
+from mpu.comm.failure_monitor import FailureMonitor
 from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
@@ -29,14 +29,14 @@ def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str
 def test_a_line_a_kind():
     config = read("--zero-stage 2 --bf16 --overlap-grad-reduce", 4)
     kept = rank_memory.state(config, rank_memory.flats(config, model_provider))
-    whole = buffers.transient(config, model_provider)["whole gradients"]
-    peaks = {"whole gradients": whole, "gathered weights": 0}
+    gradients = buffers.transient(config, model_provider)["whole gradients"]
+    peaks = {"whole gradients": gradients, "gathered weights": 0}
     found = said(config, kept, peaks)
     assert list(found) == [*KINDS, "whole gradients, at most"]
     assert found["parameters"] == f"{116 * 1024 * 2:,} bytes, equal to the formula"
     assert all(text.endswith(" bytes, equal to the formula") for text in found.values())
     more = kept | {"parameters": kept["parameters"] + 4096, "moments": kept["moments"] - 8}
-    found = said(config, more, peaks | {"whole gradients": whole // 2})
+    found = said(config, more, peaks | {"whole gradients": gradients // 2})
     number = f"{116 * 1024 * 2:,}"
     assert found["parameters"] == f"241,664 bytes, 4,096 more than the formula's {number}: {FORK}"
     assert "bytes, 8 fewer than the formula's" in found["moments"] and FORK in found["moments"]
@@ -54,11 +54,11 @@ def test_the_lines_are_of_the_pipeline_rank():
     assert not all("equal" in text for text in said(config, kept, peaks, 0).values())
 
 
-def told(comm, case: dict) -> list[str]:
+def reported(comm, case: dict) -> list[str]:
     """Train two steps and report."""
     config = config_of(case)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1))
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     for step in range(2):
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
     return memory_report.of(config, model_provider, run.optimizer)
@@ -75,7 +75,7 @@ def told(comm, case: dict) -> list[str]:
     ids=["level 0", "level 1, automatic", "level 2", "level 3"],
 )
 def test_two_steps_are_what_the_formulas_state(world, case, buckets, peaks):
-    for lines in world(2).run(told, BASE | {"dtype": "bfloat16"} | case):
+    for lines in world(2).run(reported, BASE | {"dtype": "bfloat16"} | case):
         assert buckets in lines[0]
         assert len(lines) == 1 + len(KINDS) + peaks
         assert all(line.endswith("bytes, equal to the formula") for line in lines[1:])
@@ -86,7 +86,7 @@ def test_two_steps_are_what_the_formulas_state(world, case, buckets, peaks):
 def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
     config = config_of(BASE | dict(dp=1, dtype=dtype))
     grid = pretrain_llama.make_grid(config, pretrain_llama.Launch())
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), Watch())
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     optimizer = pretrain_llama.Optimizer(
         run.model, run.sink, grid, parameter_group, cpu_offload=True
     )

@@ -12,8 +12,8 @@ import torch
 import pretrain_llama
 from mpu import connect
 from mpu.comm import workspace
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import OverlapMap
-from mpu.comm.watch import Watch
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
@@ -159,13 +159,13 @@ def test_the_cache_is_read_by_the_machine_that_wrote_it(world, tmp_path):
     assert go()[1:] == (choices, [f"overlap: as in {file}", *said[-4:]], 0)
     _, _, said, tuned = go("another machine, torch 9")
     assert tuned == 1 and f"overlap: {file} has nothing of this machine: another" in said[0]
-    whole = json.loads((tmp_path / "new" / "c.json").read_text())
-    assert len(whole["machines"]) == 2 and go()[3] == go("another machine, torch 9")[3] == 0
+    written = json.loads((tmp_path / "new" / "c.json").read_text())
+    assert len(written["machines"]) == 2 and go()[3] == go("another machine, torch 9")[3] == 0
     # the same name, but without what it chose, or without one of the matmuls
     _, _, said, tuned = go("another machine, torch 9", memory=False)
     assert tuned == 1 and "which is not to be had" in said[0]
-    del whole["machines"]["another machine, torch 9"]["choices"][KEYS[1]]
-    (tmp_path / "new" / "c.json").write_text(json.dumps(whole))
+    del written["machines"]["another machine, torch 9"]["choices"][KEYS[1]]
+    (tmp_path / "new" / "c.json").write_text(json.dumps(written))
     _, _, said, tuned = go("another machine, torch 9")
     assert tuned == 1 and f"does not fit, it says nothing of {KEYS[1]}" in said[0]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c.json"]
@@ -213,7 +213,9 @@ def a_step_of_what_was_listed(comm):
     """Take steps with every listed matmul chosen, then with other micro-batches."""
     case = dict(tp=2, dp=1, sp=True, recompute=None, tied=True, m=3, path="auto", layers=1)
     config = config_of(case)
-    run = pretrain_llama.build(config, comm.grid(2, memory=True), torch.device("cpu"), Watch())
+    run = pretrain_llama.build(
+        config, comm.grid(2, memory=True), torch.device("cpu"), FailureMonitor()
+    )
     choices, b = {}, config.batch.micro_batch_size
     for p in overlap.projections(run.model, b * config.model.seq_length).values():
         choices |= {p.forward: "symmetric", p.backward: "ring"}
@@ -280,9 +282,9 @@ def test_a_run_with_auto_follows_none_and_a_resumed_one_replays(launcher):
     plain, _ = run(launcher, "--train-iters 4")
     auto = "--train-iters 4 --tp-comm-overlap"
     first, lines = run(launcher, f"{auto} --save {{dir}}/saved --save-interval 2")
-    told = [line.split(" (")[0] for line in lines]
+    openings = [line.split(" (")[0] for line in lines]
     ways = [f"overlap: {n} {d}" for n in (*NAMES, "head") for d in ("forward", "backward")]
-    assert told == ["overlap: measuring", *ways]
+    assert openings == ["overlap: measuring", *ways]
     assert all("none " in line and " ms" in line and "%" in line for line in lines[1:])
     check_follows(first, plain)
     again, lines = run(launcher, f"{auto} --load {first.folder}/saved --ckpt-step 2")

@@ -42,9 +42,9 @@ def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
         assert asked == ([False, True, True, False] if rank in (0, 2) else [False] * 4)
     written = sorted((tmp_path / "profile").glob("pipeline_rank*.json"))
     assert [path.name for path in written] == ["pipeline_rank0.json", "pipeline_rank1.json"]
-    told = json.loads(written[1].read_text())
-    assert (told["schedule"], told["pp_rank"], told["pp_size"]) == ("1f1b", 1, 2)
-    assert [step["iteration"] for step in told["steps"]] == [2, 3]
-    for step in told["steps"]:
+    record = json.loads(written[1].read_text())
+    assert (record["schedule"], record["pp_rank"], record["pp_size"]) == ("1f1b", 1, 2)
+    assert [step["iteration"] for step in record["steps"]] == [2, 3]
+    for step in record["steps"]:
         ((kind, chunk, micro_batch, begin, end),) = step["spans"]
         assert (kind, chunk, micro_batch) == ("F", 0, 0) and abs(end - begin - 0.5) < 1e-6

@@ -103,9 +103,9 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
     load = f"--train-iters 3 --load {tmp_path}/saved"
     go(f"{load} {data} 0.5 {a} 0.5 {b}")
     for other in (f"0.4 {a} 0.6 {b}", f"0.5 {b} 0.5 {a}", f"{a}"):
-        told = go(f"{load} {data} {other}", 2)
-        assert "other data or another blend of them (--data-path, --split)" in told
-        assert "--allow-change data" in told
+        output = go(f"{load} {data} {other}", 2)
+        assert "other data or another blend of them (--data-path, --split)" in output
+        assert "--allow-change data" in output
     os.rename(a + ".bin", tmp_path / "c.bin")  # the same data elsewhere is the same data
     os.rename(a + ".idx", tmp_path / "c.idx")
     go(f"{load} {data} 0.5 {tmp_path}/c 0.5 {b}")
@@ -120,8 +120,10 @@ def test_a_word_that_allow_change_does_not_know(begun: Path, capsys: Any) -> Non
 def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any) -> None:
     """A resume would take the other run's newest step for this run's."""
     assert run(begun, "--train-iters 5 --save {tmp}/saved", code=2) == []
-    told = capsys.readouterr().err
-    assert "later steps than 0" in told and "step_00000003" in told and "move them away" in told
+    errors = capsys.readouterr().err
+    assert (
+        "later steps than 0" in errors and "step_00000003" in errors and "move them away" in errors
+    )
     run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved --save-interval 1")
     assert steps(begun) == [3, 4, 5]
     assert (
@@ -330,8 +332,8 @@ def test_a_state_that_says_not_where_to_go_on_is_passed_over(
     run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved")
     put_state(begun, 5, {k: v for k, v in state_of(begun, 5).items() if k != lost})
     assert len(run(begun, "--train-iters 5 --load {tmp}/saved")) == 2
-    told = capsys.readouterr().out
-    assert "step_00000005 is passed over" in told and f"state.json lacks {lost}" in told
+    output = capsys.readouterr().out
+    assert "step_00000005 is passed over" in output and f"state.json lacks {lost}" in output
 
 
 def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
@@ -367,8 +369,8 @@ def test_the_lock_comes_before_the_look(
     monkeypatch.setattr(saver, "DirectoryLock", lock)
     losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
     assert os.waitpid(child, 0)[1] == 0
-    told = capsys.readouterr().out
-    assert "waiting for its end" in told and len(losses) == 1
+    output = capsys.readouterr().out
+    assert "waiting for its end" in output and len(losses) == 1
     assert steps(begun) == [3, 5, 6]
 
 
@@ -421,10 +423,10 @@ def test_weights_to_begin_with_while_nothing_is_saved(
     assert "loaded the weights of" in capsys.readouterr().out
     second = run(tmp_path, more, sizes=[])
     assert "at iteration 2, 8 samples consumed" in capsys.readouterr().out
-    whole = run(
+    undisturbed = run(
         tmp_path, more.replace(" --exit-interval 2", "").replace("saved", "other"), sizes=[]
     )
-    assert first + second == whole
+    assert first + second == undisturbed
     run(tmp_path, "--train-iters 2 --pretrained-checkpoint {tmp}/nothing", code=2)
     assert "--pretrained-checkpoint" in capsys.readouterr().err
 
@@ -433,7 +435,7 @@ def test_the_checkpoints_own_sizes(begun: Path, capsys: Any) -> None:
     more = "--train-iters 5 --use-checkpoint-args --load {tmp}/saved"
     assert len(run(begun, more, sizes=[])) == 2
     run(begun, more + " --hidden-size 64", code=2, sizes=[])
-    told = capsys.readouterr().err
-    assert "--hidden-size 64 contradicts --use-checkpoint-args" in told and "has 32" in told
+    errors = capsys.readouterr().err
+    assert "--hidden-size 64 contradicts --use-checkpoint-args" in errors and "has 32" in errors
     run(begun, more.replace("saved", "nothing"), code=2, sizes=[])
     assert "there is no checkpoint to take them from" in capsys.readouterr().err

@@ -34,36 +34,36 @@ def answers(comm):
 
 
 def test_every_rank_hears_one_step_later_what_one_rank_said(world):
-    no, told, skipped = (False,) * 3, (True, False, False), (False, True, True)
-    heard = [no, no, told, skipped, no, (True, True, True)]  # of the last step, at the end
+    no, signalled, skipped = (False,) * 3, (True, False, False), (False, True, True)
+    heard = [no, no, signalled, skipped, no, (True, True, True)]  # of the last step, at the end
     assert world(2).run(answers) == [heard, heard]
     assert Agreement(Axis("world")).ask(True, False, torch.tensor(0.0)) == no
 
 
 def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
     """The order of calls, with stand-ins for the stream, its event and the collective."""
-    told = []
+    calls = []
 
     class Stream:
         def wait_stream(self, other):
-            told.append(f"stream after {other}")
+            calls.append(f"stream after {other}")
 
         def record_event(self):
-            told.append("event")
+            calls.append("event")
             return self
 
         def synchronize(self):
-            told.append("host waits for the event")
+            calls.append("host waits for the event")
 
     class Reduced:
         def wait(self):
-            told.append("stream after the sum")
+            calls.append("stream after the sum")
 
     @contextlib.contextmanager
     def on(stream):
-        told.append("on the stream")
+        calls.append("on the stream")
         yield
-        told.append("off it")
+        calls.append("off it")
 
     empty = torch.empty
     monkeypatch.setattr(stop_module, "all_reduce", lambda x, axis, async_op: (x, Reduced()))
@@ -73,10 +73,10 @@ def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
     flags = torch.tensor([0.0, 2.0, 1.0])
     asked = _Flags(flags, Axis("world"), Stream())
     queued = ["stream after the step", "on the stream", "stream after the sum", "event", "off it"]
-    assert told == queued
+    assert calls == queued
     flags.fill_(7.0)  # the device may go on with its memory
     assert asked.read() == (False, True, True)
-    assert told[len(queued) :] == ["host waits for the event"]
+    assert calls[len(queued) :] == ["host waits for the event"]
 
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
@@ -150,11 +150,11 @@ def test_how_a_run_that_ends_early_is_told_and_its_exit_code():
     stop = StopSignal()
     assert stop.end(False, "iteration 3 of 9", saved) == "stopped after iteration 3 of 9"
     assert stop.code == 0  # --exit-interval: nothing is left to do
-    told = stop.end(True, "iteration 3 of 9", elsewhere)
-    assert told.startswith(
+    message = stop.end(True, "iteration 3 of 9", elsewhere)
+    assert message.startswith(
         "stopped by a signal to another rank after iteration 3 of 9; saved: with"
     )
-    assert "--load a the same command" in told and stop.code == 75
+    assert "--load a the same command" in message and stop.code == 75
     nowhere = SimpleNamespace(save=None, load=None)
     assert stop.end(True, "x", nowhere).endswith("nothing was saved, as there is no --save")
     under_torchrun = StopSignal(os.getppid(), stopped=0)

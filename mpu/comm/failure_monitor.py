@@ -2,13 +2,13 @@
 """Find who failed first, and tell everyone: the one failure channel.
 
 A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close
-theirs; soon every rank blames another. So each rank holds one TCP connection to a hub in rank 0
-that carries nothing but life signs: the kernel closes it the moment a process dies, whatever killed
-it. The hub decides on ONE first cause and sends it to all. If the hub itself goes, rank 0 is the
-first cause.
+theirs; soon every rank blames another. So each rank holds one TCP connection to a coordinator in
+rank 0 that carries nothing but life signs: the kernel closes it the moment a process dies, whatever
+killed it. The coordinator decides on ONE first cause and sends it to all. If the coordinator itself
+goes, rank 0 is the first cause.
 
-    rank r  -- hello, beats with its action, "failed", goodbye -->  hub (a thread of rank 0)
-    rank r  <-- beats; the first cause: {rank, action, why} ------  hub
+    rank r  -- hello, beats with its action, "failed", goodbye -->  coordinator (a thread of rank 0)
+    rank r  <-- beats; the first cause: {rank, action, why} ------  coordinator
 
 An end of file without goodbye is a death and counts at once, and so does what a rank reports of
 itself. A report that only says that somebody else is gone ("a collective failed") or that a signal
@@ -26,7 +26,7 @@ import time
 import weakref
 from typing import Any
 
-from mpu.comm.hub import DIED, Cause, Hub, Line, at
+from mpu.comm.coordinator import DIED, Cause, Connection, Coordinator, at
 from mpu.comm.transport import CommunicationError
 
 # what gloo says of its sources, and by way of advice
@@ -34,7 +34,7 @@ NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
 SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
 
 
-class Watch:
+class FailureMonitor:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
     Use as a context manager round the whole run: an exception that leaves it is published, and one
@@ -66,34 +66,34 @@ class Watch:
         self._told, self._failed = threading.Event(), threading.Event()
         self._own, self._left, self._said = "", False, False
         self._lock = threading.Lock()
-        self._line: Line | None = None
-        self._hub: Hub | None = None
+        self._connection: Connection | None = None
+        self._coordinator: Coordinator | None = None
         if world == 1:
             return
         assert store is not None, "a world of several ranks needs a store to meet at"
         if rank == 0:
             token = secrets.token_hex(16)
-            self._hub = Hub(world, host, token, silence, self._beat)
-            self._hub.start()
-            store.set("weft/watch", f"{self._hub.port} {token}")
+            self._coordinator = Coordinator(world, host, token, silence, self._beat)
+            self._coordinator.start()
+            store.set("weft/monitor", f"{self._coordinator.port} {token}")
         try:
-            port, token = store.get("weft/watch").decode().split()
-            self._line = Line(socket.create_connection((host, int(port)), timeout=30))
+            port, token = store.get("weft/monitor").decode().split()
+            self._connection = Connection(socket.create_connection((host, int(port)), timeout=30))
         except (OSError, RuntimeError) as error:
             raise CommunicationError(f"rank 0 is not reached at {host}: {error}") from error
-        self._line.sock.settimeout(self._beat)
-        self._line.send(rank=rank, token=token, action=self.action)
+        self._connection.sock.settimeout(self._beat)
+        self._connection.send(rank=rank, token=token, action=self.action)
         os.register_at_fork(after_in_child=_Hands(self).off)
-        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+        threading.Thread(target=self._listen, name="failure-monitor", daemon=True).start()
 
     def _listen(self) -> None:
-        """Beat, and hear the hub, until this rank leaves or somebody failed."""
-        line = self._line
-        assert line is not None
+        """Beat, and hear the coordinator, until this rank leaves or somebody failed."""
+        connection = self._connection
+        assert connection is not None
         turn = sent = heard = time.monotonic()
         while not self._left:
             try:
-                messages = line.read()
+                messages = connection.read()
                 if messages is None:
                     if not self._left:
                         self._stop(Cause(0, "", DIED))
@@ -114,7 +114,7 @@ class Watch:
                 return
             if now - sent >= self._beat:
                 sent = now
-                line.send(action=self.action)
+                connection.send(action=self.action)
 
     def _stop(self, cause: Cause) -> None:
         """Tell the person now, give the main thread time to unwind, then leave."""
@@ -142,18 +142,18 @@ class Watch:
     def _leave(self) -> None:
         os._exit(1)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "FailureMonitor":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._line is None:
+        if self._connection is None:
             return
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._left = True
-            self._line.send(bye=True)
-            self._line.sock.close()
-            if self._hub is not None:
-                self._hub.join(timeout=60)  # the hub leaves last, so that nobody sees it die
+            self._connection.send(bye=True)
+            self._connection.sock.close()
+            if self._coordinator is not None:
+                self._coordinator.join(timeout=60)  # it leaves last: nobody sees it die
             return
         text = str(error).strip() or "no message"
         text = NOISE.sub("", text.splitlines()[0])
@@ -165,26 +165,28 @@ class Watch:
         if not isinstance(error, CommunicationError):
             self._own = why
         self._failed.set()
-        self._line.send(rank=self.rank, action=self.action, failed=why, wait=wait)
+        self._connection.send(rank=self.rank, action=self.action, failed=why, wait=wait)
         if self._told.wait(timeout=self._grace + 5):
             self._print()
-        if self._hub is not None:
-            time.sleep(1.0)  # let the others hear the cause before rank 0's hub goes
+        if self._coordinator is not None:
+            time.sleep(1.0)  # let the others hear the cause before rank 0's coordinator goes
 
 
 class _Hands:
-    """Take a forked child's hands off the line: held there, it would outlive the rank's death."""
+    """Take a forked child's hands off the connection: held there, it would outlive the rank's
+    death.
+    """
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = weakref.ref(watch)
+    def __init__(self, monitor: FailureMonitor) -> None:
+        self.monitor = weakref.ref(monitor)
 
     def off(self) -> None:
-        watch = self.watch()
-        if watch is None:
+        monitor = self.monitor()
+        if monitor is None:
             return
-        if watch._line is not None:
-            watch._line.sock.close()
-        if watch._hub is not None:
-            for line in watch._hub.lines:
-                line.sock.close()
-            watch._hub.listener.close()
+        if monitor._connection is not None:
+            monitor._connection.sock.close()
+        if monitor._coordinator is not None:
+            for connection in monitor._coordinator.connections:
+                connection.sock.close()
+            monitor._coordinator.listener.close()

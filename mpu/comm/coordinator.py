@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide who failed first: the hub of the failure channel (mpu/comm/watch.py), a thread of rank 0.
+"""Decide who failed first: the coordinator of the failure channel (mpu/comm/failure_monitor.py), a
+thread of rank 0.
 
 It accepts one line a rank, hears life signs and reports, and sends all ranks ONE first cause. It
 knows no process group, so it goes on when they break.
@@ -43,7 +44,7 @@ def _named(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:3]))}{more} were"
 
 
-class Line:
+class Connection:
     """A socket that speaks JSON lines."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -76,16 +77,18 @@ class Line:
         return messages if data and sound else None
 
 
-class Hub(threading.Thread):
-    """Accept one line a rank, decide on the first cause, tell all. `token` keeps strangers out."""
+class Coordinator(threading.Thread):
+    """Accept one connection a rank, decide on the first cause, tell all. `token` keeps strangers
+    out.
+    """
 
     def __init__(self, world: int, host: str, token: str, silence: float, beat: float) -> None:
-        super().__init__(name="watch-hub", daemon=True)
+        super().__init__(name="failure-coordinator", daemon=True)
         here = host in ("localhost", "127.0.0.1")
         self.listener = socket.create_server((host if here else "", 0), backlog=world)
         self.port: int = self.listener.getsockname()[1]
         self.world, self.token, self.silence, self.beat = world, token, silence, beat
-        self.lines: list[Line] = []
+        self.connections: list[Connection] = []
         self.joined: set[int] = set()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
@@ -94,63 +97,70 @@ class Hub(threading.Thread):
         selector = selectors.DefaultSelector()
         selector.register(self.listener, selectors.EVENT_READ)
         turn = sent = time.monotonic()
-        while len(self.joined) < self.world or any(line.rank >= 0 for line in self.lines):
+        while len(self.joined) < self.world or any(
+            connection.rank >= 0 for connection in self.connections
+        ):
             for key, _ in selector.select(timeout=0.1):
                 if key.fileobj is self.listener:
-                    self.lines.append(Line(self.listener.accept()[0]))
-                    selector.register(self.lines[-1].sock, selectors.EVENT_READ, self.lines[-1])
+                    self.connections.append(Connection(self.listener.accept()[0]))
+                    selector.register(
+                        self.connections[-1].sock, selectors.EVENT_READ, self.connections[-1]
+                    )
                     continue
-                line: Line = key.data
-                messages = line.read()
+                connection: Connection = key.data
+                messages = connection.read()
                 for message in messages or ():
-                    self._hear(line, message)
+                    self._hear(connection, message)
                 if messages is None:
-                    selector.unregister(line.sock)
-                    line.sock.close()
-                    self.lines.remove(line)
-                    if not line.left and line.rank >= 0:
-                        self._decide(self._silenced(line, DIED))
+                    selector.unregister(connection.sock)
+                    connection.sock.close()
+                    self.connections.remove(connection)
+                    if not connection.left and connection.rank >= 0:
+                        self._decide(self._silenced(connection, DIED))
             now = time.monotonic()
             if now - turn > self.silence / 2:  # it is we who were stopped: nobody else was silent
-                for line in self.lines:
-                    line.last = now
+                for connection in self.connections:
+                    connection.last = now
             turn = now
             self._judge(now)
             if now - sent > self.beat:
                 sent = now
-                for line in self.lines:
-                    line.send(beat=True)
+                for connection in self.connections:
+                    connection.send(beat=True)
         self.listener.close()
 
-    def _hear(self, line: Line, message: dict[str, Any]) -> None:
-        line.last = time.monotonic()
-        if line.rank < 0:
+    def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
+        connection.last = time.monotonic()
+        if connection.rank < 0:
             rank = message.get("rank")
             if message.get("token") != self.token or type(rank) is not int:
                 return
-            line.rank = rank
+            connection.rank = rank
             self.joined.add(rank)
             if self.decided is not None:
-                line.send(cause=vars(self.decided))
-        line.action = message.get("action", line.action)
-        line.left = line.left or "bye" in message or "failed" in message
+                connection.send(cause=vars(self.decided))
+        connection.action = message.get("action", connection.action)
+        connection.left = connection.left or "bye" in message or "failed" in message
         if "failed" in message:
-            cause = Cause(line.rank, line.action, message["failed"])
+            cause = Cause(connection.rank, connection.action, message["failed"])
             if message["wait"]:
-                self.weak.append((line.last + message["wait"], cause))
+                self.weak.append((connection.last + message["wait"], cause))
             else:
                 self._decide(cause)
 
-    def _silenced(self, line: Line, why: str) -> Cause:
+    def _silenced(self, connection: Connection, why: str) -> Cause:
         """Say what is known of a rank that did not speak for itself."""
-        age = time.monotonic() - line.last
-        return Cause(line.rank, "", f"{why}; its last word, {age:.1f} s before: {line.action}")
+        age = time.monotonic() - connection.last
+        return Cause(
+            connection.rank, "", f"{why}; its last word, {age:.1f} s before: {connection.action}"
+        )
 
     def _judge(self, now: float) -> None:
-        for line in self.lines:
-            if not line.left and line.rank >= 0 and now - line.last > self.silence:
-                line.left = True
-                self._decide(self._silenced(line, "no sign of life"))
+        for connection in self.connections:
+            silent = connection.rank >= 0 and now - connection.last > self.silence
+            if silent and not connection.left:
+                connection.left = True
+                self._decide(self._silenced(connection, "no sign of life"))
         for due, cause in self.weak:
             if now > due:
                 self._decide(self._with_straggler(cause))
@@ -160,19 +170,21 @@ class Hub(threading.Thread):
 
         One who waits for a message does so because of another: that other is looked for.
         """
-        others = [x for x in self.lines if not x.left and x.rank >= 0]
+        others = [x for x in self.connections if not x.left and x.rank >= 0]
         if not any(words in cause.why.lower() for words in ("timed out", "timeout")):
             others = [x for x in others if x.action != cause.action]
         late = [x for x in others if not x.action.startswith("waiting for ")] or others
-        places: dict[str, list[int]] = {}
-        for line in sorted(late, key=lambda x: x.rank):
-            places.setdefault(line.action, []).append(line.rank)
-        told = [f"{_named(ranks)} at: {action}" for action, ranks in places.items()]
-        why = "; meanwhile ".join([cause.why, *told[:1]]) + "".join(f", {x}" for x in told[1:3])
+        ranks_by_action: dict[str, list[int]] = {}
+        for connection in sorted(late, key=lambda x: x.rank):
+            ranks_by_action.setdefault(connection.action, []).append(connection.rank)
+        elsewhere = [f"{_named(ranks)} at: {action}" for action, ranks in ranks_by_action.items()]
+        why = "; meanwhile ".join([cause.why, *elsewhere[:1]]) + "".join(
+            f", {x}" for x in elsewhere[1:3]
+        )
         return Cause(cause.rank, cause.action, why)
 
     def _decide(self, cause: Cause) -> None:
         if self.decided is None:
             self.decided = cause
-            for line in self.lines:
-                line.send(cause=vars(cause))
+            for connection in self.connections:
+                connection.send(cause=vars(cause))

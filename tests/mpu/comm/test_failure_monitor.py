@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm.hub import Cause
+from mpu.comm.coordinator import Cause
+from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError
-from mpu.comm.watch import Watch
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
 
 
-class Staying(Watch):
-    """A watch whose rank only notes that it would leave: it is a thread of this process."""
+class Staying(FailureMonitor):
+    """A monitor whose rank only notes that it would leave: it is a thread of this process."""
 
     gone = False
 
@@ -35,37 +35,37 @@ class Ranks:
         options = {"grace": 0.3, "beat": 0.05, "unwind": 0.1} | settings
         first = Staying(0, world, self.store, **options)
         others = [Staying(rank, world, self.store, **options) for rank in range(1, world)]
-        self.watches = [first, *others]
-        wait_until(lambda: len(first._hub.joined) == world)
+        self.monitors = [first, *others]
+        wait_until(lambda: len(first._coordinator.joined) == world)
 
     def fail(self, rank: int, error: BaseException, action: str = "work") -> threading.Thread:
-        """Let an exception leave the watch of `rank`."""
-        self.watches[rank].action = action
+        """Let an exception leave the monitor of `rank`."""
+        self.monitors[rank].action = action
         thread = threading.Thread(
-            target=self.watches[rank].__exit__, args=(type(error), error, None), daemon=True
+            target=self.monitors[rank].__exit__, args=(type(error), error, None), daemon=True
         )
         thread.start()
         return thread
 
     def die(self, rank: int) -> None:
-        """Close the line of `rank` as the kernel does for a killed process."""
-        self.watches[rank]._left = True  # its threads are gone, too
-        self.watches[rank]._line.sock.shutdown(socket.SHUT_RDWR)
+        """Close the connection of `rank` as the kernel does for a killed process."""
+        self.monitors[rank]._left = True  # its threads are gone, too
+        self.monitors[rank]._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def gone(self) -> list[int]:
         """List the ranks that would have left by themselves."""
-        return [watch.rank for watch in self.watches if watch.gone]
+        return [monitor.rank for monitor in self.monitors if monitor.gone]
 
     def bye(self) -> None:
         """Let all leave in peace."""
-        for watch in reversed(self.watches):
-            watch.__exit__(None, None, None)
+        for monitor in reversed(self.monitors):
+            monitor.__exit__(None, None, None)
 
     def causes(self, but: int = -1) -> set[Cause | None]:
         """Return what every rank (but one) was told, once they have been."""
-        told = [w for w in self.watches if w.rank != but]
-        wait_until(lambda: all(w.first is not None for w in told))
-        return {w.first for w in told}
+        others = [w for w in self.monitors if w.rank != but]
+        wait_until(lambda: all(w.first is not None for w in others))
+        return {w.first for w in others}
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
-    """ranks(n) -> n watches that know each other."""
+    """ranks(n) -> n monitors that know each other."""
     made: list[Ranks] = []
 
     def make(world: int, **settings: Any) -> Ranks:
@@ -87,15 +87,17 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 
     yield make
     for each in made:
-        for watch in each.watches:
-            watch._left = watch._said = True  # threads that still wait have nothing more to say
-            watch._line.sock.close()
+        for monitor in each.monitors:
+            monitor._left = monitor._said = True  # threads that still wait have nothing more to say
+            monitor._connection.sock.close()
 
 
 def test_a_death_is_told_to_all_at_once(ranks: Callable[..., Ranks], capsys: Any) -> None:
     three = ranks(3)
-    three.watches[2].action = "the update of iteration 7"
-    wait_until(lambda: any("7" in line.action for line in three.watches[0]._hub.lines))
+    three.monitors[2].action = "the update of iteration 7"
+    wait_until(
+        lambda: any("7" in line.action for line in three.monitors[0]._coordinator.connections)
+    )
     three.die(2)
     (cause,) = three.causes(but=2)
     assert cause.rank == 2 and "the process died" in cause.why
@@ -130,12 +132,16 @@ def test_a_failed_collective_counts_when_nothing_better_comes(
 def test_a_timeout_says_who_was_somewhere_else(ranks: Callable[..., Ranks]) -> None:
     """A rank that hangs by itself still beats; those that wait for it are the ones to fail."""
     three = ranks(3, grace=0.2)
-    three.watches[2].action = "reading the data of iteration 7"
-    three.watches[1].action = "forward of micro-batch 0, iteration 7"
-    wait_until(lambda: all("7" in x.action for x in three.watches[0]._hub.lines if x.rank > 0))
+    three.monitors[2].action = "reading the data of iteration 7"
+    three.monitors[1].action = "forward of micro-batch 0, iteration 7"
+    wait_until(
+        lambda: all(
+            "7" in x.action for x in three.monitors[0]._coordinator.connections if x.rank > 0
+        )
+    )
     error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
-    three.fail(0, error, three.watches[1].action)
-    three.fail(1, error, three.watches[1].action)
+    three.fail(0, error, three.monitors[1].action)
+    three.fail(1, error, three.monitors[1].action)
     (cause,) = three.causes()
     assert cause.why.endswith("meanwhile rank 2 was at: reading the data of iteration 7")
 
@@ -146,12 +152,16 @@ def test_of_those_who_wait_for_each_other_none_is_to_blame(
     """0 waits for 1, which waits for 2 and 3: a chain of stages, and who stands at its end."""
     four = ranks(4, grace=0.2)
     waiting = "waiting for B chunk 0 micro-batch 2 from stage {} in stage {} of iteration 7"
-    four.watches[0].action = waiting.format(1, 0)
-    four.watches[1].action = waiting.format(2, 1)
-    four.watches[2].action = four.watches[3].action = "F chunk 0 micro-batch 3 in stage 2"
-    wait_until(lambda: all("chunk" in x.action for x in four.watches[0]._hub.lines if x.rank > 0))
+    four.monitors[0].action = waiting.format(1, 0)
+    four.monitors[1].action = waiting.format(2, 1)
+    four.monitors[2].action = four.monitors[3].action = "F chunk 0 micro-batch 3 in stage 2"
+    wait_until(
+        lambda: all(
+            "chunk" in x.action for x in four.monitors[0]._coordinator.connections if x.rank > 0
+        )
+    )
     text = "receive over pp: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms"
-    four.fail(0, CommunicationError(text), four.watches[0].action)
+    four.fail(0, CommunicationError(text), four.monitors[0].action)
     (cause,) = four.causes()
     assert str(cause) == (
         "rank 0 failed first while waiting for B chunk 0 micro-batch 2 from stage 1 in stage 0 of "
@@ -168,10 +178,12 @@ def test_of_those_who_wait_for_each_other_none_is_to_blame(
 def test_who_has_not_timed_out_at_the_same_place_is_told(ranks: Callable[..., Ranks]) -> None:
     """5 of 8 hang in an update whose end 0 and 1 wait for; 2 is elsewhere."""
     eight = ranks(8, grace=1.0)
-    for watch in eight.watches:
-        watch.action = "the update of iteration 7"
-    eight.watches[2].action = "saving iteration 6"
-    wait_until(lambda: all("iteration" in x.action for x in eight.watches[0]._hub.lines))
+    for monitor in eight.monitors:
+        monitor.action = "the update of iteration 7"
+    eight.monitors[2].action = "saving iteration 6"
+    wait_until(
+        lambda: all("iteration" in x.action for x in eight.monitors[0]._coordinator.connections)
+    )
     for rank in (0, 1):
         error = CommunicationError("all_gather over tp: Timed out waiting 600000ms")
         eight.fail(rank, error, "the update of iteration 7")
@@ -221,42 +233,42 @@ def test_only_the_first_cause_counts(ranks: Callable[..., Ranks]) -> None:
     assert {c.why for c in three.causes()} == {"RuntimeError: first"}
 
 
-def test_the_end_of_rank_0_is_seen_without_a_hub(ranks: Callable[..., Ranks]) -> None:
+def test_the_end_of_rank_0_is_seen_without_a_coordinator(ranks: Callable[..., Ranks]) -> None:
     three = ranks(3)
-    for line in three.watches[0]._hub.lines:
-        line.sock.shutdown(socket.SHUT_RDWR)  # the hub goes with its process
+    for line in three.monitors[0]._coordinator.connections:
+        line.sock.shutdown(socket.SHUT_RDWR)  # the coordinator goes with its process
     assert {c.rank for c in three.causes()} == {0}
 
 
 def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
-    line = two.watches[1]._line
+    line = two.monitors[1]._connection
     line.send = lambda **message: None  # stopped: the connection stands, nothing comes
     (cause,) = two.causes()
     assert cause.rank == 1 and "no sign of life" in cause.why
 
 
-def test_a_silent_hub_is_rank_0s_fault(ranks: Callable[..., Ranks]) -> None:
+def test_a_silent_coordinator_is_rank_0s_fault(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
-    hub = two.watches[0]._hub
-    hub.beat = 1e9  # the hub's thread stands still
-    wait_until(lambda: two.watches[1].first is not None)
-    assert two.watches[1].first.rank == 0 and "no sign of life" in two.watches[1].first.why
+    coordinator = two.monitors[0]._coordinator
+    coordinator.beat = 1e9  # the coordinator's thread stands still
+    wait_until(lambda: two.monitors[1].first is not None)
+    assert two.monitors[1].first.rank == 0 and "no sign of life" in two.monitors[1].first.why
 
 
 def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], capsys: Any) -> None:
     three = ranks(3)
     began = time.monotonic()
     three.bye()
-    assert time.monotonic() - began < 5  # the hub's patience at the end is 60
-    assert not three.watches[0]._hub.is_alive()
+    assert time.monotonic() - began < 5  # the coordinator's patience at the end is 60
+    assert not three.monitors[0]._coordinator.is_alive()
     assert three.gone() == [] and capsys.readouterr().err == ""
-    assert all(watch.first is None for watch in three.watches)
+    assert all(monitor.first is None for monitor in three.monitors)
 
 
 def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
-    two.watches[0]._hub.world = 3
+    two.monitors[0]._coordinator.world = 3
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)
@@ -271,17 +283,17 @@ def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
 )
 def test_strangers_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
     two = ranks(2)
-    port = two.watches[0]._hub.port
+    port = two.monitors[0]._coordinator.port
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
         stranger.sendall(noise)
         time.sleep(0.2)
-    assert two.watches[0]._hub.is_alive() and two.watches[0]._hub.decided is None
+    assert two.monitors[0]._coordinator.is_alive() and two.monitors[0]._coordinator.decided is None
     two.bye()
-    assert not two.watches[0]._hub.is_alive()
+    assert not two.monitors[0]._coordinator.is_alive()
 
 
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
-    assert ranks(2).watches[0]._hub.listener.getsockname()[0] == "127.0.0.1"
+    assert ranks(2).monitors[0]._coordinator.listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> None:
@@ -293,25 +305,25 @@ def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> No
         os.read(read, 1)  # outlive the rank
         os._exit(0)
     try:
-        two.watches[1]._left = True
-        two.watches[
+        two.monitors[1]._left = True
+        two.monitors[
             1
-        ]._line.sock.close()  # as the kernel does: this process's hold, not the child's
-        wait_until(lambda: two.watches[0]._hub.decided is not None)
-        assert two.watches[0]._hub.decided.rank == 1
+        ]._connection.sock.close()  # as the kernel does: this process's hold, not the child's
+        wait_until(lambda: two.monitors[0]._coordinator.decided is not None)
+        assert two.monitors[0]._coordinator.decided.rank == 1
     finally:
         os.close(write)
         os.waitpid(child, 0)
 
 
 def test_a_world_of_one_needs_nothing() -> None:
-    with pytest.raises(KeyError), Watch() as watch:
-        watch.action = "anything"
+    with pytest.raises(KeyError), FailureMonitor() as monitor:
+        monitor.action = "anything"
         raise KeyError("its own")
 
 
-def test_an_unreachable_hub_is_a_failed_communication(free_port: Callable[[], int]) -> None:
+def test_an_unreachable_coordinator_is_a_failed_communication(free_port: Callable[[], int]) -> None:
     store = dist.HashStore()
-    store.set("weft/watch", f"{free_port()} token")
+    store.set("weft/monitor", f"{free_port()} token")
     with pytest.raises(CommunicationError, match="rank 0 is not reached at 127.0.0.1"):
-        Watch(1, 2, store)
+        FailureMonitor(1, 2, store)
