@@ -149,11 +149,6 @@ def evaluate(run: Run, loader: Any) -> float:
     return loss / tokens
 
 
-def llama_config(config: Config) -> LlamaConfig:
-    """Take the model's sizes from the flags."""
-    return LlamaConfig(**sizes.of_model(config.model))
-
-
 def model_provider(
     config: Config,
     ctx: LayerContext,
@@ -161,7 +156,7 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; what `training` knows of a model it learns of this."""
-    return Llama(llama_config(config), ctx, recompute, stages)
+    return Llama(LlamaConfig(**sizes.of_model(config.model)), ctx, recompute, stages)
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:

@@ -52,10 +52,9 @@ from benchmarks.bench_step import (  # noqa: E402
 )
 from benchmarks.peak import watch  # noqa: E402
 from benchmarks.peers import native  # noqa: E402
-from model.llama import hf_config  # noqa: E402
+from model.llama import LlamaConfig, hf_config  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
-from pretrain_llama import llama_config  # noqa: E402
-from training import checkpoint  # noqa: E402
+from training import checkpoint, sizes  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.checkpoint.pieces import whole  # noqa: E402
 from training.data.build import build_datasets  # noqa: E402
@@ -202,7 +201,7 @@ class Start:
             state={
                 "iteration": 0,
                 "consumed_samples": 0,
-                "hf_config": hf_config(llama_config(config)),
+                "hf_config": hf_config(LlamaConfig(**sizes.of_model(config.model))),
             },
             grid=Grid(),
         )
