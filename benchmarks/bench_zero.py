@@ -54,9 +54,10 @@ from benchmarks.peak import watch  # noqa: E402
 from benchmarks.peers import native  # noqa: E402
 from model.llama import LlamaConfig, hf_config  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
-from training import checkpoint, sizes  # noqa: E402
+from training import checkpoint  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.checkpoint.pieces import whole  # noqa: E402
+from training.sizes import of_model  # noqa: E402
 from training.data.build import build_datasets  # noqa: E402
 from training.tokenizer import build_tokenizer  # noqa: E402
 
@@ -201,7 +202,7 @@ class Start:
             state={
                 "iteration": 0,
                 "consumed_samples": 0,
-                "hf_config": hf_config(LlamaConfig(**sizes.of_model(config.model))),
+                "hf_config": hf_config(LlamaConfig(**of_model(config.model))),
             },
             grid=Grid(),
         )
