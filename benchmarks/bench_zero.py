@@ -57,8 +57,8 @@ from mpu.grid import Grid  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.arguments import parse  # noqa: E402
 from training.checkpoint.pieces import whole  # noqa: E402
-from training.sizes import of_model  # noqa: E402
 from training.data.build import build_datasets  # noqa: E402
+from training.sizes import of_model  # noqa: E402
 from training.tokenizer import build_tokenizer  # noqa: E402
 
 DEEPSPEED = PEER.parent / "deepspeed_zero.py"

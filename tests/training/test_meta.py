@@ -47,6 +47,10 @@ OPERATIONS = {
     "linear": lambda: F.linear(X, tensor(3, 8)),
     "look-up": lambda: F.embedding(NUMBERS, tensor(9, 4)),
     "gather": lambda: tensor(3, 7).gather(-1, NUMBERS),
+    "rows and columns": lambda: X[NUMBERS, NUMBERS],
+    "matrix and vector": lambda: torch.mv(tensor(3, 4), tensor(4)),
+    "one behind the other": lambda: torch.cat([X, Y], -1),
+    "count": lambda: torch.arange(2, 9, 3, device=META),
     "silu": lambda: F.silu(Y),
     "softmax": lambda: X.softmax(-1),
 }
