@@ -48,7 +48,7 @@ class MetaOperations(TorchDispatchMode):
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return what an operation returns, or None where torch must say it."""
     aten, name = torch.ops.aten, func.overloadpacket.__name__
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if name == "arange" and kwargs.get("device") == META and {*map(type, args)} <= {int}:
         dtype = kwargs.get("dtype") or torch.long
         return torch.empty(len(range(*args)), dtype=dtype, device=META)
