@@ -58,6 +58,7 @@ from training import checkpoint  # noqa: E402
 from training.checkpoint.pieces import whole  # noqa: E402
 from training.data.build import build_datasets  # noqa: E402
 from training.data.tokenizer import build_tokenizer  # noqa: E402
+from training.flags.model_sizes import of_model  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 
 DEEPSPEED = PEER.parent / "deepspeed_zero.py"
@@ -203,7 +204,7 @@ class Start:
             state={
                 "iteration": 0,
                 "consumed_samples": 0,
-                "hf_config": hf_config(LlamaConfig(**sizes.of_model(config.model))),
+                "hf_config": hf_config(LlamaConfig(**of_model(config.model))),
             },
             grid=Grid(),
         )

@@ -19,7 +19,7 @@ EXAMPLES = [
             "TP 2 x CP 1 x DP 1 x PP 1 = 2 ranks; sequence parallelism on": "2 CPU ranks",
             "3,344,064 in all": "3.3e6 parameters",
             "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
-            "95.7 MB": "96 MB",
+            "95.71 MB": "96 MB",
         },
     ),
     (
@@ -31,7 +31,7 @@ EXAMPLES = [
             "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
             "moments            13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
             "activations        52.04 MB": "52 MB activations",
-            "total                109 MB": "= 109 MB",
+            "total              109.1 MB": "= 109 MB",
         },
     ),
     (

@@ -65,6 +65,8 @@ def _whole_gradients(
     done = activations.profile(config, provider, pp_rank).gradients
     order = [bucket_of[name] for name in done if name in bucket_of]
     last = {bucket: at for at, bucket in enumerate(order)}
+    for name in bucket_of.keys() - set(done):  # plain autograd: known at the end of the step
+        last.pop(bucket_of[name], None)
     live: set[int] = set()
     fullest = following = 0
     for at, bucket in enumerate(order):

@@ -41,28 +41,44 @@ class MetaOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if not (isinstance(first, Tensor) and first.is_meta):
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
-            return first
-        if torch.Tag.pointwise in func.tags:
-            return _elementwise(func, args, kwargs)
-        aten = torch.ops.aten
-        if name in ("empty_like", "zeros_like", "ones_like", "full_like"):
-            dtype = kwargs.get("dtype") or first.dtype
-            return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
-        if func in PRODUCTS and "out" not in kwargs:
-            x, y = args[PRODUCTS[func] :][:2]
-            return x.new_empty((*x.shape[:-1], y.shape[-1]))
-        if func is aten.gather.default:
-            return first.new_empty(args[2].shape)
-        if func is aten.embedding.default:
-            return first.new_empty((*args[1].shape, first.shape[1]))
-        if name in _REDUCE:
-            return _reduction(func, args, kwargs)
-        return func(*args, **kwargs)
+        found = _answer(func, args, kwargs)
+        return func(*args, **kwargs) if found is None else found
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return what an operation returns, or None where torch must say it."""
+    aten, name = torch.ops.aten, func.overloadpacket.__name__
+    first: Any = args[0] if args else None
+    if name == "arange" and kwargs.get("device") == META and {*map(type, args)} <= {int}:
+        dtype = kwargs.get("dtype") or torch.long
+        return torch.empty(len(range(*args)), dtype=dtype, device=META)
+    if func is aten.cat.default and first[0].is_meta:
+        shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
+        shape[dim] = sum(part.shape[dim] for part in first)
+        return torch.empty(shape, dtype=_common(first), device=META)
+    if not (isinstance(first, Tensor) and first.is_meta):
+        return None
+    if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
+        return first
+    if torch.Tag.pointwise in func.tags:
+        return _elementwise(func, args, kwargs)
+    if name in _REDUCE:
+        return _reduction(func, args, kwargs)
+    if name in ("empty_like", "zeros_like", "ones_like", "full_like"):
+        dtype = kwargs.get("dtype") or first.dtype
+        return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
+    if func in PRODUCTS and "out" not in kwargs:
+        x, y = args[PRODUCTS[func] :][:2]
+        return x.new_empty((*x.shape[:-1], y.shape[-1]))
+    if func is aten.mv.default:
+        return first.new_empty(first.shape[:1])
+    if func is aten.index.Tensor and all(i is not None and i.dtype == torch.long for i in args[1]):
+        return first.new_empty((*_broadcast(args[1]), *first.shape[len(args[1]) :]))
+    if func is aten.gather.default:
+        return first.new_empty(args[2].shape)
+    if func is aten.embedding.default:
+        return first.new_empty((*args[1].shape, first.shape[1]))
+    return None
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -72,8 +88,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         if written in kwargs:
             return kwargs[written]
     tensors = [a for a in args if isinstance(a, Tensor)]
-    sizes = zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)  # broadcast
-    shape = torch.Size([next((n for n in some if n != 1), 1) for some in sizes][::-1])
+    shape = _broadcast(tensors)
     if name in _COMPARE:
         dtype = torch.bool
     else:
@@ -97,6 +112,12 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     counts = func.overloadpacket.__name__ == "sum" and not x.is_floating_point()
     dtype = given.get("dtype") or (torch.long if counts else x.dtype)
     return torch.empty([n for n in shape if n is not None], dtype=dtype, device=META)
+
+
+def _broadcast(tensors: list[Tensor]) -> torch.Size:
+    """Return the shape that the tensors have together."""
+    sizes = zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
+    return torch.Size([next((n for n in some if n != 1), 1) for some in sizes][::-1])
 
 
 def _is_value(argument: Any) -> bool:

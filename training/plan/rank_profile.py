@@ -157,7 +157,10 @@ class _Run:
         if split:
             self.queue.defer()
         with saved_tensors_hooks(again.pack, again.unpack):
-            torch.autograd.backward(out, torch.empty_like(out))
+            if self.model.stages[chunk].loss:
+                out.sum().backward()
+            else:
+                torch.autograd.backward(out, torch.empty_like(out))
         del out
         if split:
             self.waiting[chunk] = self.queue.waiting
