@@ -23,7 +23,7 @@ def test_by_block_a_bucket_is_a_block_and_neighbours_outside_share_one():
     assert found == [["out"], ["layers.1.w"], ["layers.0.v", "layers.0.w"], ["in.b", "in.a"]]
 
 
-@pytest.mark.parametrize("embd", ["embd", "embd", "zz"])
+@pytest.mark.parametrize("ends", ["ends", "embd", "zz"])
 def test_buckets_over_extra_axes_are_last_and_those_over_tp_the_very_last(ends):
     """Whatever the other axis is called."""
     axes = {"norm": ("tp",), "tied": (ends,), "w": (), "both": ("tp", ends)}

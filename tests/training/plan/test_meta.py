@@ -85,11 +85,12 @@ def test_attention_keeps_no_square():
 def test_flops_need_no_symbolic_algebra():
     """Torch imports one for its own answers: a second, and more, at the start of every run."""
     code = (
-        "import sys; from tests.dry import read; from pretrain_llama import model_provider; "
+        "import sys; from tests.training.small_llama import read; "
+        "from pretrain_llama import model_provider; "
         "from training.plan.model_profile import model_profile; "
         "assert model_profile(read(), model_provider).flops; print('sympy' in sys.modules)"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
