@@ -299,10 +299,6 @@ class Config:
         """Write, one way only, every setting that all ranks of a run must share."""
         return _json({k: v for k, v in self.flat().items() if k not in _LOCAL})
 
-    def digest_all(self) -> str:
-        """Hash every setting that all ranks must share: SHA-256, hex; compared at start-up."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
-
     def with_vocab(self, tokenizer_vocab: int) -> "Config":
         """Return the config for a tokenizer of that many entries; a larger --vocab-size stands.
 

@@ -104,19 +104,6 @@ def sum_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
     return total
 
 
-def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
-    """Send x of the axis' rank `src` to all of it, in place."""
-    if axis.size == 1:
-        return x
-    wire, group = to_wire(x, axis), group_of(axis)
-
-    def call() -> Any:
-        return dist.broadcast(wire, src=axis.ranks[src], group=group, async_op=True)
-
-    axis.start("broadcast", x, call, (wire,), _copy_back(wire, x))
-    return x
-
-
 def barrier(axis: Axis, device: torch.device | None = None) -> None:
     """Wait for every rank of the axis."""
     all_reduce(torch.zeros(1, device=device), axis)
