@@ -24,7 +24,7 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
-    for name in ("tp", "data", "shard", "replica"):
+    for name in ("tp", "dp_cp", "dp_cp_shard", "dp_cp_replicate"):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue
