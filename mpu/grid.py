@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay the ranks out on axes: who is my tensor-parallel peer, who my data-parallel one.
 
-The whole layout is ONE reshape: `arange(world).view(pp, dp, cp, tp)`, tensor parallelism fastest,
-so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane of it,
-where something is summed or counted over several axes at once. `embd` joins the first and the last
+The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. Tensor parallelism is
+fastest, so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane
+of it, where something is summed or counted over several axes at once. `embd` joins the first and the last
 rank of a pipeline, the two that hold a copy of tied embeddings. `dp_cp` is where gradients are
 summed; with several instances of the distributed optimizer it is cut into `dp_cp_shard`, the ranks
 that share one, and `dp_cp_replicate`, those that hold the same part.
@@ -17,8 +17,10 @@ import re
 import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -173,15 +175,12 @@ class Grid:
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""
-        array = torch.arange(self.world_size).view(
+        array = np.arange(self.world_size).reshape(
             self.pp_size, self.dp_size, self.cp_size, self.tp_size
         )
         kept = [i for i, n in enumerate(NAMES) if n not in names]
-        moved = array.permute(*kept, *[i for i, n in enumerate(NAMES) if n in names])
-        sizes = dict(zip(NAMES, array.shape, strict=True))
-        size = 1
-        for n in names:
-            size *= sizes[n]
+        moved = array.transpose(*kept, *[i for i, n in enumerate(NAMES) if n in names])
+        size = prod(array.shape[NAMES.index(n)] for n in names)
         return [tuple(row) for row in moved.reshape(-1, size).tolist()]
 
     def _axis(self, name: str, *names: str) -> Axis:

@@ -48,7 +48,8 @@ def write_fork(folder: Path) -> Path:
     edits = {
         "class Llama(nn.Module)": "class Alpaca(nn.Module)",
         "from mpu.param import draw_normal, tie, unique_parameters": (
-            "from mpu.param import Placement, draw_normal, parameter, tie, unique_parameters, use"
+            "from mpu.gradients import use\n"
+            "from mpu.param import Placement, draw_normal, parameter, tie, unique_parameters"
         ),
         "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n": (
             "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"

@@ -174,9 +174,9 @@ def two_axes_two_grids(comm, epochs: int) -> None:
     lines = share(other, WAIT)
     assert [line.split()[2] for line in lines] == ["tp", "dp_cp"]  # dp_cp_shard is dp_cp
     assert other.tp.transport.workspace is not grid.tp.transport.workspace
-    assert other.shard.transport.workspace is other.data.transport.workspace
-    assert other.data.transport.workspace is not other.tp.transport.workspace
-    axes = [grid.tp, grid.dp_cp, other.tp, other.data]
+    assert other.dp_cp_shard.transport.workspace is other.dp_cp.transport.workspace
+    assert other.dp_cp.transport.workspace is not other.tp.transport.workspace
+    axes = [grid.tp, grid.dp_cp, other.tp, other.dp_cp]
     run_at_random(comm, axes, epochs, 2)
 
 
