@@ -2,11 +2,11 @@
 """Lay the ranks out on axes: who is my tensor-parallel peer, who my data-parallel one.
 
 The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. Tensor parallelism is
-fastest, so that its ranks sit on one node. An axis is a row of that array; a product axis is a plane
-of it, where something is summed or counted over several axes at once. `embd` joins the first and the last
-rank of a pipeline, the two that hold a copy of tied embeddings. `dp_cp` is where gradients are
-summed; with several instances of the distributed optimizer it is cut into `dp_cp_shard`, the ranks
-that share one, and `dp_cp_replicate`, those that hold the same part.
+fastest, so that its ranks sit on one node. An axis is a row of that array; a product axis is a
+plane of it, where something is summed or counted over several axes at once. `embd` joins the first
+and the last rank of a pipeline, the two that hold a copy of tied embeddings. `dp_cp` is where
+gradients are summed; with several instances of the distributed optimizer it is cut into
+`dp_cp_shard`, the ranks that share one, and `dp_cp_replicate`, those that hold the same part.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `embd` is all, as p is 2.
