@@ -104,6 +104,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import torch
+from mpu.grid import Grid
 from training.checkpoint import SaveError, save
 from training.checkpoint.pieces import whole
 
@@ -203,6 +204,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import torch
+from mpu.grid import Grid
 from training.checkpoint import SaveError, save
 from training.checkpoint.pieces import whole
 

@@ -51,6 +51,7 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from mpu.grid import Grid
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
 
@@ -89,6 +90,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from mpu.comm.transport import CommunicationError
+from mpu.grid import Grid, Launch
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
 
