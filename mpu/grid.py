@@ -33,7 +33,7 @@ NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said: this process's rank and how many there are, in all and on its node."""
+    """What the launcher said: this process's rank in the world and on its node, and their sizes."""
 
     rank: int = 0
     world: int = 1
@@ -162,8 +162,8 @@ class Grid:
             self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
             far = self.dp_cp.ranks[at % inside :: inside]
             self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
-        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch names
-        # a group by its ranks and by how many groups its maker has made.
+        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
+        # names a group by its ranks and by how many groups its maker has made.
         self.embd = Axis("embd", ranks=(self.rank,))
         if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
             first, last = self.pp.ranks[0], self.pp.ranks[-1]
