@@ -63,7 +63,7 @@ class Placement:
 
     @property
     def first_holder(self) -> bool:
-        """Return True on the one rank of `holders` that counts the parameter in a norm."""
+        """Return True on the one rank, among those of `holders`, that the norm counts."""
         return all(axis.rank == 0 for axis in self.holders)
 
     @property

@@ -3,9 +3,9 @@
 
 Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut
 dim 0, so a shard is contiguous. Reductions are sums; only `all_reduce` takes another op.
-`reduce_scatter` and `all_reduce_in_order` add the ranks' contributions in rank order on CPU. gloo's
-own reduce-scatter does not, puts twice the bytes on the wire, and is slower than the all-to-all
-used here (docs/numerics.md).
+`reduce_scatter` and `all_reduce_in_order` add the ranks' contributions in rank order on CPU
+(docs/numerics.md). gloo's own reduce-scatter does not, puts twice the bytes on the wire, and is
+slower than the all-to-all used here.
 
 The axis' transport carries the tensors. ProcessGroupTransport, below, uses torch.distributed. Where
 the ranks of an axis share memory, SharedMemoryTransport (mpu/comm/shared_memory.py) carries gathers

@@ -43,8 +43,8 @@ class FailureMonitor:
     exit code 1 after `unwind` seconds. At world size 1 the monitor only holds `action`.
 
     grace: seconds that "a collective failed" waits for a better cause. silence: seconds without a
-    beat after which a rank counts as lost. beat: seconds between beats; None: 1, more in a large
-    world.
+    beat after which a rank counts as lost. beat: seconds between beats; None: 1, or more in a world
+    of more than 512 ranks.
     """
 
     def __init__(

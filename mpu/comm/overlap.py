@@ -4,8 +4,8 @@
     gather            x [n, ...] of every rank -> a Gathering; multiply(w) gives gather(x) w^T
     multiply_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the ranks' sum
 
-The two are each other's gradient; mpu/layers/linear.py puts them together. An OverlapMethod is how
-the parts travel:
+The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
+OverlapMethod, one of these:
 
     replicated   no part travels, x is whole on every rank (no sequence parallelism); sums are
                  all-reduced

@@ -10,7 +10,7 @@ raise a flag for each chunk; the others multiply, beginning with this rank's own
     from 0                       0a    0b
     programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
 
-A tile waits for the chunks its rows lie in (tiles.py) and no others; a tile of own rows never waits.
+A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait.
 Pushers are the programs of lowest number, so they run first wherever programs run in turn, and no
 order among streams matters. Without pushers the rows come otherwise: peers' memory is read in
 place, a copy engine copies, or an earlier launch of the same epoch (a first weight) has pushed.

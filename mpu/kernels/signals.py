@@ -10,8 +10,7 @@ A flag is an int32 that holds the epoch of what was written last. It only grows 
 never reset, so a wait is for `flag - epoch >= 0`. No wait is endless: after `patience` polls (about
 a microsecond each on a GPU) the reader writes 1 + the late rank into the error word, goes on, and
 fills with NaN what it could not compute. The error word lies in host memory, so the host reads it
-without a synchronisation (`Exchange.check`). No kernel traps, so the process can still say which
-rank was late.
+without a synchronisation (`Exchange.check`). No kernel traps, so the process can still report it.
 """
 
 from collections.abc import Callable
