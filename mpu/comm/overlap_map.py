@@ -74,7 +74,7 @@ def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
 
 
 def method_called(name: str, axis: Axis) -> OverlapMethod:
-    """Return a method by name; symmetric depends on the axis' memory: without any, ring."""
+    """Return the method called `name`; symmetric is ring where the axis shares no memory."""
     if name == "none":
         return Separate(axis)
     if name == "ring" or not axis.symmetric:

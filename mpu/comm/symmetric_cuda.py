@@ -26,7 +26,7 @@ from mpu.kernels.signals import Exchange, raise_flags, wait_flags
 
 LINE = 64  # bytes of a flag
 CHUNKS = 64  # flags that each rank has for each rank
-POLLS = 1_000_000  # of a flag that a GPU makes in a second, about
+POLLS = 1_000_000  # of a flag, which take a GPU about a second
 
 
 class CudaWorkspace:
