@@ -105,7 +105,7 @@ def sum_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
-    """Copy x of the axis' rank `src` into x of the other ranks; return x."""
+    """Send x of the axis' rank `src` to all of it, in place."""
     if axis.size == 1:
         return x
     wire, group = to_wire(x, axis), group_of(axis)

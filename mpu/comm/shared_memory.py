@@ -2,7 +2,7 @@
 """Gather and sum through memory that the ranks of an axis share (mpu/comm/symmetric.py).
 
 Every rank writes its tensor once and reads the others' in place. Sums are in rank order. The
-process group carries GPU tensors, messages, broadcasts and reductions other than sums.
+process group carries GPU tensors, messages and reductions other than sums.
 """
 
 from collections.abc import Callable
