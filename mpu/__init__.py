@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model-parallel unit: everything that knows there is more than one rank. A table of contents.
+"""The model-parallel unit: what runs one model over several ranks. A table of contents.
 
-comm          bytes between ranks: transport (axes, and what carries them), collectives (the verbs),
-              mappings (autograd pairs), overlap (matmuls that hide them), p2p (stage to stage),
-              failure_monitor (the failure channel)
-grid          ranks -> axes: who is my tensor-, data-, pipeline-parallel peer
+comm          between ranks: transport (Axis, Transport, Handle), collectives, mappings (collectives
+              under autograd), overlap (collectives hidden by matmuls), p2p (stage to stage), meta
+              (shapes alone), shared_memory and symmetric (memory that ranks share),
+              failure_monitor and coordinator (the failure channel)
+grid          ranks -> axes: the tensor-, context-, data- and pipeline-parallel peers of a rank
 connect       what carries each axis of a run: shared memory or the process group
-param         what a parameter knows of its place
+param         Placement: which part of a tensor a parameter is, and who holds the rest
 gradients     where layers put weight gradients, and when these are computed
 context       LayerContext, the one object a layer is given
 recompute     activation recomputation
-kernels       Triton kernels that multiply while parts travel between GPUs
+kernels       Triton kernels that multiply while rows travel between GPUs
 layers        linear, embedding, cross_entropy, attention, rope, fused (RMSNorm, RoPE, SwiGLU), tune
-pipeline      schedules as data, the engine that executes them, which layers stand where
+pipeline      schedules as data, the engine that executes them, which layers each stage holds
 zero          flat buckets of weights and gradients, their sums, the distributed optimizer
-native        the compiled library of csrc/, where there is one
+native        the loader of the compiled library of csrc/
 """

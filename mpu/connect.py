@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose what carries each axis: memory that its ranks share, or the process group.
 
-Called once, after the process groups exist and before the first step. Each function returns lines
-that say what carries an axis, or why memory does not.
+Start-up calls each function once, after the process groups exist and before the first step. Each
+returns lines for the log: what carries an axis, or why memory does not.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from mpu.grid import Grid
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Let gathers and sums of CPU tensors go through shared memory, on each axis that has them.
+    """Send gathers and sums of CPU tensors through shared memory, on tp, dp_cp and dp_cp's parts.
 
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
@@ -47,7 +47,7 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
 
 
 def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
-    """Give the overlap kernels of the tp axis what they write through. Collective over tp."""
+    """Give the tp axis the GPU memory that its overlap kernels share. Collective over tp."""
     if grid.tp.size == 1:
         return []
     try:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerContext: the one frozen object a layer is given. There is no other way to learn of ranks or
-devices.
-"""
+"""LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
 
 from dataclasses import dataclass, field
 
@@ -14,12 +12,11 @@ from mpu.grid import Grid
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer may know of the world: axes, sequence parallelism, dtype, device, and where
-    gradients go.
+    """What a layer may know: axes, sequence parallelism, dtypes, device, where gradients go.
 
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
-    loss (fp32, or fp64 for proofs). sequence_parallel cuts activations between the tensor-parallel
-    regions along s.
+    loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
+    activations are cut along s.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -39,5 +36,5 @@ class LayerContext:
 
     @property
     def replicated_over(self) -> tuple[Axis, ...]:
-        """Axes over which a replicated weight that sees only a shard of s has partial gradients."""
+        """Return the axes over which gradients of replicated weights are partial (tp under SP)."""
         return (self.grid.tp,) if self.sp else ()

@@ -3,7 +3,7 @@
 
 A layer never touches `.grad`. In backward it hands its weight gradient to a GradientSink, which
 knows the buckets, the micro-batches and the data-parallel ranks (mpu/zero implements it). A
-pipeline may keep weight gradients in the WeightGradientQueue and run them later.
+pipeline may keep the work of weight gradients in the WeightGradientQueue and run it later.
 """
 
 from collections import deque
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
 
-    This base class keeps each in a tensor of its own and knows nothing of other ranks;
-    mpu/zero/param_and_grad_buffer.py keeps them in flat buckets and reduces a bucket when its last
-    gradient of the step is done.
+    This base class keeps each in a tensor of its own and knows nothing of other ranks.
+    ParamAndGradBuffer (mpu/zero) keeps them in flat buckets and sums the buckets over ranks.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -28,22 +27,22 @@ class GradientSink:
         self._written: set[nn.Parameter] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what a new weight lies in; ZeRO level 3 gives it no memory yet."""
+        """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the whole local weight; a sharding sink gathers it here (ZeRO level 3)."""
+        """Return the whole local weight; at ZeRO stage 3 it is gathered here."""
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Say whether the weight is whole only between `acquire` and `end_use`."""
+        """Return whether the weight is whole only between `acquire` and `end_use`."""
         return False
 
     def end_use(self, param: nn.Parameter) -> None:
-        """Say that the weight is not needed for now (ZeRO level 3 frees it)."""
+        """Note that the weight is not needed for now: ZeRO stage 3 may free it."""
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Forget the old gradients: the step's first contribution overwrites, no zeroing pass."""
+        """Start a step: its first gradient of a parameter overwrites the old one, unzeroed."""
         self._written.clear()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
@@ -53,15 +52,16 @@ class GradientSink:
         return self.main[param]
 
     def grad_slot(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the main gradient that the caller is about to add to, and whether it is fresh:
-        then nothing has been written to it in this step, and the caller overwrites it.
+        """Return (main gradient, fresh) to a caller that is about to add a gradient.
+
+        fresh: nothing has been written in this step, so the caller overwrites instead of adding.
         """
         fresh = param not in self._written
         self._written.add(param)
         return self.main_grad(param), fresh
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add a ready gradient."""
+        """Add a gradient of the whole local weight."""
         main, fresh = self.grad_slot(param)
         main.copy_(grad) if fresh else main.add_(grad)
 
@@ -73,7 +73,7 @@ class GradientSink:
         main.index_add_(0, rows, grad.to(main.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Say that this use of the parameter has given all its gradient of one micro-batch."""
+        """Note that one use of the parameter has added its gradient of one micro-batch."""
 
 
 class _Use(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _Use(torch.autograd.Function):
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         whole = sink.acquire(param)
-        # autograd may keep what it is given: a weight that comes and goes is copied
+        # autograd may keep what it is given, so a weight that may be freed is copied
         given = whole.clone() if sink.is_sharded(param) else whole.view_as(param)
         sink.end_use(param)
         return given
@@ -96,24 +96,24 @@ class _Use(torch.autograd.Function):
 
 
 def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
-    """Use a parameter in ordinary autograd code: its gradient goes to the sink. For new layers in a
-    fork. At ZeRO level 3 what it returns is a copy.
+    """Return a parameter for ordinary autograd code; its gradient goes to the sink.
+
+    New layers of a fork use it. At ZeRO stage 3 the result is a copy.
     """
     return _Use.apply(param, sink)
 
 
 class WeightGradientQueue:
-    """Run weight gradients at once, or keep those of a backward until the pipeline engine says W.
+    """Compute weight gradients at once, or keep a backward's work until the pipeline's W action.
 
-    The engine runs the W's of a stage in the order of the micro-batches, so deferring changes no
-    bit.
+    The engine runs a stage's W's in the order of the micro-batches, so deferring changes no bit.
     """
 
     def __init__(self) -> None:
         self._kept: deque[Callable[[], None]] | None = None
 
     def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
-        """Run one weight gradient, or keep it. kept: the tensors that live until it has run."""
+        """Run the work of one weight gradient, or keep it. kept: the tensors that it holds."""
         if self._kept is None:
             work()
         else:
@@ -121,16 +121,16 @@ class WeightGradientQueue:
 
     @property
     def deferring(self) -> bool:
-        """True between `defer()` and `take()`."""
+        """Return True between `defer()` and `take()`."""
         return self._kept is not None
 
     def defer(self) -> None:
-        """Keep what is put from now on."""
+        """Keep the work that is put from now on."""
         assert self._kept is None, "one backward at a time defers"
         self._kept = deque()
 
     def take(self) -> "deque[Callable[[], None]]":
-        """Stop keeping, and hand over what was kept, oldest first."""
+        """Stop keeping, and return the kept work, oldest first."""
         assert self._kept is not None, "nothing was deferred"
         kept, self._kept = self._kept, None
         return kept
@@ -138,6 +138,6 @@ class WeightGradientQueue:
 
 @torch.no_grad()  # as in backward
 def run_deferred(works: "deque[Callable[[], None]]") -> None:
-    """Run weight gradients that were kept, and free what each held as soon as it is done."""
+    """Run kept work, oldest first, and free what each piece holds as soon as it is done."""
     while works:
         works.popleft()()

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay the ranks out on axes: who is my tensor-parallel peer, who my data-parallel one.
+"""Lay the ranks out on axes: a rank's tensor-, context-, data- and pipeline-parallel peers.
 
-The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. Tensor parallelism is
-fastest, so that its ranks sit on one node. An axis is a row of that array; a product axis is a
-plane of it, where something is summed or counted over several axes at once. `embd` joins the first
-and the last rank of a pipeline, the two that hold a copy of tied embeddings. `dp_cp` is where
-gradients are summed; with several instances of the distributed optimizer it is cut into
-`dp_cp_shard`, the ranks that share one, and `dp_cp_replicate`, those that hold the same part.
+The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. tp is fastest, so that its
+ranks sit on one node. An axis is a row of that array, a product axis a plane. Further axes:
+
+    dp_cp            product of dp and cp; gradients are summed over it
+    dp_cp_shard      ranks of dp_cp that share one instance of the distributed optimizer
+    dp_cp_replicate  ranks of dp_cp that hold the same part, one in each instance
+    embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
+
+With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone.
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
-[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], of which `embd` is all, as p is 2.
+[4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
 import os
@@ -32,7 +35,7 @@ NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said: this process among all, and among those of its node."""
+    """What the launcher said: this process's rank in the world and on its node, and their sizes."""
 
     rank: int = 0
     world: int = 1
@@ -42,9 +45,8 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> "Launch":
-        """Read what torchrun says (RANK, WORLD_SIZE, ...), or else srun; a plain `python` run is a
-        world of one, also in a job script or under salloc, where SLURM counts tasks but no step
-        has begun. Raises ValueError.
+        """Read the variables of torchrun (RANK, WORLD_SIZE, ...), or else srun's; a plain `python`
+        run is a world of one, also in a SLURM job where no step has begun. Raises ValueError.
         """
         e = os.environ
         if "SLURM_STEP_ID" in e and "SLURM_PROCID" in e and not {"RANK", "WORLD_SIZE"} & e.keys():
@@ -103,9 +105,9 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def tasks_of_node(text: str, node: int) -> int:
-    """Return how many tasks of a SLURM step run on its node `node`, out of "8(x15),4".
+    """Return how many tasks of a SLURM step run on its node `node`. Raises ValueError.
 
-    Raises ValueError.
+    text: the tasks of all nodes, as SLURM writes them: "8(x15),4".
     """
     left = node
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
@@ -120,10 +122,9 @@ def tasks_of_node(text: str, node: int) -> int:
 
 @dataclass
 class Grid:
-    """Hold every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds the
-    groups.
+    """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    Raises ValueError where the sizes do not factor the world.
+    Raises ValueError where tp x cp x pp do not divide the world, or `instances` not dp_cp.
     """
 
     world_size: int = 1
@@ -163,8 +164,8 @@ class Grid:
             self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
             far = self.dp_cp.ranks[at % inside :: inside]
             self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
-        # A rank between the ends is alone there; it too makes a group in `add_groups`, since torch
-        # names a group by its ranks and by how many groups its maker has.
+        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
+        # names a group by its ranks and by how many groups its maker has made.
         self.embd = Axis("embd", ranks=(self.rank,))
         if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
             first, last = self.pp.ranks[0], self.pp.ranks[-1]
@@ -189,17 +190,15 @@ class Grid:
                 return Axis(name, ranks.index(self.rank), len(ranks), ranks)
         raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
 
-    # `pp` carries what goes to a higher rank, `pp_back` what goes to a lower one: on NCCL a receive
-    # that waits must not hold up a send the other way.
+    # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
+    # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
         "embd",
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
-        """Join the world, then make the groups. `backend` None means nccl for CUDA and gloo for
-        CPU.
-        """
+        """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU."""
         if self.world_size == 1:
             return self
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -211,7 +210,7 @@ class Grid:
         return self.add_groups(device, timeout)
 
     def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
-        """Create the process groups. Axes over the same ranks share one; size 1 needs none."""
+        """Make the process groups: one for each set of ranks; on NCCL pp_back has its own."""
         staged = self.backend == "gloo" and device.type == "cuda"
         groups: dict[tuple[int, ...], Any] = {}
         for name in self.AXES:
@@ -253,16 +252,16 @@ class Grid:
         torch.cuda.synchronize(device)
 
     def add_background(self, timeout: timedelta) -> None:
-        """Make `background`: the world once more, by gloo, for a thread that is not the trainer's.
+        """Give `background`, the world again for another thread than the trainer's, a gloo group.
 
-        Collectives of two threads on one group would meet in another order on another rank.
+        On one group the collectives of two threads could meet in another order on another rank.
         """
         if self.world_size > 1:
             group = dist.new_group(timeout=timeout, backend="gloo")
             self.background = replace(self.background, transport=ProcessGroupTransport(group))
 
     def carried_by(self, transport: Transport) -> "Grid":
-        """Let one transport carry every axis that has several ranks."""
+        """Let one transport carry every axis of AXES that has several ranks."""
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             if axis.size > 1:
@@ -270,7 +269,7 @@ class Grid:
         return self
 
     def traced(self, trace: Trace | None) -> "Grid":
-        """Let `trace` see every collective of every axis."""
+        """Let `trace` see every collective and message of the axes in AXES."""
         for name in self.AXES:
             setattr(self, name, replace(getattr(self, name), trace=trace))
         return self

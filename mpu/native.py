@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the compiled library of csrc/ (plain C functions, no torch or Python headers) through
-ctypes.
+"""Load the compiled library of csrc/ through ctypes: C functions, no torch or Python headers.
 
-`make setup` builds build/weft_native.so where a C++ compiler is present. Everything that uses it
-has a twin in Python, so its absence costs time, never function.
+`make setup` builds build/weft_native.so where a C++ compiler is present. Without it everything
+still works, but more slowly.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def reason() -> str:
-    """Say in a sentence why `load` returns None; empty when it does not."""
+    """Return a sentence that says why `load` returns None, or an empty text."""
     if not PATH.exists():
         return f"{PATH.name} is not built: run `make setup` with a C++ compiler on the path"
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter knows of its place: which part of the full tensor it is, who holds the rest.
+"""Placement: which part of the full tensor a parameter is, and which ranks hold the rest.
 
-A Placement is written on the parameter itself. Checkpoints, initial weights, the global norm and
-the sums of gradients (mpu/gradients.py) all follow from it.
+A Placement is an attribute of the parameter itself. Checkpoints, initial weights, the global norm
+and the sums of gradients (mpu/zero/reduce.py) all follow from it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,10 @@ from mpu.gradients import GradientSink
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a canonical tensor that this rank holds.
+    """A rectangle of a canonical tensor (one that a checkpoint names) that this rank holds.
 
     Rows [start, start + size) along `dim` of the tensor `name` of full `shape` stand in the local
-    parameter at rows [local, local + size) along `dim`. `size` may be 0 where only padding falls to
-    this rank.
+    parameter at rows [local, local + size) along `dim`. `size` is 0 where a rank has padding alone.
     """
 
     name: str
@@ -38,14 +37,13 @@ class Placement:
 
     shape: full logical shape, unpadded, sections stacked along dim 0.
     dim: the cut dimension; None where every rank holds all of it.
-    axis: the axis that cuts it.
+    axis: the axis that cuts it or, where dim is None, over which it is replicated.
     sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
-        on its own, so that a checkpoint can speak of q_proj whatever the layout.
-    local_size: rows of this rank along `dim`, padding included.
-    reduce_axes: axes over which the ranks' gradients must be added (norm weights under sequence
-        parallelism, tied embeddings over the two ends of the pipeline).
-    copies: axes over which other ranks hold the same part for a layer of their own (tied
-        embeddings).
+        on its own, so that a checkpoint can name q_proj whatever the layout.
+    local_size: rows of this rank along `dim`, padding included; unused where dim is None.
+    reduce_axes: axes over which gradients are added before the data-parallel ranks (norm weights
+        under sequence parallelism: tp; tied embeddings: embd).
+    copies: axes over which other ranks hold the same part for another layer (embd).
     """
 
     shape: tuple[int, ...]
@@ -58,23 +56,23 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part, padding included."""
+        """Return the shape of this rank's part, padding included."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
 
     @property
     def first_holder(self) -> bool:
-        """True on the one rank that counts a replicated parameter."""
+        """Return True on the one rank, among those of `holders`, that the norm counts."""
         return all(axis.rank == 0 for axis in self.holders)
 
     @property
     def holders(self) -> tuple[Axis, ...]:
-        """Axes, data-parallel ones apart, over which other ranks hold the very same part."""
+        """Return the axes, but for data-parallel ones, over which ranks hold the same part."""
         return self.copies if self.dim is not None else (self.axis, *self.copies)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
-        """List the rectangles of the canonical tensors `names`, one name a section."""
+        """Return this rank's rectangles of the canonical tensors `names`, one per section."""
         sizes = self.sections or (self.shape[0],)
         assert len(names) == len(sizes), (names, self.sections)
         found, local, t, r = [], 0, self.axis.size, self.axis.rank
@@ -92,7 +90,7 @@ class Placement:
 
 
 def divide(placement_dim: str, size: int, axis: Axis, what: str) -> int:
-    """Divide `size` by the axis or say which rule broke. Returns the local size."""
+    """Return size / axis.size. Raises ValueError, which names `what`, where that is not whole."""
     if size % axis.size:
         raise ValueError(
             f"{what} ({size}) must be a multiple of the {placement_dim} size ({axis.size})"
@@ -106,7 +104,7 @@ def parameter(
     device: torch.device,
     sink: GradientSink | None = None,
 ) -> nn.Parameter:
-    """Make a parameter, unset, that carries its placement; `sink` says what memory it has."""
+    """Return an unset parameter that carries its placement; `sink` allocates its memory."""
     empty = torch.empty if sink is None else sink.empty
     param = nn.Parameter(empty(placement.local_shape, dtype=dtype, device=device))
     param.placement = placement  # type: ignore[attr-defined]
@@ -119,7 +117,7 @@ def placement_of(param: nn.Parameter) -> Placement:
 
 
 def tie(param: nn.Parameter, axis: Axis) -> None:
-    """Say that each rank of `axis` holds this weight for another layer: the gradients add up."""
+    """Mark that the ranks of `axis` hold this weight for other layers: its gradients are added."""
     place = placement_of(param)
     param.placement = replace(  # type: ignore[attr-defined]
         place, reduce_axes=(*place.reduce_axes, axis), copies=(*place.copies, axis)
@@ -136,8 +134,8 @@ def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int
     """Fill with N(0, std^2) drawn per (seed, canonical name) on the unpadded full shape, then cut.
 
     The initial model is thus the same, bit for bit, for every layout (per device type and torch
-    version). The draw goes by blocks of rows with a generator each, so a rank only draws blocks it
-    holds. Padding is 0.
+    version). Each block of rows has its own generator, so a rank draws only the blocks of which it
+    holds a part. Padding is 0.
     """
     param.zero_()
     for piece in placement_of(param).pieces(names):
@@ -163,7 +161,7 @@ def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int
 
 
 def _hash(seed: int, name: str, block: int) -> int:
-    """FNV-1a of the text, 64 bits: a seed that depends on nothing but its arguments."""
+    """Return a 63-bit seed from the arguments alone: FNV-1a, 64 bits, without its last bit."""
     value = 0xCBF29CE484222325
     for byte in f"{seed}/{name}/{block}".encode():
         value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recomputation: keep the inputs of a function, run it again in backward (Chen et al.
-2016).
+"""Activation recomputation (Chen et al. 2016): keep a function's inputs, rerun it in backward.
 
-`full` wraps whole blocks, `selective` only the attention core, whose activations are large and
-cheap to make again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no
+`full` wraps whole blocks, `selective` only core attention, whose activations are large and cheap
+to make again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no
 generator state to restore.
 """
 
@@ -45,10 +44,10 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return run(*inputs), saving only `inputs`; parameters inside still send their gradients to
-    the sink.
+    """Return run(*inputs), keeping only `inputs` for backward, which runs it again.
 
-    At least one tensor input must require grad, else nothing inside gets a gradient.
+    Parameters inside send their gradients to the sink. At least one tensor input must require
+    grad, else nothing inside gets a gradient.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -60,7 +59,7 @@ class Recompute:
 
     full + uniform: groups of `num_layers` blocks, each group keeps only its first input.
     full + block: the first `num_layers` blocks one by one, the others keep everything.
-    selective: the attention core of every block.
+    selective: core attention of every block.
     """
 
     def __init__(
@@ -73,11 +72,11 @@ class Recompute:
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run` (the attention core), recomputed in backward where that was asked for."""
+        """Return `run` (core attention), recomputed in backward if the granularity is selective."""
         return partial(recompute, run) if self.granularity == "selective" else run
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        """Run blocks one after another, h = layer(h, *shared), keeping what the method says."""
+        """Run blocks one after another, h = layer(h, *shared), recomputing as the method says."""
         group = self.num_layers if self.method == "uniform" else 1
         for first in range(0, len(layers), group):
             some = layers[first : first + group]

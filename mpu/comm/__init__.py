@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between ranks. Groups always come as arguments, inside an Axis."""
+"""Collectives and messages between ranks. A group is always an argument, inside an Axis."""

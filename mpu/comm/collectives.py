@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speak the raw verbs: (tensor, axis, async_op) -> (out, handle). No autograd here.
+"""Collectives, the verbs of an axis: (tensor, axis, async_op) -> (out, handle). No autograd here.
 
 Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut
-dim 0, so a shard is contiguous. Every reduction is a SUM; `reduce_scatter` and
-`all_reduce_in_order` add the ranks' contributions in rank order on CPU. gloo's own reduce-scatter
-does not, puts twice the bytes on the wire, and is slower than the all-to-all used here
-(docs/numerics.md).
+dim 0, so a shard is contiguous. Reductions are sums; only `all_reduce` takes another op.
+`reduce_scatter` and `all_reduce_in_order` add the ranks' contributions in rank order on CPU
+(docs/numerics.md). gloo's own reduce-scatter does not, puts twice the bytes on the wire, and is
+slower than the all-to-all used here.
 
-The axis' transport carries the bytes. ProcessGroupTransport, below, is torch.distributed's. Where
-the ranks of an axis share memory, gathers and sums go through that (mpu/comm/shared_memory.py):
-written once, read in place, the same order of addition.
+The axis' transport carries the tensors. ProcessGroupTransport, below, uses torch.distributed. Where
+the ranks of an axis share memory, SharedMemoryTransport (mpu/comm/shared_memory.py) carries gathers
+and sums: a tensor is written once and read in place, and sums are in rank order.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpu.comm.transport import DONE, Axis, Handle, Label, Transport
 
-# torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 know only those
+# torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -34,7 +34,7 @@ def all_reduce(
     op: Any = dist.ReduceOp.SUM,
     label: Label | None = None,
 ) -> tuple[Tensor, Handle]:
-    """Sum x over the axis, in place. The order of the sum is the backend's own."""
+    """Sum x over the axis (or combine it by `op`), in place, in the transport's own order."""
     if axis.size == 1:
         return x, DONE
     return axis.carrier.all_reduce(x, axis, op, async_op, label)
@@ -66,8 +66,8 @@ def reduce_scatter(
     """Sum x over the axis and keep this rank's slice of dim 0: [t*n, ...] -> [n, ...].
 
     On gloo: all-to-all, then this rank adds the t contributions in rank order, bf16 ones in fp32.
-    into: a tensor for the result, which may be that very slice of x; where it is wider than x, the
-    same is done on NCCL, so that nothing is rounded but what travels.
+    into: a tensor for the result, which may be that very slice of x. Where its dtype is not x's,
+    NCCL does the same as gloo, so that contributions are rounded but not their sum.
     """
     if axis.size == 1:
         return x, DONE
@@ -76,10 +76,10 @@ def reduce_scatter(
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
-    """Sum x over the axis in place, in rank order on CPU: the same bits however x is cut or
-    batched.
+    """Sum x over the axis in place; on CPU the bits do not depend on how x is cut or batched.
 
-    A reduce-scatter and an all-gather, padded to the axis size.
+    There it is a reduce-scatter, which adds in rank order, and an all-gather, of x padded to a
+    multiple of the axis size; on NCCL it is an all-reduce.
     """
     if axis.size == 1:
         return x
@@ -94,7 +94,7 @@ def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Te
 
 
 def sum_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
-    """Return the sum of a few numbers over the axis, in rank order: one all-gather, no more."""
+    """Return the sum of a few numbers over the axis, in rank order, by one all-gather."""
     if axis.size == 1:
         return x
     every = all_gather(x[None], axis, label=label)[0]
@@ -110,7 +110,7 @@ def barrier(axis: Axis, device: torch.device | None = None) -> None:
 
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device | None = None) -> list[bytes]:
-    """Give every rank the bytes of every rank, in axis order. Nothing is unpickled."""
+    """Return the bytes of every rank, in axis order. Nothing is unpickled."""
     if axis.size == 1:
         return [data]
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -126,7 +126,7 @@ class ProcessGroupTransport(Transport):
     """Carries tensors by a process group of torch.distributed (gloo or NCCL).
 
     staged: the group is gloo's and tensors of a GPU pass through host memory.
-    why_not: why the ranks do not reach one another's memory, where somebody has looked.
+    why_not: why the ranks do not reach one another's memory; empty where that was not tried.
     """
 
     def __init__(self, group: Any, staged: bool = False, why_not: str = "") -> None:
@@ -196,7 +196,7 @@ class ProcessGroupTransport(Transport):
 
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:
-    """Return the axis as its process group alone carries it. why_not: why memory does not."""
+    """Return the axis with its process group as transport. why_not: why it shares no memory."""
     transport = axis.carrier
     assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
     plain = ProcessGroupTransport(transport.group, transport.staged, why_not)
@@ -211,12 +211,12 @@ def group_of(axis: Axis) -> Any:
 
 
 def to_wire(x: Tensor, axis: Axis) -> Tensor:
-    """Return x as the backend takes it: contiguous, in host memory where the axis is staged."""
+    """Return x as the backend needs it: contiguous, in host memory where the axis is staged."""
     return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
 
 
 def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
-    """Return what brings the result of an in-place verb home, where it travelled as a copy."""
+    """Return a function that copies an in-place verb's result to x, if `wire` is a copy."""
 
     def finish() -> None:
         if wire.data_ptr() != x.data_ptr():

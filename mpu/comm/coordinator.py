@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide who failed first: the coordinator of the failure channel (mpu/comm/failure_monitor.py), a
-thread of rank 0.
+"""Decide who failed first: the coordinator of the failure channel, a thread of rank 0.
 
-It accepts one line a rank, hears life signs and reports, and sends all ranks ONE first cause. It
-knows no process group, so it goes on when they break.
+It accepts one connection per rank, receives beats and reports, and sends all ranks ONE first cause.
+It uses no process group, so it goes on when they break. Its peers: mpu/comm/failure_monitor.py.
 """
 
 import json
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 DIED = "the process died (killed?)"
-LINE_LIMIT = 1 << 16  # bytes without a newline: not one of ours
+LINE_LIMIT = 1 << 16  # bytes; no message of ours is longer
 
 
 def at(action: str) -> str:
-    """Write an action into a sentence: "during the update", "while waiting for F ..."."""
+    """Return an action with its conjunction: "during the update", "while waiting for F ..."."""
     return f"{'while' if action.split(' ')[0].endswith('ing') else 'during'} {action}"
 
 
@@ -37,7 +36,7 @@ class Cause:
 
 
 def _named(ranks: list[int]) -> str:
-    """Write "rank 3 was" or "ranks 0, 1, 2 and 5 more were"."""
+    """Return "rank 3 was" or "ranks 0, 1, 2 and 5 more were"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} was"
     more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
@@ -45,7 +44,7 @@ def _named(ranks: list[int]) -> str:
 
 
 class Connection:
-    """A socket that speaks JSON lines."""
+    """A socket that carries JSON messages, one per line, and the state of the rank at its end."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.buffer = sock, b""
@@ -58,7 +57,7 @@ class Connection:
             pass  # the reading side will see the end of file
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the complete messages that arrived, or None at the end of the file (or of sense).
+        """Return the complete messages that arrived, or None at the end or after a malformed one.
 
         Raises TimeoutError where the socket has a timeout and nothing came.
         """
@@ -78,8 +77,10 @@ class Connection:
 
 
 class Coordinator(threading.Thread):
-    """Accept one connection a rank, decide on the first cause, tell all. `token` keeps strangers
-    out.
+    """Accept one connection per rank, decide on the first cause, send it to all.
+
+    token: what a connection must present. silence: seconds without a message after which a rank
+    counts as lost. beat: seconds between beats.
     """
 
     def __init__(self, world: int, host: str, token: str, silence: float, beat: float) -> None:
@@ -118,7 +119,7 @@ class Coordinator(threading.Thread):
                     if not connection.left and connection.rank >= 0:
                         self._decide(self._silenced(connection, DIED))
             now = time.monotonic()
-            if now - turn > self.silence / 2:  # it is we who were stopped: nobody else was silent
+            if now - turn > self.silence / 2:  # this process was stopped, not the others
                 for connection in self.connections:
                     connection.last = now
             turn = now
@@ -149,7 +150,7 @@ class Coordinator(threading.Thread):
                 self._decide(cause)
 
     def _silenced(self, connection: Connection, why: str) -> Cause:
-        """Say what is known of a rank that did not speak for itself."""
+        """Return the cause for a rank that did not report its own failure: its last action."""
         age = time.monotonic() - connection.last
         return Cause(
             connection.rank, "", f"{why}; its last word, {age:.1f} s before: {connection.action}"
@@ -166,9 +167,10 @@ class Coordinator(threading.Thread):
                 self._decide(self._with_straggler(cause))
 
     def _with_straggler(self, cause: Cause) -> Cause:
-        """Add to "a collective failed" who was somewhere else, and to "timed out" who has not.
+        """Return the cause with the ranks that may be behind it: those at another action.
 
-        One who waits for a message does so because of another: that other is looked for.
+        After a timeout all ranks that still run are candidates. A rank that waits for a message
+        waits because of another rank, so it is named only if there is no other candidate.
         """
         others = [x for x in self.connections if not x.left and x.rank >= 0]
         if not any(words in cause.why.lower() for words in ("timed out", "timeout")):

@@ -10,8 +10,8 @@ goes, rank 0 is the first cause.
     rank r  -- hello, beats with its action, "failed", goodbye -->  coordinator (a thread of rank 0)
     rank r  <-- beats; the first cause: {rank, action, why} ------  coordinator
 
-An end of file without goodbye is a death and counts at once, and so does what a rank reports of
-itself. A report that only says that somebody else is gone ("a collective failed") or that a signal
+An end of file without goodbye is a death and counts at once, and so does an error of the rank's
+own. A report that only says that somebody else is gone ("a collective failed") or that a signal
 came (launchers send one to the survivors) waits for a better explanation. No beat for `silence`
 seconds (a stopped process, a lost machine) is a cause too.
 """
@@ -29,22 +29,22 @@ from typing import Any
 from mpu.comm.coordinator import DIED, Cause, Connection, Coordinator, at
 from mpu.comm.transport import CommunicationError
 
-# what gloo says of its sources, and by way of advice
+# source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
-SIGNAL_WAIT = 0.5  # seconds by which a death may be seen after the signal that it brought
+SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
 
 
 class FailureMonitor:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
-    Use as a context manager round the whole run: an exception that leaves it is published, and one
-    that only says a peer is gone is explained by the first cause, kept in `first`. A rank told of a
-    failure while it is stuck in a collective prints the cause and leaves with exit code 1 after
-    `unwind` seconds. At world size 1 it only carries `action`.
+    Use it as a context manager round the whole run. An exception that leaves it is reported. Where
+    the exception only says that a peer is gone, the first cause, kept in `first`, is printed. A
+    rank that learns of a failure while it is stuck in a collective prints the cause and ends with
+    exit code 1 after `unwind` seconds. At world size 1 the monitor only holds `action`.
 
     grace: seconds that "a collective failed" waits for a better cause. silence: seconds without a
-    beat after which a rank counts as lost. beat: seconds between beats; None: 1, more where the
-    world is large.
+    beat after which a rank counts as lost. beat: seconds between beats; None: 1, or more in a world
+    of more than 512 ranks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FailureMonitor:
         threading.Thread(target=self._listen, name="failure-monitor", daemon=True).start()
 
     def _listen(self) -> None:
-        """Beat, and hear the coordinator, until this rank leaves or somebody failed."""
+        """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         connection = self._connection
         assert connection is not None
         turn = sent = heard = time.monotonic()
@@ -106,7 +106,7 @@ class FailureMonitor:
             except TimeoutError:
                 pass
             now = time.monotonic()
-            if now - turn > self._silence / 2:  # it is we who were stopped
+            if now - turn > self._silence / 2:  # this process was stopped, not rank 0
                 heard = now
             turn = now
             if now - heard > self._silence:
@@ -117,10 +117,10 @@ class FailureMonitor:
                 connection.send(action=self.action)
 
     def _stop(self, cause: Cause) -> None:
-        """Tell the person now, give the main thread time to unwind, then leave."""
+        """Print the cause, give the main thread time to unwind, then end the process."""
         self.first = cause
         self._told.set()
-        self._failed.wait(timeout=0.3)  # it may be about to say the same thing itself
+        self._failed.wait(timeout=0.3)  # the main thread may be about to print it
         self._print()
         time.sleep(self._unwind)
         if self._failed.is_set():
@@ -128,8 +128,8 @@ class FailureMonitor:
         self._leave()
 
     def _print(self) -> None:
-        """Say the first cause once, unless this rank says so itself."""
-        with self._lock:  # held while writing: who comes second may end the process at once
+        """Print the first cause once, unless it is this rank's own error."""
+        with self._lock:  # held while writing: the thread that comes second may end the process
             cause, silent = self.first, self._said
             self._said = True
             if cause is None or silent or cause.why == self._own:
@@ -153,7 +153,7 @@ class FailureMonitor:
             self._connection.send(bye=True)
             self._connection.sock.close()
             if self._coordinator is not None:
-                self._coordinator.join(timeout=60)  # it leaves last: nobody sees it die
+                self._coordinator.join(timeout=60)  # rank 0 leaves last, so that nobody sees it die
             return
         text = str(error).strip() or "no message"
         text = NOISE.sub("", text.splitlines()[0])
@@ -173,9 +173,7 @@ class FailureMonitor:
 
 
 class _Hands:
-    """Take a forked child's hands off the connection: held there, it would outlive the rank's
-    death.
-    """
+    """Close the sockets in a forked child: open there, they would hide the rank's death."""
 
     def __init__(self, monitor: FailureMonitor) -> None:
         self.monitor = weakref.ref(monitor)

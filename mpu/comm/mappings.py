@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show the conjugate pairs on one screen: what forward does, and what backward must do for it.
+"""Pair the collectives under autograd: what forward does, and what backward must do for it.
 
                          forward     backward        used where
     copy_to_parallel     identity    all-reduce      x enters a column-parallel region, no SP
     reduce_from_parallel all-reduce  identity        y leaves a row-parallel region, no SP
     gather_from_sequence all-gather  reduce-scatter  x enters a parallel region under SP
     scatter_to_sequence  reduce-sc.  all-gather      y leaves a parallel region under SP
-    (Shoeybi et al. 2019, the f and g operators; Korthikanti et al. 2022, the g and g-bar
-    operators.)
+    (operators f and g of Shoeybi et al. 2019, g and g-bar of Korthikanti et al. 2022)
 
-The linear layers fuse these with their matmuls (mpu/comm/overlap.py); everything else calls them
-here. who: the layer that asks, for the trace of the axis.
+The linear layers fuse these with their matmuls (mpu/comm/overlap.py); everything else calls these
+functions. who: the layer that asks, for the trace of the axis.
 """
 
 from collections.abc import Callable
@@ -77,10 +76,10 @@ def reduce_from_parallel(x: Tensor, axis: Axis, who: object = None) -> Tensor:
 
 
 def gather_from_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
-    """[s/t, b, h] -> [s, b, h]; the gradient is summed and scattered back."""
+    """Gather [s/t, b, h] -> [s, b, h]; its gradient is summed and scattered back."""
     return _pair(x, axis, _gather, _scatter, who)
 
 
 def scatter_to_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
-    """[s, b, h] partial -> [s/t, b, h] summed; the gradient is gathered."""
+    """Sum partial [s, b, h] over ranks, keep own rows [s/t, b, h]; its gradient is gathered."""
     return _pair(x, axis, _scatter, _gather, who)

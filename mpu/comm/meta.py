@@ -12,7 +12,7 @@ from mpu.comm.transport import Axis, Handle, Label, Transport
 class MetaTransport(Transport):
     """Carries shapes alone: a model of meta tensors runs any layout in one process.
 
-    A trace hears of each collective as in a run. Every result is a meta tensor.
+    A trace receives each collective as in a real run. Every result is a meta tensor.
     """
 
     def all_reduce(
@@ -25,7 +25,7 @@ class MetaTransport(Transport):
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Return a tensor of axis.size times the rows of x."""
+        """Return a tensor with axis.size times the rows of x."""
         assert x.is_meta
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
         return out, axis.start("all_gather", x, _nothing, (), None, async_op=async_op, label=label)
@@ -33,7 +33,7 @@ class MetaTransport(Transport):
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Return a tensor of the rows of x over axis.size."""
+        """Return a tensor with 1 / axis.size of the rows of x."""
         assert x.is_meta and x.shape[0] % axis.size == 0
         out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
         handle = axis.start(

@@ -4,20 +4,20 @@
     gather            x [n, ...] of every rank -> a Gathering; multiply(w) gives gather(x) w^T
     multiply_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the ranks' sum
 
-The two are each other's gradient; mpu/layers/linear.py puts them together. How the parts travel is
-an OverlapMethod:
+The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
+OverlapMethod, one of these:
 
     replicated   no part travels, x is whole on every rank (no sequence parallelism); sums are
                  all-reduced
     none         the collective, then the matmul: the reference
-    ring         a part a rank by messages: the next one arrives while this one multiplies
+    ring         one part per rank, by messages: the next part arrives while this one is multiplied
                  (mpu/comm/overlap_ring.py)
     symmetric    parts lie in memory that all ranks see and are multiplied where they lie
                  (mpu/comm/overlap_shared.py; on GPUs mpu/comm/overlap_cuda.py)
-    auto         for each shape the one that was chosen (mpu/comm/overlap_map.py)
+    auto         for each shape the method that was chosen (mpu/comm/overlap_map.py)
 
-Every sum adds the ranks' parts in rank order, 16-bit ones in fp32. The multiplication itself is an
-argument: the recipe of the layer.
+`ring` and `symmetric` add the ranks' parts in rank order, 16-bit ones in fp32; so does `none` on a
+CPU. The multiplication (`product`) is an argument: the layer's recipe gives it.
 """
 
 from abc import ABC, abstractmethod
@@ -32,21 +32,21 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [.
 
 
 class Gathering(ABC):
-    """x of all ranks, on its way to this one. `close` when nothing of it is read any more."""
+    """x of all ranks, on its way to this one. Call `close` when it is no longer read."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.axis = x, axis
 
     @abstractmethod
     def whole(self) -> Tensor:
-        """Wait for all of it: [t n, ...]."""
+        """Wait for x of all ranks and return it, [t n, ...]."""
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
         """Return gather(x) w^T: w [o, k] -> [t n, ..., o]."""
         return product(self.whole(), weight)
 
     def close(self) -> None:  # noqa: B027 - where nothing is held, there is nothing to do
-        """Let go of the memory that it arrived in."""
+        """Release the memory in which x arrived."""
 
 
 class OverlapMethod(ABC):
@@ -56,28 +56,29 @@ class OverlapMethod(ABC):
         self.axis = axis
 
     def of(self, op: str, x: Tensor, width: int) -> "OverlapMethod":
-        """Return the method for one matmul: op `gather` or `scatter`, x as it is put in, and the
-        width of what comes out. Only `auto` has several.
+        """Return the method for one matmul: this one, unless a subclass chooses by shape or dtype.
+
+        op: `gather` or `scatter`. x: the input. width: columns of the result.
         """
         return self
 
     @abstractmethod
     def gather(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start x on its way to every rank, there to be multiplied."""
+        """Start to send x to every rank, to be multiplied there."""
 
     def gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start x on its way to every rank, while something else is multiplied."""
+        """Start to send x to every rank while something else is multiplied."""
         return self.gather(x, label)
 
     @abstractmethod
     def multiply_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Start the sum over ranks of x w^T on its way to the owners of its rows."""
+        """Start the sum over ranks of x w^T; return this rank's rows, set after the wait."""
 
 
 class _Collective(Gathering):
-    """All of it at once: by one collective, or there already."""
+    """x of all ranks by one collective, or x that is whole already."""
 
     def __init__(self, x: Tensor, axis: Axis, full: Tensor, handle: Handle) -> None:
         super().__init__(x, axis)

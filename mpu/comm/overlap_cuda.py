@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap on GPUs: kernels that push rows, wait for rows and multiply in one launch.
 
-    gather       the own rows are pushed and multiplied first; tiles of others' rows wait for theirs
-    scatter      tiles of others' rows first, stored where their owner reads them; the owner adds
-                 them, in rank order, when the handle is waited for
-    beside       nothing is multiplied by these rows now, so a plain all-gather runs beside dgrad
+    gather       own rows are pushed and multiplied first; tiles of other ranks' rows wait for them
+    scatter      tiles of other ranks' rows come first and are stored where their owner reads them;
+                 the owner adds them, in rank order, when the handle is waited for
+    beside       these rows are not multiplied now, so a plain all-gather runs beside dgrad
 
-The kernels are mpu/kernels, the memory is mpu/comm/symmetric_cuda.py. float64 takes `none`.
+The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
 The recipe must multiply plain tensors of one dtype, since the product is the kernels' own.
 """
 
@@ -19,11 +19,11 @@ from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
 from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
 
-TILE = 128  # rows: a chunk of whole tiles lets none wait for two
+TILE = 128  # rows: where chunks are whole tiles, no tile waits for two
 
 
 def chunk_rows(rows: int) -> int:
-    """Return how many of a rank's rows one flag speaks of: as few as there are flags for."""
+    """Return the rows per flag: the fewest whole TILEs for which CHUNKS flags suffice."""
     return -(-rows // (CHUNKS * TILE)) * TILE
 
 
@@ -44,7 +44,7 @@ class _Pushed(Gathering):
         return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
 
     def whole(self) -> Tensor:
-        """Return what the multiplication has waited for."""
+        """Return x of all ranks, for which `multiply` has waited."""
         return self._turn.whole(self.x)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which overlap method each matmul of a run takes: a frozen map, resolved once by all ranks.
+"""Choose each matmul's overlap method by a frozen map, resolved once by all ranks.
 
 Under `auto` every matmul has the method that was measured fastest for its shape
-(mpu/layers/tune.py), or that a checkpoint recorded. A shape that nobody measured takes `none`, and
-is noted.
+(mpu/layers/tune.py), or that a checkpoint recorded. A shape that was not measured takes `none` and
+is noted in Auto.unmeasured.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ METHODS = ("none", "ring", "symmetric")  # what a shape can take; auto chooses a
 
 @dataclass(frozen=True)
 class OverlapMap:
-    """mode: none, ring, symmetric or auto. choices: {matmul (see `key`): method} under auto.
-    seconds: {matmul: {method: seconds}} where that was measured.
+    """A run's overlap methods. mode: none, ring, symmetric or auto. choices: {matmul (see `key`):
+    method} under auto. seconds: {matmul: {method: seconds}} of what was measured.
     """
 
     mode: str = "none"
@@ -34,8 +34,8 @@ class OverlapMap:
     def method(self, axis: Axis, cut: bool) -> OverlapMethod:
         """Return the method of linear layers over an axis.
 
-        cut: x is cut along its rows (sequence parallelism); else there is nothing to choose. Where
-        ranks do not reach one another's memory, symmetric is ring.
+        cut: x is cut along its rows (sequence parallelism); else the method is Replicated. Where
+        ranks do not reach one another's memory, ring stands in for symmetric.
         """
         if not cut:
             return Replicated(axis)
@@ -45,9 +45,9 @@ class OverlapMap:
 
 
 class Auto(Separate):
-    """The method that was chosen for an operation and its shape; else `none`.
+    """Takes the method that was chosen for an operation and its shape; else `none`.
 
-    unmeasured: the matmuls for which nothing was chosen, in the order in which they came.
+    unmeasured: the matmuls for which nothing was chosen, in the order of their first use.
     """
 
     def __init__(self, axis: Axis, choices: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ class Auto(Separate):
         self.unmeasured: dict[str, None] = {}
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
-        """Look the matmul up."""
+        """Return the method chosen for the matmul; else note it and return `none`."""
         rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
         matmul = key(op, rows, x.shape[-1], width, x.dtype)
         if matmul not in self.choices:
@@ -66,14 +66,15 @@ class Auto(Separate):
 
 
 def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
-    """Name a matmul with its collective: op `gather` or `scatter`, rows of one part, x [rows, k]
-    and weights [width, k] of one rank.
+    """Return the name of a matmul with its collective, x [rows, k] and weights [width, k].
+
+    op: `gather` or `scatter`. rows: of one rank's part.
     """
     return f"{op} {rows}x{k} -> {width} {str(dtype).removeprefix('torch.')}"
 
 
 def method_called(name: str, axis: Axis) -> OverlapMethod:
-    """Return the method of that name; symmetric is the one of the axis' memory, or ring."""
+    """Return the method called `name`; symmetric is ring where the axis shares no memory."""
     if name == "none":
         return Separate(axis)
     if name == "ring" or not axis.symmetric:

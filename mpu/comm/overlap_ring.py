@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap by messages: one part travels while another is multiplied. Any backend, across nodes.
 
-The own part is multiplied first where parts arrive, and last where they leave; in between comes the
-next rank's, and so on round.
+A gather multiplies the own part first, a scatter last. The other ranks' parts come in cyclic order,
+the next rank's first.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class _RingGathering(Gathering):
         return out
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its x), own first, each when it is here and the next one is on its way."""
+        """Yield (rank, its x), own first, each when it is here and the next is on its way."""
         for i, rank in enumerate(self._turns):
             if i == self._here:
                 self._coming.wait()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap in memory that the ranks of one host share: parts are multiplied where they lie.
 
-They lie one behind the other, so that one matmul takes them all. A CPU has nothing to hide there
-but a rank that is late, and halves of a matmul cost more than the whole. What leaves is written
-there once and added where it lies: the sum is that of `none`.
+The parts lie one behind the other, so that one matmul takes them all. On a CPU there is nothing to
+hide but a late rank, and a matmul in parts costs more than the whole. A scatter is a matmul, then
+the transport's reduce-scatter, which sums as under `none`.
 """
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class _SharedGathering(Gathering):
 
 
 class Symmetric(Separate):
-    """Gathers are read in place; scatters are those of the axis' transport."""
+    """Gathers are read in place; scatters go by the axis' transport."""
 
     def __init__(self, axis: Axis, workspace: Workspace) -> None:
         super().__init__(axis)

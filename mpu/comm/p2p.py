@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass tensors from stage to stage: send, receive, and the outbox that keeps what is on its way.
+"""Pass tensors from stage to stage: send, receive, and the outbox that keeps sends in flight.
 
-What one rank sends to another arrives in the order of the sends. Nothing here waits: a receive is
+Messages from one rank to another arrive in the order of the sends. Nothing here waits: a receive is
 posted early and waited for when its data is needed, a send stays in the outbox until it is gone.
 Each direction has an axis of its own (`pp`, `pp_back`), so that on NCCL a receive that waits for
 its peer never stands before a send the other way.
@@ -52,7 +52,7 @@ def receive(
 
 
 class _Both:
-    """Two messages as one."""
+    """Two messages, waited for as one."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -68,8 +68,9 @@ class _Both:
 def exchange(
     x: Tensor, axis: Axis, to: int, source: int, into: Tensor, label: Label | None = None
 ) -> Handle:
-    """Start sending x to the axis' rank `to` and receiving `into` (contiguous) from `source`, as
-    one step that every rank of the axis makes.
+    """Start sending x to the axis' rank `to` and receiving `into` (contiguous) from `source`.
+
+    Every rank of the axis makes the same step. The handle waits for both.
     """
     wire = to_wire(x, axis)
     out = torch.empty_like(into, device=wire.device) if axis.staged else into
@@ -87,12 +88,12 @@ def exchange(
 
 
 class Outbox:
-    """Hold each message until it is gone, then let go of its memory.
+    """Keep each message until it is gone, then free its memory.
 
     gloo cannot be asked whether a send is done, only waited for: a thread does that, in the order
-    of the sends. NCCL can be asked, and its wait would hold up the compute stream. As a context
-    manager it returns when all is gone or, on NCCL, when the stream will not go on before it is.
-    Raises CommunicationError, at the next call, when a send fails.
+    of the sends. NCCL can be asked (`polls`); its wait would hold up the compute stream. As a
+    context manager it waits at the end for all messages; on NCCL only the stream waits. Raises
+    CommunicationError, at the next call, when a send fails.
     """
 
     def __init__(self, polls: bool) -> None:
@@ -114,7 +115,7 @@ class Outbox:
         self._queue.put(handle)
 
     def check(self) -> None:
-        """Let go of what is gone; raise what went wrong."""
+        """Free the messages that are gone; raise the error of a send that failed."""
         self._flying = [handle for handle in self._flying if not handle.is_completed()]
         if self._error is not None:
             raise self._error

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and sum through memory that the ranks of an axis share (mpu/comm/symmetric.py).
 
-Every rank writes its tensor once and reads the others' in place. Sums are in rank order, the same
-bits as through the process group, which carries everything else: tensors of a GPU, messages, and
-reductions that are no sum.
+Every rank writes its tensor once and reads the others' in place. Sums are in rank order. The
+process group carries GPU tensors, messages and reductions other than sums.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from mpu.comm.workspace import Turn, Workspace
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
-    """Carries gathers and sums of CPU tensors through a workspace, the rest by the process group.
+    """Carries gathers and sums of CPU tensors by a workspace, the rest by the process group.
 
     The workspace may be shared with other axes over the same ranks.
     """
@@ -34,10 +33,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_reduce(
         self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Sum x in place: two ranks add all of it, more of them a piece each.
+        """Sum x in place: two ranks add all of it each; more ranks add a piece each.
 
-        The pieces are exchanged at once, async_op or not: flags only go up, so the second phase
-        must be signalled before a later turn begins.
+        Pieces are exchanged before the call returns, async_op or not: flags only go up, so the
+        second phase must be signalled before a later turn begins.
         """
         if op != dist.ReduceOp.SUM or not x.is_contiguous() or x.device.type != "cpu":
             return super().all_reduce(x, axis, op, async_op, label)
@@ -51,7 +50,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
             bounds = [n * r // axis.size for r in range(axis.size + 1)]
             low, high = bounds[axis.rank], bounds[axis.rank + 1]
             sum_of_parts(parts[:, low:high], flat[low:high])
-            # in the place of what only this rank has read
+            # over the piece of its own part, which only this rank has read
             parts[axis.rank, low:high] = flat[low:high]
             turn.phase = 1
             turn.signal_all()
@@ -65,7 +64,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Write x; copy the other ranks' parts out."""
+        """Write x, then copy the other ranks' parts out."""
         if x.device.type != "cpu":
             return super().all_gather(x, axis, into, async_op, label)
         n, x = x.shape[0], x.detach()
@@ -86,8 +85,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Write each other rank its slice of x, the next rank's first; add, in rank order, what
-        they wrote for this one.
+        """Write the other ranks' slices of x, the next rank's first; then add the slices that the
+        ranks wrote for this one, in rank order.
         """
         if x.device.type != "cpu":
             return super().reduce_scatter(x, axis, into, async_op, label)
@@ -105,7 +104,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
         def read(turn: Turn) -> None:
             parts = list(turn.whole((size, *slices.shape), x.dtype)[:, rank])
-            # `out` may be that slice of x, and is overwritten by the first two parts
+            # `out` may be this slice of x; the sum of the first two parts overwrites it
             aside = rank > 1 and out.data_ptr() == own.data_ptr()
             parts[rank] = own.clone() if aside else own
             sum_of_parts(parts, out)
@@ -125,7 +124,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         async_op: bool,
         label: Label | None,
     ) -> Handle:
-        """Call write(turn), which signals. Once all ranks have, the handle's wait calls read."""
+        """Call write(turn), which signals. The handle waits for all ranks' signals, then reads."""
         turns: list[Turn] = []
 
         def call() -> Turn:

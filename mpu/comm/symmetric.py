@@ -6,9 +6,9 @@
     signal(1, epoch)        ->          read the data in place
 
 Flags count epochs and are never reset (csrc/shared_memory.h). The memory has no name: rank 0 makes
-it (memfd_create), the others open it through /proc/<pid>/fd, so that no kind of death leaves
-anything behind, and a small /dev/shm does not matter. Linux only; elsewhere, across hosts and
-without the native library `Unavailable` says why. mpu/comm/workspace.py is what collectives use.
+it (memfd_create), the others open it through /proc/<pid>/fd. So a killed rank leaves nothing
+behind, and a small /dev/shm does not matter. It needs Linux, one host and the native library;
+otherwise `Unavailable` says what is missing. Collectives use it through mpu/comm/workspace.py.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ from mpu.comm.transport import Axis, CommunicationError
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
-SLICE = 20_000_000  # nanoseconds of one sleep, after which the peers' lives are looked at
-LARGE = 1 << 20  # bytes
+SLICE = 20_000_000  # nanoseconds of one sleep, after which the wait looks whether peers live
+LARGE = 1 << 20  # bytes from which a copy bypasses the caches
 GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
 
 
@@ -57,7 +57,7 @@ def _library() -> ctypes.CDLL:
 
 
 def copy(to: Tensor, x: Tensor) -> None:
-    """Copy x into `to`, of one shape; what is LARGE past the caches, at up to twice the speed."""
+    """Copy x into `to`, of the same shape; LARGE ones bypass the caches, up to twice as fast."""
     plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
     if plain and x.nbytes >= LARGE:
         _library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
@@ -68,9 +68,9 @@ def copy(to: Tensor, x: Tensor) -> None:
 class SymmetricBuffer:
     """`nbytes` of memory (data, uint8) that all ranks of an axis on one host map.
 
-    Made by all ranks at once, over the axis' process group. flag(src, dst) counts what src has
-    ready for dst. Every wait looks at whether the others live and ends after `timeout`. Raises
-    Unavailable, on all ranks alike, where the memory cannot be had or shared.
+    All ranks make it at once, over the axis' process group. flag(src, dst) holds the last epoch
+    that src has ready for dst. A wait raises CommunicationError when a rank has died, or after
+    `timeout`. Raises Unavailable, on all ranks alike, where the memory cannot be had or shared.
     """
 
     def __init__(self, axis: Axis, nbytes: int, timeout: timedelta) -> None:
@@ -88,7 +88,7 @@ class SymmetricBuffer:
         self.flags = self._closed + self.size * LINE  # address of flag(0, 0)
 
     def _map(self, nbytes: int) -> tuple[mmap.mmap, list[int]]:
-        """Make the memory on rank 0, open it on the others; return it and the ranks' processes."""
+        """Make the memory on rank 0, open it on the others; return it and the ranks' pids."""
         fd, why, memory, token = -1, self._reason(), None, secrets.token_bytes(16)
         if self.rank == 0 and not why:
             try:
@@ -98,7 +98,7 @@ class SymmetricBuffer:
                 memory[: len(token)] = token
             except OSError as error:
                 why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be had: {error}"
-        host = "" if why else _host()  # which only Linux can tell
+        host = "" if why else _host()  # reads /proc, which only Linux has
         here = dict(host=host, pid=self._pid, fd=fd, token=token.hex(), why=why)
         every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), self.axis)]
         why = next((answer["why"] for answer in every if answer["why"]), "")
@@ -126,12 +126,12 @@ class SymmetricBuffer:
         return native.reason() if native.load() is None else ""
 
     def signal(self, dst: int, epoch: int) -> None:
-        """Say that what was written for rank dst is ready."""
+        """Raise the flag for rank dst: what was written for it is ready."""
         self.refuse_fork()
         _library().weft_signal(self.flags + LINE * (self.rank * self.size + dst), 0, 1, epoch)
 
     def signal_all(self, epoch: int) -> None:
-        """Say that what was written is ready for everyone."""
+        """Raise the flags for all ranks: what was written is ready for each."""
         self.refuse_fork()
         first = self.flags + LINE * self.rank * self.size
         _library().weft_signal(first, LINE, self.size, epoch)
@@ -147,12 +147,12 @@ class SymmetricBuffer:
         self._wait(first, LINE * self.size, range(self.size), epoch, what)
 
     def ready(self, epoch: int) -> bool:
-        """Say whether every rank's flag for this rank has reached the epoch, without waiting."""
+        """Return whether every rank's flag for this rank has reached the epoch; do not wait."""
         args = (self.flags + LINE * self.rank, LINE * self.size, self.size, epoch & 0xFFFFFFFF)
         return bool(_library().weft_wait(*args, 0, 0) == self.size)
 
     def close(self, epoch: int) -> None:
-        """Say that this rank reads nothing any more of that epoch and of those before."""
+        """Note for all ranks that this one no longer reads that epoch or an earlier one."""
         self.refuse_fork()
         _library().weft_signal(self._closed + LINE * self.rank, 0, 1, epoch)
 
@@ -188,7 +188,7 @@ class SymmetricBuffer:
             there = call(*args, 0, SLICE)
 
     def refuse_fork(self) -> None:
-        """Raise in a child of the process that made the buffer."""
+        """Raise RuntimeError in a forked child of the process that made the buffer."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this process was forked from one that shares memory with other ranks; it may not "
@@ -197,7 +197,7 @@ class SymmetricBuffer:
 
 
 class _Life:
-    """Tell whether a process is over, even where nobody has waited for it yet (a zombie)."""
+    """Watch whether a process is over, even if nobody has waited for it yet (a zombie)."""
 
     def __init__(self, pid: int) -> None:
         self._poll = None
@@ -218,7 +218,7 @@ class _Life:
 
 
 def _host() -> str:
-    """Return what is the same for all processes that can open one another's files in /proc."""
+    """Return a text that is equal for processes that can open one another's files in /proc."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the GPUs of an axis' ranks write into each other's memory: what mpu/kernels work through.
+"""Let the GPUs of an axis write into each other's memory, for the kernels of mpu/kernels.
 
     in the memory of every rank:   flags | slot 0 | slot 1
     a slot:                        a piece from rank 0 | a piece from rank 1 | ...
 
 As on the CPU (mpu/comm/workspace.py) there are two slots, used in turn and counted in epochs, and
-flags are never reset. Unlike there a rank writes into the memory of the reader, so that what
-crosses the link crosses it once, while something is multiplied. Memory and its exchange among the
-processes are torch's symmetric memory, the flags our own. All waits are on the GPU, in the order of
-the current stream, which must be one and the same for all turns. It needs triton.
+flags are never reset. Unlike there a rank writes into the reader's memory, so that data crosses the
+link once, while something is multiplied. torch's symmetric memory allocates the memory and maps it
+in all processes; the flags are our own. All waits are on the GPU, in the order of the current
+stream, which must be the same for all turns. It needs triton.
 """
 
 from datetime import timedelta
@@ -25,14 +25,14 @@ from mpu.comm.workspace import SLOTS
 from mpu.kernels.signals import Exchange, raise_flags, wait_flags
 
 LINE = 64  # bytes of a flag
-CHUNKS = 64  # flags of each rank for each
-POLLS = 1_000_000  # of a flag, in a second; a GPU makes about as many
+CHUNKS = 64  # flags that each rank has for each rank
+POLLS = 1_000_000  # of a flag, which take a GPU about a second
 
 
 class CudaWorkspace:
     """What the kernels of one axis share: SLOTS slots, which grow to the largest exchange.
 
-    Made and used by all ranks in one order. Raises Unavailable, on all ranks alike, where the GPUs
+    All ranks make and use it in one order. Raises Unavailable, on all ranks alike, where the GPUs
     do not see each other's memory.
     """
 
@@ -59,7 +59,7 @@ class CudaWorkspace:
             raise Unavailable(why)
         self._memory[: self._control].zero_()
         torch.cuda.synchronize(self.device)
-        gather_bytes(b"", self.axis, self.device)  # nobody writes before everybody's flags are zero
+        gather_bytes(b"", self.axis, self.device)  # no rank writes before all flags are zero
         self.slot_bytes, self.epoch = slot_bytes, 0
         self._open: set[int] = set()
         self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -79,7 +79,7 @@ class CudaWorkspace:
         if piece * self.axis.size > self.slot_bytes:
             assert not self._open, "a turn is open while the slots must grow"
             torch.cuda.synchronize(self.device)
-            gather_bytes(b"", self.axis, self.device)  # nobody writes into the old slots any more
+            gather_bytes(b"", self.axis, self.device)  # no rank writes into the old slots any more
             self._allocate(-(-piece * self.axis.size // (1 << 24)) * (1 << 24))
         self.epoch += 1
         if self.epoch > SLOTS:
@@ -89,12 +89,12 @@ class CudaWorkspace:
         return CudaTurn(self, self.epoch, piece)
 
     def close(self, turn: "CudaTurn") -> None:
-        """Tell all ranks, in the order of the stream, that this one reads the slot no more."""
+        """Note for all ranks, in the stream's order, that this one no longer reads the slot."""
         self._open.discard(turn.epoch)
         raise_flags(self._close, min(self._open, default=self.epoch + 1) - 1)
 
     def tables(self, epoch: int, piece: int) -> tuple[Tensor, Tensor]:
-        """Return the addresses of what every rank gives this one, and of what this one gives."""
+        """Return the addresses where this rank reads each rank's piece, and where it writes."""
         slot = epoch % SLOTS
         if (slot, piece) not in self._tables:
             start, me = self._control + slot * self.slot_bytes, self.axis.rank
@@ -127,8 +127,8 @@ class CudaTurn:
         self.workspace, self.epoch, self.piece = workspace, epoch, piece
 
     def exchange(self, chunk_rows: int) -> Exchange:
-        """Return what the kernels need. chunk_rows: a multiple of 128 fits the tiles, so that none
-        waits for two chunks; a rank's rows may make CHUNKS chunks at most.
+        """Return what the kernels need. chunk_rows: rows of one flag (see chunk_rows in
+        mpu/comm/overlap_cuda.py); a rank's rows may make CHUNKS chunks at most.
         """
         space = self.workspace
         inbox, outbox = space.tables(self.epoch, self.piece)
@@ -148,13 +148,13 @@ class CudaTurn:
         )
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return what `rank` gives this rank, in place."""
+        """Return a view of what `rank` wrote for this rank."""
         n = torch.Size(shape).numel() * dtype.itemsize
         piece = self.workspace.memory_of(self.epoch, self.piece, rank)
         return piece[:n].view(dtype).view(shape)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return what every rank gave this one, one behind the other, and x for this rank's own."""
+        """Return what all ranks wrote for this one, along dim 0, with x as this rank's part."""
         rank, size, shape = self.workspace.axis.rank, self.workspace.axis.size, tuple(x.shape)
         self.part(rank, shape, x.dtype).copy_(x)
         if self.piece == x.nbytes:
@@ -163,7 +163,7 @@ class CudaTurn:
         return torch.cat([self.part(r, shape, x.dtype) for r in range(size)])
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Let the slot go: this rank no longer reads it."""
         self.workspace.close(self)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the ranks that talk to each other, what carries their tensors, and what is on its way.
+"""Define which ranks talk to each other, what carries their tensors, and what is in flight.
 
 Axis        a row of ranks, as one of them sees it: laid out by mpu/grid.py
 Transport   what carries the tensors of an axis: a process group (mpu/comm/collectives.py),
@@ -7,7 +7,7 @@ Transport   what carries the tensors of an axis: a process group (mpu/comm/colle
             GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
             (mpu/comm/meta.py)
 Handle      one collective or message that was started, to be waited for once
-Trace       who listens to every start, where anybody does (tools/explain.py)
+Trace       is called at every start, where an axis has one (tools/explain_trace.py)
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,11 @@ from torch import Tensor
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed; the cause is usually a peer (mpu/comm/failure_monitor.py finds the first
-    one).
-    """
+    """A collective or message failed; mpu/comm/failure_monitor.py finds the peer behind it."""
 
 
 class Label(NamedTuple):
-    """Who starts a collective, and for which part of the step: what a trace is told.
+    """Who starts a collective, and for which part of the step. A trace receives it.
 
     who: the layer, the bucket, the pipeline message or the name that it belongs to.
     phase: "forward", "backward", "wgrad", "grad sum", "gather", "norm", "update", ...
@@ -36,17 +34,17 @@ class Label(NamedTuple):
 
 
 class Started(Protocol):
-    """What a trace returns for a collective that is about to start."""
+    """A trace's record of one collective that is about to start."""
 
     def waiting(self) -> None:
-        """Note that somebody begins to wait for the result."""
+        """Note that the wait for the result begins."""
 
     def waited(self) -> None:
         """Note that the result is there."""
 
 
 class Trace(Protocol):
-    """Who listens to the collectives and messages of an axis."""
+    """Receives a call at the start of each collective and message of an axis."""
 
     def issued(
         self,
@@ -57,9 +55,9 @@ class Trace(Protocol):
         is_async: bool,
         label: Label | None,
     ) -> Started | None:
-        """Note a start; return what is to hear of the wait, if anything.
+        """Note a start; return what notes the wait, or None.
 
-        tensor: what was put in. sent: bytes that leave this rank.
+        tensor: the input; of a receive, the result. sent: bytes that leave this rank (sent_bytes).
         """
 
 
@@ -78,7 +76,7 @@ class Handle:
         self._what, self._event = what, event
 
     def wait(self) -> None:
-        """Wait once; a second call does nothing. Raises CommunicationError."""
+        """Wait for the result; a second call does nothing. Raises CommunicationError."""
         work, finish, event = self._work, self._finish, self._event
         self._work = self._finish = self._event = None
         if event is not None:
@@ -105,10 +103,10 @@ DONE = Handle()
 class Transport(ABC):
     """What carries the tensors of an axis of several ranks.
 
-    The verbs are those of mpu/comm/collectives.py, which says what each one returns.
+    The methods are the verbs of mpu/comm/collectives.py, which says what each one returns.
 
     staged: tensors of a GPU pass through host memory. symmetric: the ranks reach one another's
-    memory; else why_not says why they do not.
+    memory; else why_not says why they do not, if that is known.
     """
 
     staged = False
@@ -139,7 +137,7 @@ class Axis:
     """One row of ranks that talk to each other, as this rank sees it.
 
     ranks: global ranks in axis order. rank: this rank's place among them. transport: None at size 1
-    and where nothing is sent (a dry run). trace: who listens, if anybody.
+    and where nothing is sent (a dry run). trace: receives every start, unless None.
     """
 
     name: str
@@ -151,22 +149,22 @@ class Axis:
 
     @property
     def following(self) -> list[int]:
-        """The other ranks' places: the next one's first, and so on round."""
+        """Return the other ranks' places in cyclic order, the next rank's first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     @property
     def staged(self) -> bool:
-        """Whether tensors of a GPU pass through host memory."""
+        """Return whether tensors of a GPU pass through host memory."""
         return self.transport is not None and self.transport.staged
 
     @property
     def symmetric(self) -> bool:
-        """Whether the ranks reach one another's memory."""
+        """Return whether the ranks reach one another's memory."""
         return self.transport is not None and self.transport.symmetric
 
     @property
     def carrier(self) -> Transport:
-        """The transport of an axis that sends something."""
+        """Return the transport; the axis must have one."""
         assert self.transport is not None, f"the axis {self.name} has no transport: a dry run?"
         return self.transport
 
@@ -182,9 +180,9 @@ class Axis:
     ) -> Handle:
         """Issue one collective or message, record it, and wait for it unless `async_op`.
 
-        tensor: what is put in. call: start it; returns what Handle waits for. keep: tensors that
-        must live until then. finish: what is left to do after it. label: who asks, for the trace.
-        Raises CommunicationError.
+        tensor: the input; of a receive, the result. call: start it; returns what Handle waits for.
+        keep: tensors that must live until then. finish: what is left to do after the wait. label:
+        who asks, for the trace. Raises CommunicationError.
         """
         event = None
         if self.trace is not None:
@@ -202,7 +200,7 @@ class Axis:
 
 
 def sent_bytes(verb: str, tensor: Tensor, size: int) -> int:
-    """Count the bytes one rank sends for a verb on its input `tensor`, by the ideal algorithm."""
+    """Return the bytes that a rank sends for a verb on `tensor`, by the ideal algorithm."""
     n = tensor.numel() * tensor.element_size()
     if verb == "receive":
         return 0

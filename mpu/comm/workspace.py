@@ -17,14 +17,14 @@ from torch import Tensor
 from mpu.comm.symmetric import SymmetricBuffer, Unavailable, copy
 from mpu.comm.transport import Axis, CommunicationError
 
-SLOTS = 2  # one is written while the last one is still read
+SLOTS = 2  # one is written while the one before is still read
 
 
 class Workspace:
     """What the collectives of one axis share: SLOTS slots, which grow to the largest message.
 
-    axis: carried by a process group, by which the ranks agree on the memory. All ranks use the
-    workspace in one order, as they do their process group.
+    axis: its transport must be a process group, over which the ranks agree on the memory. All ranks
+    use the workspace in the same order, as they use a process group.
     """
 
     def __init__(self, axis: Axis, timeout: timedelta) -> None:
@@ -38,7 +38,7 @@ class Workspace:
         self.slot_bytes = slot_bytes
 
     def begin(self, part_bytes: int) -> "Turn":
-        """Open the next epoch, of one part a rank, when its slot is free."""
+        """Wait until the next epoch's slot is free; open it with one part per rank."""
         self.buffer.refuse_fork()  # a forked child must not touch the process group, either
         if part_bytes * self.axis.size > self.slot_bytes:
             self._grow(part_bytes * self.axis.size)
@@ -51,7 +51,7 @@ class Workspace:
         return turn
 
     def _grow(self, nbytes: int) -> None:
-        """Let all ranks map larger slots. What is open stays in its own until it is closed."""
+        """Map larger slots, on all ranks. An open turn keeps its old slot until it is closed."""
         step = 1 << 20 if nbytes < 1 << 24 else 1 << 24
         try:
             self._allocate(-(-nbytes // step) * step)
@@ -59,11 +59,11 @@ class Workspace:
             raise CommunicationError(f"{error}; --no-shared-memory does without") from error
         self._open.clear()
         self.buffer.close(self.epoch)
-        self.buffer.signal_all(2 * self.epoch + 1)  # numbers are compared by their difference
+        self.buffer.signal_all(2 * self.epoch + 1)  # not from 0: compared by difference
         self.buffer.barrier()
 
     def close(self, turn: "Turn") -> None:
-        """Let the slot go, as far as no older turn is open."""
+        """Release the turn's slot, once no older turn is open."""
         self._open.pop(turn.epoch, None)
         self.buffer.close(min(self._open, default=self.epoch + 1) - 1)
 
@@ -74,19 +74,19 @@ class Turn:
     def __init__(self, workspace: Workspace, epoch: int, part_bytes: int) -> None:
         self.workspace, self.buffer = workspace, workspace.buffer
         self.epoch, self.part_bytes, self.phase = epoch, part_bytes, 0
-        self.complete: Callable[[], None] = self.close  # what a turn that needs the slot calls
+        self.complete: Callable[[], None] = self.close  # a later turn that needs the slot calls it
         start = epoch % SLOTS * workspace.slot_bytes
         self.slot = self.buffer.data[start : start + part_bytes * workspace.axis.size]
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return what `rank` writes (or wrote), in place."""
+        """Return a view of the part that `rank` writes."""
         n = torch.Size(shape).numel() * dtype.itemsize
         assert n <= self.part_bytes
         start = rank * self.part_bytes
         return self.slot[start : start + n].view(dtype).view(shape)
 
     def whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return all parts, in place, one behind the other along dim 0."""
+        """Return a view of all parts, one behind the other along dim 0."""
         return self.slot.view(dtype).view(shape)
 
     def put(self, x: Tensor) -> None:
@@ -95,21 +95,21 @@ class Turn:
         self.signal_all()
 
     def signal(self, dst: int) -> None:
-        """Say that what was written for rank dst is ready."""
+        """Signal that what was written for rank dst is ready."""
         self.buffer.signal(dst, 2 * self.epoch + self.phase)
 
     def signal_all(self) -> None:
-        """Say that what was written is ready for everyone."""
+        """Signal that what was written is ready for all ranks."""
         self.buffer.signal_all(2 * self.epoch + self.phase)
 
     def wait(self) -> None:
-        """Wait for what every rank writes."""
+        """Wait until every rank has signalled this phase."""
         self.buffer.wait_all(2 * self.epoch + self.phase, "shared memory")
 
     def is_completed(self) -> bool:
-        """Say whether everything has been written."""
+        """Return whether every rank has signalled this phase."""
         return self.buffer.ready(2 * self.epoch + self.phase)
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Let the slot go: this rank no longer reads it."""
         self.workspace.close(self)

@@ -2,7 +2,7 @@
 """Multiply all ranks' rows by this rank's weight while the rows arrive: y = gather(x) w^T.
 
 One launch. The first programs push this rank's rows into its peers' memory, chunk by chunk, and
-raise a flag for each; the others multiply, the own rows first, which are there:
+raise a flag for each chunk; the others multiply, beginning with this rank's own rows:
 
     rank 1 of 3, chunks a b       time ->
     pushers    1a>0  1b>0  1a>2  1b>2             the rank before needs them first
@@ -10,10 +10,10 @@ raise a flag for each; the others multiply, the own rows first, which are there:
     from 0                       0a    0b
     programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
 
-A tile waits for the chunks its rows lie in (tiles.py) and no others; a tile of the own rows never.
+A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait.
 Pushers are the programs of lowest number, so they run first wherever programs run in turn, and no
-order among streams matters. With no pushers the rows come otherwise: peers' memory read in place,
-copies of a copy engine, or the push of an earlier launch of the same epoch (a second weight).
+order among streams matters. Without pushers the rows come otherwise: peers' memory is read in
+place, a copy engine copies, or an earlier launch of the same epoch (a first weight) has pushed.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def push_rows(
     flag_stride, chunks, rank, epoch, program, programs, WORLD: tl.constexpr, SCALED: tl.constexpr,
     PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """Copy this rank's rows x [m, k] to every peer, the rank before first, and raise the flags."""
+    """Copy own rows x [m, k] to every peer, first to the rank before, and raise the flags."""
     for index in range(program, tile_count(WORLD - 1, m, 1, PUSH_M, 1), programs):
         peer, tile, _ = tile_at(index, rank, WORLD - 1, WORLD - 1, WORLD, m, 1, PUSH_M, 1, 1)
         there = tl.load(outbox + peer).to(x.dtype)
@@ -126,7 +126,7 @@ def all_gather_matmul_kernel(
     TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
     RAISE: tl.constexpr,
 ):  # fmt: skip
-    """x [m, k] own rows, w [n, k] (strides), y [WORLD m, n]; the tables are those of Exchange.
+    """Push and multiply: own rows x [m, k], w [n, k] (strides), y [WORLD m, n]; tables: Exchange.
 
     SCALED: multiply by the scales of x's rows, which travel behind them, and of w's rows; a stride
     of 0 makes one scale serve a rank's whole x, or w.
@@ -151,7 +151,7 @@ def all_gather_matmul_kernel(
 class Scales:
     """fp32 scales of float8 rows: [m] for x and [n] for w, or one element for the whole of it.
 
-    inbox, outbox: tables like those of Exchange, for the scales of x.
+    inbox, outbox: tables as in Exchange, for the scales of x.
     """
 
     x: Tensor
@@ -173,8 +173,8 @@ def all_gather_matmul(
     """Return gather(x) w^T, [world m, n], of own rows x [m, k] and weight w [n, k].
 
     w: any strides of which one is 1 (`weight.t()` of a [k, n] weight will do). push: send x to the
-    peers first; else somebody else has to, or did so for another weight. dtype: of the result,
-    that of x unless given. Raises ValueError on a device or dtype that the kernels do not take.
+    peers; if False, something else must send it or have sent it. dtype: of the result; None: x's.
+    Raises ValueError on a device or dtype that the kernels do not take.
     """
     check_device(x)
     (m, k), n = x.shape, w.shape[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply, and let every rank add up its own rows: out = sum over ranks of (x w^T)[its rows].
+"""Multiply, and let each rank add up its own rows: out = sum over ranks of (x w^T)[its rows].
 
 Two launches. The first multiplies, the rows of remote owners first, stores each tile where its
 owner reads it, and raises a flag for each chunk of rows; it waits for nobody. The second adds:
@@ -10,9 +10,9 @@ owner reads it, and raises a flag for each chunk of rows; it waits for nobody. T
     add                            1a: 0 + 1 + 2  waits for 1a of ranks 0 and 2
                                    1b: 0 + 1 + 2
 
-What a rank sends has the dtype of the result (or `wire`); its own part too passes through memory in
-that dtype, so all contributions are alike. They are added in rank order, in fp32, and rounded once:
-the same bits whoever was late.
+A rank sends in the dtype of the result (or `wire`). Its own part too passes through memory in that
+dtype, so all contributions are alike. They are added in rank order, in fp32, and rounded once: the
+bits do not depend on which rank was late.
 """
 
 import torch
@@ -54,7 +54,7 @@ def matmul_scatter_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """x [WORLD m, k], w [n, k] (strides); tile of owner d goes to outbox[d], a [m, n] in WIRE."""
+    """Multiply x [WORLD m, k] by w [n, k] (strides); rows of d go to outbox[d], [m, n] in WIRE."""
     xs = open_rows(x, WORLD * m, k, BLOCK_M, BLOCK_K, TMA)
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
     total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
@@ -87,7 +87,7 @@ def reduce_kernel(
     WORLD: tl.constexpr, WIRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = sum over r, in order, of inbox[r] [m, n] in WIRE."""
+    """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n] in WIRE."""
     error = error.to(tl.pointer_type(tl.int32))
     for index in range(tl.program_id(0), tile_count(1, m, n, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         _, i, j = tile_at(index, 0, 0, 1, 1, m, n, BLOCK_M, BLOCK_N, 1)
@@ -161,8 +161,8 @@ def matmul_reduce_scatter(
     """Return this rank's rows, [m, n], of the sum over ranks of x w^T; x [world m, k], w [n, k].
 
     w: any strides of which one is 1. scales: fp32, of float8 rows of x and w, or one element each.
-    dtype: of the result, that of x unless given; wire: of what ranks send, that of the result
-    unless given. Raises ValueError on a device or dtype that the kernels do not take.
+    dtype: of the result; None: x's. wire: dtype in which ranks send; None: the result's. Raises
+    ValueError on a device or dtype that the kernels do not take.
     """
     check_device(x)
     m = x.shape[0] // exchange.world

@@ -34,7 +34,7 @@ class Blocks:
 
 
 def choose_blocks(x: Tensor, w: Tensor, m: int) -> Blocks:
-    """Choose by dtype, rows of a rank and device; TMA wants a Hopper and rows of 16 bytes."""
+    """Choose by dtype, rows m per rank and device; TMA needs Hopper and 16-byte aligned rows."""
     if INTERPRETED:
         return Blocks(16, 16, 16, group=2)
     device = torch.cuda.get_device_properties(w.device)
@@ -98,8 +98,8 @@ def tile_product(
 ):  # fmt: skip
     """Return sum over k of x[row + a, k] w[column + b, k], [BLOCK_M, BLOCK_N] in fp32.
 
-    x, w: of open_rows and open_weight. Rows from `end` on are padding (whatever they hold goes
-    nowhere), columns from n on too. DOT_F32: the interpreter multiplies bf16 wrongly.
+    x, w: from open_rows and open_weight. Rows from `end` and columns from n on are padding, whose
+    results are not stored. DOT_F32: multiply in fp32, as the interpreter multiplies bf16 wrongly.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]

@@ -8,10 +8,9 @@
 
 A flag is an int32 that holds the epoch of what was written last. It only grows (round 2**32) and is
 never reset, so a wait is for `flag - epoch >= 0`. No wait is endless: after `patience` polls (about
-a microsecond each on a GPU) the reader writes 1 + the rank that did not come into the error word,
-goes on, and fills with NaN what it could not compute. The error word lies in memory of the host,
-which looks at it without a synchronisation (`Exchange.check`); no trap, so the process can still
-say who was late.
+a microsecond each on a GPU) the reader writes 1 + the late rank into the error word, goes on, and
+fills with NaN what it could not compute. The error word lies in host memory, so the host reads it
+without a synchronisation (`Exchange.check`). No kernel traps, so the process can still report it.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def compiled(formula: Callable[..., Any]) -> Any:
-    """Return a function of tiles.py as kernels call it; the interpreter calls it as it is."""
+    """Return a function of tiles.py for kernels to call; the interpreter calls it as it is."""
     return formula if INTERPRETED else triton.jit(formula)
 
 
@@ -49,8 +48,8 @@ class Exchange:
     rank: int
     world: int
     epoch: int  # what a flag must have reached
-    chunk_rows: int  # rows of a rank that one flag speaks of
-    inbox: Tensor  # where this rank reads what rank r gave it
+    chunk_rows: int  # rows of a rank that one flag stands for
+    inbox: Tensor  # where this rank reads what rank r wrote for it
     arrived: Tensor  # flag that rank r raises for its chunk 0
     outbox: Tensor  # where this rank writes what is for rank r; for itself, its place in inbox
     raises: Tensor  # flag to raise for rank r with chunk 0
@@ -67,7 +66,7 @@ class Exchange:
             )
 
     def chunks(self, m: int) -> int:
-        """Return how many chunks m rows make, having checked that there are counters for them."""
+        """Return how many chunks m rows make; there must be counters for them."""
         count = -(-m // self.chunk_rows)
         assert self.counters.numel() >= self.world * count, "too few counters"
         return count
@@ -77,12 +76,12 @@ class Exchange:
 def wait_flag(flag, epoch, patience, error, source):
     """Poll a flag until it has reached the epoch; return whether it has within `patience` polls.
 
-    An atomic that adds nothing is how Triton says "load with acquire"; it compiles to that.
+    Triton has no load with acquire; an atomic that adds 0 compiles to one.
     """
     reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch
     if reached < 0:
         polls = 0
-        if tl.load(error) == 0:  # once somebody gave up nobody needs to be patient
+        if tl.load(error) == 0:  # after one wait has run out the others end at once
             while (reached < 0) & (polls < patience):
                 reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch
                 polls += 1
@@ -115,8 +114,8 @@ def wait_tile(
 
 @triton.jit
 def raise_flag(flag, epoch):
-    """Set a flag with release: who acquires it sees what was written, by this program or by those
-    it has heard from, before."""
+    """Set a flag with release: a reader that acquires it sees all that this program wrote before,
+    and all that was written by programs from which it had acquired."""
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
@@ -125,11 +124,11 @@ def tile_done(
     raises, counters, owner, tile, m, columns, block_m, chunk_rows, flag_stride, chunks, epoch,
     RAISE: tl.constexpr,
 ):  # fmt: skip
-    """Count a stored tile in each chunk it touches; whoever is the last of a chunk raises its flag.
+    """Count a stored tile in each chunk it touches; the last one of a chunk raises its flag.
 
-    A chunk is complete after tiles_of_chunk x `columns` tiles. The count is of this GPU; release
-    is cumulative, so the last one's, to the system, covers the stores of all it has counted. It
-    leaves the counter zero for the next launch.
+    A chunk is complete after tiles_of_chunk x `columns` tiles. The count is local to this GPU.
+    Release is cumulative, so the last program's release to the system covers the stores of all the
+    tiles counted. That program leaves the counter zero for the next launch.
     """
     tl.debug_barrier()  # the stores of all threads come before the one thread's count
     first, end = chunks_of_tile(tile, m, block_m, chunk_rows)
@@ -144,21 +143,21 @@ def tile_done(
 
 @triton.jit(do_not_specialize=["epoch"])
 def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
-    """Raise one flag a program: what was written earlier on the stream is ready."""
+    """Raise one flag per program: what was written earlier on the stream is ready."""
     flag = tl.load(raises + tl.program_id(0))
     RAISE(flag.to(tl.pointer_type(tl.int32)), epoch)
 
 
 @triton.jit(do_not_specialize=["epoch", "patience"])
 def wait_flags_kernel(arrived, epoch, patience, error, WAIT: tl.constexpr):
-    """Await one flag a program: what comes later on the stream may read."""
+    """Await one flag per program: what comes later on the stream may read."""
     source = tl.program_id(0)
     flag = tl.load(arrived + source).to(tl.pointer_type(tl.int32))
     WAIT(flag, epoch, patience, error.to(tl.pointer_type(tl.int32)), source)
 
 
 def signed(epoch: int) -> int:
-    """Return the int32 with the same low 32 bits."""
+    """Return the epoch as the int32 with the same low 32 bits."""
     return (epoch + 2**31) % 2**32 - 2**31
 
 
@@ -175,7 +174,7 @@ def wait_flags(arrived: Tensor, epoch: int, patience: int, error: Tensor) -> Non
 
 
 def check_device(x: Tensor) -> None:
-    """Refuse a tensor that the kernels cannot run on."""
+    """Raise ValueError for a tensor on a device or of a dtype that the kernels do not take."""
     if x.is_cuda == INTERPRETED:
         raise ValueError(
             f"the overlap kernels got a tensor on {x.device}: they run on CUDA, or on the CPU "

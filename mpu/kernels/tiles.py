@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which tile is multiplied when, whose rows it covers and which chunks those rows lie in.
+"""Compute which tile is multiplied when, whose rows it covers and in which chunks they lie.
 
 Every rank holds m rows. They are cut twice, independently, each time from the rank's first row:
 
     rows of one rank   0 . . . . . . . . . . . . . . m
     tiles              |  0  |  1  |  2  |  3  |  4 |      block_m rows: what a program multiplies
-    chunks             |    0    |    1    |    2   |      chunk_rows: what one flag speaks of
+    chunks             |    0    |    1    |    2   |      chunk_rows: what one flag stands for
 
 The last of each may be short. No tile belongs to two ranks, so it has one owner; it may touch
-several chunks (tile 1 here: chunks 0 and 1). Address and wait both come from these functions: the
-kernels compile the same source (`triton.jit(tile_at)`), so each must stand alone and use nothing
-but integers.
+several chunks (tile 1 here: chunks 0 and 1). Addresses and waits both come from these functions.
+The kernels compile the same source (`triton.jit(tile_at)`), so each function must stand alone and
+use nothing but integers.
 """
 
 
