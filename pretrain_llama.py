@@ -233,7 +233,7 @@ def train(
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            heard = agreement.ask(stop_signal.received, over, found_inf)  # of the step before
+            heard = agreement.ask(stop_signal.received, over, found_inf)  # as of the step before
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}

@@ -10,8 +10,8 @@
 
 Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul,
 RowParallelLinear reduce-scatters after it, the embedding reduce-scatters once, the loss gathers
-three numbers a token. A pipeline rank builds only its stages, and the hidden states between them
-travel (mpu/pipeline/engine.py).
+three numbers a token. A pipeline rank builds only its stages; mpu/pipeline/engine.py sends the
+hidden states between them.
 """
 
 import math

@@ -101,7 +101,7 @@ def measure(
     def all_of_them() -> list[tuple[float, float]]:
         return [once(name) for name in methods]
 
-    all_of_them()  # memory, caches and connections
+    all_of_them()  # warms up memory, caches and connections
     begin = now()
     rounds = [all_of_them()]
     took = gather_bytes(json.dumps(now() - begin).encode(), axis, device)

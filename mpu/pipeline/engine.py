@@ -56,8 +56,7 @@ class Engine:
 
     queue: the layers' weight-gradient queue. dtype: the dtype of the hidden states that travel.
     schedule: the last one run. spans: None, or a list that each run replaces by its actions'
-    (kind, chunk, micro_batch, begin, end), in seconds of time.perf_counter; kind is BW where B and
-    W are one.
+    (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter; BW is B and W in one.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class _Run:
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
         if not fused:
             queue.defer()
-        torch.autograd.backward((edge,), (dy,))  # None: of a scalar loss
+        torch.autograd.backward((edge,), (dy,))  # dy is None for a scalar loss
         if not fused:
             self.deferred[chunk, i] = queue.take()
         x = self.inputs.pop((chunk, i), None)

@@ -141,7 +141,7 @@ def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list
 
     def best(value: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the least value of a cut with no stage above `limit`; value(before, work)."""
-        found = [0.0] + [inf] * layers  # of the first i layers on the stages so far
+        found = [0.0] + [inf] * layers  # [i]: of the first i layers on the stages so far
         froms: list[list[int]] = []
         for stage in range(stages):
             few = least if 0 < stage < stages - 1 else 0
@@ -150,7 +150,7 @@ def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list
                 for j in range(i - few, -1, -1):
                     work = total[i] - total[j] + ends[stage]
                     if work > limit or value(0.0, work) >= now[i]:
-                        break  # and more so with one layer more
+                        break  # one more layer only adds to it
                     new = value(found[j], work)
                     if new < now[i]:
                         now[i], origin[i] = new, j

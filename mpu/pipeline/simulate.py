@@ -111,7 +111,7 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
             if action and (action.kind != "B" or schedule.split)
         }
         while acting:
-            chain = []  # a rank, the one it sends to, ...
+            chain = []  # a rank, the rank that it sends to, ...
             rank = next(iter(acting))
             while action := acting.pop(rank, None):
                 sends = messages.get((rank, action))

@@ -129,7 +129,7 @@ class ParamAndGradBucket:
         self._summed = False
 
     def open_grad(self) -> None:
-        """Let layers write main gradients, which get memory where they have none."""
+        """Give layers the bucket's main gradients, allocated where they have no memory."""
         if self.grad is None:
             grad = self.param_shard.new_empty(self.length, dtype=self.reduction.main_dtype)
             for low, high in gaps(self.layout):

@@ -63,7 +63,7 @@ class Offload:
             if event:
                 event.synchronize()
             adam.step(self._scalars[0], self._scalars[1].float())
-            with torch.cuda.stream(up):  # this gradient came after all that read the old weights
+            with torch.cuda.stream(up):  # gradient i came after every use of the old weights
                 self._send(i)
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)

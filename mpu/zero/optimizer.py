@@ -29,9 +29,8 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. backend: whose kernel updates
-    (mpu/zero/adam_backends.py). cpu_offload: masters and moments live in host memory
-    (mpu/zero/offload.py).
+    largest global norm a step uses; 0 turns clipping off. backend: torch, apex or te
+    (mpu/zero/adam_backends.py). cpu_offload: keep masters and moments in host memory.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Optimizer:
         self.offload = Offload(grads, weights) if cpu_offload else None
         if self.offload:
             grads, self.masters = self.offload.gradients, self.offload.masters
-        else:  # of the owned part, in the accumulation dtype
+        else:  # masters of the owned part, in the accumulation dtype
             self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
         together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # one dict an Adam
@@ -107,7 +106,7 @@ class Optimizer:
         for name, param in module.named_parameters():
             placement = placement_of(param)
             if any(axis.rank for axis in placement.copies):
-                continue  # the norm counts the copy of rank 0
+                continue  # only the axis' first rank counts its copy
             order += at[param]
             counted += [placement.first_holder] * len(at[param])
             lengths.append(len(at[param]))

@@ -64,7 +64,7 @@ def sum_over_data(
         del put
         yield handle
         if stage:
-            grad = own  # the buffer is free
+            grad = own  # so that the buffer is freed
         if earlier:
             own.add_(into)
         if replicate.size > 1 and last:
