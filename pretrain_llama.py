@@ -19,9 +19,9 @@ from datetime import timedelta
 from functools import cache, partial
 
 if __name__ == "__main__":
-    # Ctrl-C while torch is imported: go, without a traceback
+    # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    PARENT = os.getppid()  # now: a torchrun may be killed during the imports
+    PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Run:
     consumed: int = 0  # samples
 
     def __post_init__(self) -> None:
-        self.schedule = cache(partial(schedule_of, self.config))  # of so many micro-batches
+        self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
 
 
 def train_step(
@@ -92,8 +92,8 @@ def train_step(
     """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
     batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
-    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule says in which
-    order, on which pipeline rank. Nothing waits for the device: the results are scalars on it.
+    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule decides the
+    order and the pipeline rank. Nothing waits for the device: the results are scalars on it.
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
@@ -114,7 +114,7 @@ def run_schedule(
 ) -> Tensor:
     """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
 
-    Zeros except on the last stage. Backward starts from the sum of the losses / `tokens`.
+    Both are zero except on the last stage. Backward starts from the sum of the losses / `tokens`.
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
 
@@ -154,12 +154,12 @@ def model_provider(
     recompute: Recompute | None = None,
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
-    """Build one rank's model; what `training` knows of a model it learns of this."""
+    """Build one rank's model; `training` learns all that it knows of a model from this."""
     return Llama(LlamaConfig(**model_sizes.of_model(config.model)), ctx, recompute, stages)
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:
-    """Lay the ranks out; no process group yet."""
+    """Return the layout of the ranks, without process groups yet."""
     p = config.parallel
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
@@ -168,7 +168,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
-    """Make the model, its gradient buckets and its optimizer on one rank."""
+    """Build the model, its gradient buckets and its optimizer on one rank."""
     p, o = config.parallel, config.optimizer
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
@@ -189,7 +189,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
-    """Pick this rank's device, and its share of the cores."""
+    """Return this rank's device; on a CPU, under torchrun, also set its share of the cores."""
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         if not torch.cuda.is_available():
@@ -198,7 +198,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         torch.cuda.set_device(device)
         return device
     keep_freed_memory()
-    # torchrun sets OMP_NUM_THREADS=1 when nobody did; that leaves cores idle
+    # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
     return torch.device("cpu")
@@ -233,7 +233,7 @@ def train(
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            heard = agreement.ask(stop_signal.received, over, found_inf)  # of the step before
+            heard = agreement.ask(stop_signal.received, over, found_inf)  # as of the step before
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
@@ -254,7 +254,7 @@ def train(
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
-            if decision.stop or decision.save:  # hear of this step too: no skipped one is saved
+            if decision.stop or decision.save:  # ask about this step too: save no skipped one
                 heard |= agreement.close()
                 stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
                 decision = decide(asked, heard)
@@ -275,7 +275,7 @@ def train(
 
 
 def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float]:
-    """Return the numbers of one step that the log writes; waits for the device."""
+    """Return the numbers of one step that the log writes. Waits for the device."""
     values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
     if run.config.log.log_params_norm:
         values["params_norm"] = run.optimizer.params_norm().item()
@@ -285,8 +285,8 @@ def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float
 def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """Run; return the exit code. parent: the process that started this one.
 
-    0 all that the flags asked for is done; 75 a signal stopped it early, saved: the same command
-    goes on (0 under torchrun, to which any other is a crash); 1 a failure of the run; 2 a mistake
+    0: all that the flags asked for is done. 75: a signal stopped it early, saved; the same command
+    goes on (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
     in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n).
     """
     launch, monitor = Launch(), FailureMonitor()
@@ -330,9 +330,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
 
 
 def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
-    """Do all that needs no other rank: device, tokenizer, data.
+    """Do all that needs no other rank: choose the device, build the tokenizer and the loaders.
 
-    Returns the config with its vocabulary, and hashes of what must be the same on every rank.
+    Returns the config with its vocabulary, device, loaders, and hashes that all ranks must share.
     """
     if os.path.dirname(mpu.__path__[0]) != os.path.dirname(os.path.abspath(__file__)):
         raise UsageError(
@@ -359,7 +359,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 
 
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
-    """Load, train and close the log."""
+    """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
     for line in [*config.notes, *pipeline.lines(config, model_provider)]:
         note(line)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elementwise pieces of a Llama layer for the CPU, each in one pass over memory: RMSNorm, SwiGLU, RoPE and
-// the cross entropy of a row, forward and backward. mpu/native.py calls them through ctypes; the layers hold
-// the same formulas in torch, with which every function here is compared.
+// the cross entropy of a row, forward and backward. mpu/native.py loads them and mpu/layers/fused.py calls them
+// through ctypes. The layers have the same formulas in torch, with which every function here is compared.
 //
 // kind: 0 float, 1 double, 2 bfloat16. Arithmetic is in float (double for 1); bfloat16 is only read and
 // written. OpenMP comes from the process that loads this library (torch's), so there is one pool of threads.
@@ -90,7 +90,7 @@ INLINE void norm_forward(const T* x, const T* w, T* y, wide<T>* inverse, int64_t
   }
 }
 
-// dw: this thread's own [h], added to
+// adds this thread's part of dw [h]
 template <typename T>
 INLINE void norm_backward(const T* x, const T* w, const wide<T>* inverse, const T* dy, T* dx,
                           wide<T>* dw, int64_t from, int64_t to, int64_t h) {
@@ -141,7 +141,7 @@ INLINE void swiglu_backward(const T* x, const T* dy, T* dx, int64_t from, int64_
   }
 }
 
-// rows of `heads` heads of size d; the first `turned` are rotated; `share` rows in a row share an angle
+// a row has `heads` heads of size d, the first `turned` of which are rotated; `share` successive rows have one angle
 template <typename T>
 INLINE void rope(const T* x, const wide<T>* cos, const wide<T>* sin, T* y, int64_t from, int64_t to,
                  int64_t heads, int64_t turned, int64_t d, int64_t share, double sign) {
@@ -164,7 +164,7 @@ INLINE void rope(const T* x, const wide<T>* cos, const wide<T>* sin, T* y, int64
   }
 }
 
-// of each row's first `real` columns: the maximum, and the sum of exponentials under it
+// over each row's first `real` columns: top, the maximum, and total, the sum of exp(x - top)
 template <typename T>
 INLINE void softmax_stats(const T* x, wide<T>* top, wide<T>* total, int64_t from, int64_t to,
                           int64_t width, int64_t real) {
@@ -181,7 +181,7 @@ INLINE void softmax_stats(const T* x, wide<T>* top, wide<T>* total, int64_t from
   }
 }
 
-// in place: x = weight (exp(x - log_sum) - [column == target]); a target < 0 is not of this rank
+// in place: x = weight (exp(x - log_sum) - [column == target]); target < 0 where another rank has it
 template <typename T>
 INLINE void softmax_gradient(T* x, const wide<T>* log_sum, const wide<T>* weight,
                              const int64_t* target, int64_t from, int64_t to, int64_t width,
@@ -216,7 +216,7 @@ void over_rows(int64_t rows, int64_t width, int threads, Work work) {
 
 }  // namespace
 
-// For each function: a clone a kind (clones cannot be templates), then the entry that picks the kind.
+// For each function: one clone for each kind (clones cannot be templates), then an entry that picks the kind.
 #define KINDS(MAKE) MAKE(float, f32) MAKE(double, f64) MAKE(bf16, b16)
 #define PICK(name, ...)                                                            \
   if (kind == 0) name##_f32(__VA_ARGS__);                                          \
@@ -270,7 +270,7 @@ extern "C" void weft_norm_forward(int64_t kind, int64_t threads, const void* x, 
   over_rows(rows, h, (int)threads, WORK { (void)t; PICK(norm_forward, x, w, y, inverse, a, b, h, eps); });
 }
 
-// dw [threads, h], zero before: a row for each thread, for the caller to add in order
+// dw [threads, h]: the caller zeroes it before, and adds its rows, one a thread, in order afterwards
 extern "C" void weft_norm_backward(int64_t kind, int64_t threads, const void* x, const void* w,
                                    const void* inverse, const void* dy, void* dx, void* dw,
                                    int64_t rows, int64_t h) {
@@ -304,7 +304,7 @@ extern "C" void weft_softmax_stats(int64_t kind, int64_t threads, const void* x,
             WORK { (void)t; PICK(softmax_stats, x, top, total, a, b, width, real); });
 }
 
-// x [rows, width] in place; log_sum, weight [rows]; target [rows], -1 where it is another rank's
+// x [rows, width] in place; log_sum, weight [rows]; target [rows], -1 where another rank has it
 extern "C" void weft_softmax_gradient(int64_t kind, int64_t threads, void* x, const void* log_sum,
                                       const void* weight, const int64_t* target, int64_t rows,
                                       int64_t width, int64_t real) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flags in memory that several processes share: one writer counts, readers wait for a count.
+// Flags in memory that several processes share: one writer counts up, readers wait for a count.
 //
 //     writer                                   reader
 //     write data                               wait(flag, n)      acquire: sees what came before the signal
 //     signal(flag, n)       release            read data
 //
-// A flag never goes back: it holds the number of the last epoch that is ready, so nothing has to be reset, and a
-// reader that is late sees a larger number. Numbers are 32 bits and wrap: `reached` compares their difference.
+// A flag holds the number of the last epoch that is ready and only grows, so nothing has to be reset, and a late
+// reader sees a larger number. Numbers have 32 bits and wrap: `reached` compares their difference.
 // A wait spins a little, then sleeps in the kernel until the writer wakes it or its time is up (Linux futexes; the
 // flag lies in shared memory, so the futex must not be a private one).
 
@@ -52,7 +52,7 @@ inline int64_t nanoseconds() {
   return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-// Sleep until the flag is not `seen` any more, or for `limit` nanoseconds, or for no reason.
+// Sleep until the flag is not `seen` any more, or for `limit` nanoseconds; may return early.
 inline void sleep_on(Flag& flag, uint32_t seen, int64_t limit) {
   timespec time{static_cast<time_t>(limit / 1000000000), static_cast<long>(limit % 1000000000)};
 #ifdef __linux__
@@ -65,8 +65,8 @@ inline void sleep_on(Flag& flag, uint32_t seen, int64_t limit) {
 }
 
 inline void signal(Flag& flag, uint32_t epoch) {
-  // Both orders are total (seq_cst), as are those in wait: either the writer sees the sleeper, or the sleeper
-  // sees the new epoch before it sleeps.
+  // This store and load, and those in wait, are in one total order (seq_cst): either the writer sees the sleeper,
+  // or the sleeper sees the new epoch before it sleeps.
   flag.epoch.store(epoch, std::memory_order_seq_cst);
 #ifdef __linux__
   if (flag.sleepers.load(std::memory_order_seq_cst) != 0)
@@ -94,7 +94,7 @@ inline bool wait(Flag& flag, uint32_t wanted, int64_t spins, int64_t limit) {
   return there;
 }
 
-// Say that one of `ranks` is here; all are when `generation` reaches the number returned.
+// Count one of `ranks` as arrived; all have arrived when `generation` reaches the number returned.
 inline uint32_t arrive(Barrier& barrier, uint32_t ranks) {
   const uint32_t next = barrier.generation.epoch.load(std::memory_order_acquire) + 1;
   if (barrier.arrived.epoch.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks) {

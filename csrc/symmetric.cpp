@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C interface of shared_memory.h; mpu/comm/symmetric.py calls it through ctypes. Addresses are those of flags
-// in a mapping that all ranks share.
+// The C interface of shared_memory.h; mpu/comm/symmetric.py calls it through ctypes. Addresses point to flags in a
+// mapping that all ranks share.
 
 #include "shared_memory.h"
 
@@ -16,8 +16,8 @@ static Flag& at(int64_t address, int64_t stride, int64_t i) {
 }
 
 #ifdef __x86_64__
-// Store past the caches: what is copied is read next by somebody else, and fetching the lines that are about to be
-// overwritten is a third of a copy's traffic. Ends with a fence, since such stores are not ordered by a release.
+// Copy with stores past the caches: another core reads the copy next, and fetching the lines that are about to be
+// overwritten is a third of a copy's traffic. Ends with a fence, since a release does not order such stores.
 __attribute__((target("avx2"))) static void stream(char* to, const char* from, int64_t bytes) {
   while (bytes > 0 && reinterpret_cast<uintptr_t>(to) % 32 != 0) *to++ = *from++, --bytes;
   for (; bytes >= 128; to += 128, from += 128, bytes -= 128)
@@ -29,7 +29,7 @@ __attribute__((target("avx2"))) static void stream(char* to, const char* from, i
 }
 #endif
 
-// Copy more than a cache should hold.
+// Copy more bytes than a cache should hold, past the caches where the CPU has AVX2.
 extern "C" void weft_copy(int64_t to, int64_t from, int64_t bytes) {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx2"))
@@ -43,7 +43,7 @@ extern "C" void weft_signal(int64_t flags, int64_t stride, int64_t count, uint32
   for (int64_t i = 0; i < count; ++i) weft::signal(at(flags, stride, i), epoch);
 }
 
-// Wait for `count` flags, one after the other; return how many reached the epoch before the time was up.
+// Wait for `count` flags in turn, each at most `nanoseconds`; return how many reached the epoch before one did not.
 extern "C" int64_t weft_wait(int64_t flags, int64_t stride, int64_t count, uint32_t epoch, int64_t spins,
                              int64_t nanoseconds) {
   for (int64_t i = 0; i < count; ++i)

@@ -10,8 +10,8 @@
 
 Where bytes move (docs/parallelism.md draws it): ColumnParallelLinear gathers s before its matmul,
 RowParallelLinear reduce-scatters after it, the embedding reduce-scatters once, the loss gathers
-three numbers a token. A pipeline rank builds only its stages, and the hidden states between them
-travel (mpu/pipeline/engine.py).
+three numbers a token. A pipeline rank builds only its stages; mpu/pipeline/engine.py sends the
+hidden states between them.
 """
 
 import math
@@ -36,7 +36,7 @@ from mpu.recompute import Recompute
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes. `rope_scaling_factor` 0 means none; `tied` shares the embedding with the head."""
+    """Sizes. `rope_scaling_factor` 0: no scaling. `tied`: embedding and head share a weight."""
 
     vocab_size: int
     hidden_size: int
@@ -56,7 +56,7 @@ class LlamaConfig:
 
     @property
     def head_size(self) -> int:
-        """d."""
+        """Return d, the size of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
 
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         return self.proj(y)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[Tensor]) -> Tensor:
-        """Attend from new tokens x [n, b, h] to all so far, kept in `cache`. No SP, no gradient."""
+        """Attend from new tokens x [n, b, h] to all so far, in `cache`. No SP, no gradient."""
         n, b, _ = x.shape
         a, g = self.heads, self.groups
         qkv = apply_rope(self.qkv(x).view(n, b, a + 2 * g, -1), cos, sin, a + g)
@@ -186,7 +186,7 @@ class Llama(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        """Return cos, sin for arange(length), or for positions [b, s]; the table grows."""
+        """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
         if self._rope is None or len(self._rope[0]) < length:
             c = self.config
             frequencies = rope_frequencies(
@@ -212,8 +212,8 @@ class Llama(nn.Module):
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
         document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
-        ... In a pipeline this runs the stage `chunk`: from hidden [s/t, b, h] where it is not the
-        first, to hidden where it is not the last.
+        ... In a pipeline this runs the stage of `chunk`, which takes hidden [s/t, b, h] unless it
+        is the first stage, and returns hidden unless it is the last.
         """
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1])
@@ -233,11 +233,11 @@ class Llama(nn.Module):
         return loss.t()  # [b, s]
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
-        """Return the shape of what travels between stages for tokens [batch, length]."""
+        """Return the shape of the hidden states between stages, for tokens [batch, length]."""
         return length // (self.ctx.tp.size if self.ctx.sp else 1), batch, self.config.hidden_size
 
     def chunk_of(self, name: str) -> int:
-        """Return the chunk of this rank that holds a parameter; 0 (the last to end) if unsure."""
+        """Return this rank's chunk that holds a parameter; if unknown 0, whose backward is last."""
         part, *rest = name.split(".")
         for chunk, stage in enumerate(self.stages):
             here = {"embedding": stage.embedding, "norm": stage.loss, "head": stage.loss}
@@ -246,7 +246,7 @@ class Llama(nn.Module):
         return 0
 
     def decode(self, tokens: Tensor, position: int, caches: list[list[Tensor]]) -> Tensor:
-        """Continue: new tokens [b, n] at `position` -> logits [n, b, V/t]; a cache a layer."""
+        """Return the logits [n, b, V/t] of new tokens [b, n] at `position`; one cache a layer."""
         cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
         h = self.embedding(tokens)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
@@ -256,7 +256,8 @@ class Llama(nn.Module):
         return self.head(self.norm(h))
 
     def initialize(self, seed: int, names: Container[str] | None = None) -> "Llama":
-        """Draw the weights, or those of some parameters: the same model for every layout.
+        """Draw the weights, or only those of `names`: the same model for every layout.
+
         norms                          1
         embedding, head, qkv, gate_up  N(0, std)
         proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
@@ -274,7 +275,7 @@ class Llama(nn.Module):
 
 
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
-    """Map each parameter to its Hugging Face tensors (checkpoints' names), one a fused section."""
+    """Return each parameter's Hugging Face tensor names, one for each fused section of it."""
     head = "model.embed_tokens.weight" if model.config.tied else "lm_head.weight"
     table: dict[str, tuple[str, ...]] = {
         "embedding.weight": ("model.embed_tokens.weight",),
@@ -298,7 +299,7 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
 
 
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
-    """Return the config.json of the same model in Hugging Face's terms."""
+    """Return Hugging Face's config.json of the same model."""
     scaling = None
     if config.rope_scaling_factor:
         scaling = {
@@ -377,7 +378,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
 
 def parameter_group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
-    """Say how the optimizer treats a parameter: (weight decay applies, --decoupled-lr applies).
+    """Return (weight decay applies, --decoupled-lr applies) for a parameter.
 
     Decay is for matrices, not norms; the decoupled learning rate for the embedding and the head.
     """

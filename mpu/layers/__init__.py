@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written parallel layers: what is cut, what is gathered, and when, each way."""
+"""Hand-written parallel layers: what is cut, what is gathered, and when, forward and backward."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attend: causal, grouped-query (Ainslie et al. 2023), heads cut over the tensor-parallel ranks.
+"""Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-The softmax over keys is torch's scaled_dot_product_attention (flash kernels on CPU and CUDA).
+It calls torch's scaled_dot_product_attention (flash kernels on CPU and CUDA).
 """
 
 import torch
@@ -14,9 +14,10 @@ from mpu.layers.fused import apply_rope
 def core_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, mask: Tensor | None
 ) -> Tensor:
-    """Rotate, attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d], all sizes local.
+    """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
 
-    mask: None for plain causal, else bool [b, 1, s, s], True where a query may look.
+    heads, groups: those of this rank. mask: None for plain causal, else bool [b, 1, s, s], True
+    where a query may look.
     """
     s, b, _ = qkv.shape
     qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
@@ -27,7 +28,7 @@ def core_attention(
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
 ) -> Tensor:
-    """q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
+    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
     y = F.scaled_dot_product_attention(
         q,
         k,
@@ -40,7 +41,7 @@ def dot_product_attention(
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """document_ids [b, s] -> bool [b, 1, s, s]: causal, and inside one document."""
+    """Return the causal mask inside documents: document_ids [b, s] -> bool [b, 1, s, s]."""
     s = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]
     causal = torch.ones(s, s, dtype=torch.bool, device=document_ids.device).tril()

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take the cross entropy of logits whose vocabulary is cut: full-vocabulary logits never exist on
-one rank.
+"""Cross entropy of logits whose vocabulary is cut: no rank ever holds full-vocabulary logits.
 
-loss = log(sum_v exp(l_v - m)) + m - l_target. Each rank finds, over its own columns, the maximum,
-the sum of exponentials under that maximum, and the target's logit; ONE all-gather of these three
-numbers a token lets every rank combine them, in rank order. Padded columns (beyond vocab_size) are
-masked: they enter neither the softmax nor its gradient, so the loss does not depend on the
-tensor-parallel size.
+loss = log(sum_v exp(l_v - m)) + m - l_target, with m the maximum. Each rank computes, over its own
+columns, the maximum, the sum of exp(l - maximum), and the target's logit; ONE all-gather of these
+three numbers a token lets every rank combine them, in rank order. Padded columns (beyond
+vocab_size) are masked: they enter neither the softmax nor its gradient, so the loss does not depend
+on the tensor-parallel size.
 """
 
 from typing import Any
@@ -19,14 +18,14 @@ from mpu.comm.transport import Label
 from mpu.context import LayerContext
 from mpu.layers.fused import call, fits
 
-LABEL = Label("cross_entropy", "forward")  # of its collective
+LABEL = Label("cross_entropy", "forward")
 ROWS = 64  # tokens a chunk: a chunk of logits stays in the cache through every pass over it
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
 ) -> Tensor:
-    """logits [s, b, V/t], labels [s, b] -> loss of each token [s, b], in the accumulation dtype.
+    """Return each token's loss [s, b], in ctx.accumulate: logits [s, b, V/t], labels [s, b].
 
     Backward writes the gradient into the memory of `logits`: do not read them after it.
     """
@@ -40,7 +39,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         tp, width = ctx.tp, logits.shape[-1]
         first = tp.rank * width
-        real = min(max(vocab_size - first, 0), width)  # columns of this rank that are no padding
+        real = min(max(vocab_size - first, 0), width)  # this rank's columns that are not padding
         rows, target = logits.view(-1, width), labels.reshape(-1) - first
         mine = (target >= 0) & (target < real)
         target = target.masked_fill(~mine, 0)

@@ -14,11 +14,11 @@ from mpu.param import parameter
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens [b, s] -> [s/t, b, h] under SP, else [s, b, h].
+    """Embed tokens [b, s] -> [s/t, b, h] under SP, else [s, b, h].
 
-    Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to `pad_to`; a rank looks up
-    the tokens it holds, gives zero for the others, and the ranks' results are summed. Only one term
-    of each sum is not zero, so the result does not depend on the layout.
+    Rank r holds rows [r n, (r+1) n) of the vocabulary, n rounded up to a multiple of `pad_to`. A
+    rank looks up the tokens it holds and gives zero for the others; the ranks' results are summed.
+    Only one term of each sum is not zero, so the result does not depend on the layout.
     """
 
     def __init__(

@@ -5,8 +5,8 @@
     apply_rope   rotate q and k by their position     Su et al. 2021; the angles: mpu/layers/rope.py
     swiglu       silu(gate) * up                      Shazeer 2020
 
-Each is a function of csrc/fused.cpp on a CPU, and the same in torch's operations where that library
-is not built or the tensors are not what it takes (`fits`).
+On a CPU each calls a function of csrc/fused.cpp. Where that library is not built, or does not take
+the tensors (`fits`), torch's operations compute the same.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fu
 
 
 def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
-    """Return whether fused operations can take these tensors: built, CPU, contiguous, of one dtype.
+    """Return whether csrc/fused.cpp is built and takes these: on a CPU, contiguous, of one dtype.
 
-    accumulate: the dtype that sums must have, where there are any; the library's is fp32, or fp64.
+    accumulate: the dtype that sums must have, if any; the library sums fp64 in fp64, else in fp32.
     """
     dtype = tensors[0].dtype
     sums = torch.float64 if dtype == torch.float64 else torch.float32
@@ -39,7 +39,7 @@ def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
 
 
 def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
-    """Call a function of csrc/fused.cpp: kind and threads first, then pointers and numbers."""
+    """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers."""
     library = native.load()
     assert library is not None
     getattr(library, f"weft_{name}")(
@@ -55,11 +55,10 @@ def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension; computed in the accumulation
-    dtype.
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in the accumulation dtype.
 
-    Under sequence parallelism each rank sees a part of s, so the gradient of w is a partial sum
-    over tp.
+    Under sequence parallelism each rank sees a part of s. Its gradient of w is then a partial sum,
+    and the sink adds these over tp.
     """
 
     def __init__(self, hidden_size: int, *, ctx: LayerContext, eps: float = 1e-5) -> None:
@@ -124,7 +123,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotate the first `heads` heads of qkv [s, b, n, d] (q and k), leave the rest (v).
+    """Return qkv [s, b, n, d] with its first `heads` heads (q and k) rotated, the rest (v) as is.
 
     cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's.
     """
@@ -165,7 +164,7 @@ class _Rope(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2f] -> [..., f]: the first half gates the second. Saves its input only."""
+    """Return silu(gate) * up of gate_up's halves: [..., 2f] -> [..., f]. Saves its input only."""
     return _SwiGLU.apply(gate_up)
 
 

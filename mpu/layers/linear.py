@@ -18,10 +18,10 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
                  -reduce-scatter-> y [s/t,b,o]
     row          x [s,b,i/t] -all-reduce-> y [s,b,o]  no communication
 
-dgrad (dx = dy A) and wgrad (dA = dy^T x) are two pieces: wgrad goes through the context's queue, so
-a pipeline may run it later; it then kept only shards and gathers them again. Who gathers and
-scatters, and how, is the layer's OverlapMethod (mpu/comm/overlap.py). What is multiplied, saved and
-sent is an operand, made by the layer's Recipe.
+dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
+pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. The layer's
+OverlapMethod (mpu/comm/overlap.py) gathers and scatters. The layer's Recipe makes the operands:
+what is multiplied, saved and sent.
 """
 
 from collections.abc import Sequence
@@ -39,22 +39,22 @@ from mpu.param import Placement, divide, parameter
 
 
 class Recipe:
-    """How a parallel linear multiplies: the one seam for another arithmetic, such as float8.
+    """How a parallel linear multiplies; subclass it for another arithmetic, such as float8.
 
     An operand is what is multiplied, saved for backward and sent to other ranks. This recipe's
     operands are the tensors themselves, in their own dtype.
     """
 
     def operand(self, x: Tensor) -> Tensor:
-        """Return the operand made of x, w or dy: before it is sent or saved."""
+        """Return the operand for x, w or dy, before it is sent or saved."""
         return x
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x w^T: x [..., i], weight [o, i] -> [..., o].
 
-        In fp32 on a CPU by oneDNN's linear, the operator that torch's own compiler emits there:
-        MKL's sgemm, which F.linear calls, is slower by a tenth to a third on these shapes.
-        Everything else is F.linear.
+        On a CPU fp32 goes through oneDNN's linear, the operator that torch's own compiler emits
+        there: MKL's sgemm, which F.linear calls, is slower by a tenth to a third on these shapes.
+        Everything else goes through F.linear.
         """
         onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
         if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
@@ -63,7 +63,7 @@ class Recipe:
         return y
 
     def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to main_grad [o, i], or write it where that is fresh: x [n, i], dy [n, o].
+        """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o].
 
         Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in
         fp32; on CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
@@ -82,7 +82,7 @@ class Recipe:
 
 
 class _ParallelLinear(nn.Module):
-    """A weight of the sink's, with the method and the recipe by which it is multiplied."""
+    """What both layers share: a weight, its Recipe and its OverlapMethod."""
 
     def __init__(
         self, sizes: tuple[int, int], weight: nn.Parameter, ctx: LayerContext, recipe: Recipe | None
@@ -95,15 +95,15 @@ class _ParallelLinear(nn.Module):
         self.on_forward, self.on_backward, self.on_wgrad = (Label(self, phase) for phase in phases)
 
     def operand_of_weight(self) -> Tensor:
-        """Return the operand of the whole local weight, [o, i]; `end_use` comes after its use."""
+        """Return the operand of the whole local weight [o, i]; call `end_use` after its use."""
         return self.recipe.operand(self.ctx.sink.acquire(self.weight))
 
     def end_use(self) -> None:
-        """Let the weight go, for now."""
+        """End the use of the weight, which the sink may then free."""
         self.ctx.sink.end_use(self.weight)
 
     def wgrad(self, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to the weight's gradient: operands x [..., i] and dy [..., o], both whole."""
+        """Add dy^T x to the weight's main gradient: whole operands x [..., i], dy [..., o]."""
         sink = self.ctx.sink
         main_grad, fresh = sink.grad_slot(self.weight)
         self.recipe.accumulate(main_grad, fresh, x.flatten(0, -2), dy.flatten(0, -2))
@@ -116,8 +116,7 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x A^T with A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t]. No
-    bias.
+    """y = x A^T, A [o, i] cut by rows, no bias: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t].
 
     out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
     own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
@@ -148,7 +147,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class AllGatherMatmul(torch.autograd.Function):
-    """y = gather(x) w^T. Its gradient is matmul_reduce_scatter's forward. Saves the shard of x."""
+    """y = gather(x) w^T. Its dgrad is MatmulReduceScatter's forward. Saves only the shard of x."""
 
     @staticmethod
     def forward(
@@ -167,10 +166,10 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """dy [s, b, o/t] -> dx, of x's shape.
+        """Return dx, of x's shape, from dy [s, b, o/t].
 
-        Before:  gather x -> dgrad -> wait -> scatter dx -> wait -> wgrad
-        Now:     [gather x | dgrad] -> [scatter dx | wgrad]
+        in turn     gather x -> wait -> dgrad -> scatter dx -> wait -> wgrad
+        this does   [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
@@ -192,8 +191,7 @@ class AllGatherMatmul(torch.autograd.Function):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = sum_i x_i A_i^T with A [o, i] cut by columns: x [s, b, i/t] -> y [s/t, b, o] (SP) or [s,
-    b, o].
+    """y = sum_i x_i A_i^T, A [o, i] cut by columns: x [s, b, i/t] -> y [s, b, o], [s/t, b, o] (SP).
 
     Raises ValueError where in_features does not divide by the tensor-parallel size.
     """
@@ -220,7 +218,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class MatmulReduceScatter(torch.autograd.Function):
-    """y = scatter(sum over ranks of x w^T). Its gradient is all_gather_matmul's forward."""
+    """y = scatter(sum over ranks of x w^T). Its dgrad is AllGatherMatmul's forward."""
 
     @staticmethod
     def forward(
@@ -239,7 +237,7 @@ class MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps the shard."""
+        """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
         dy, queue = layer.recipe.operand(dy), layer.ctx.queue
@@ -263,8 +261,9 @@ class MatmulReduceScatter(torch.autograd.Function):
 def column_placement(
     width: int, sections: tuple[int, ...], ctx: LayerContext, pad_to: int = 0
 ) -> Placement:
-    """Place a [sum(sections), width] weight cut by rows; `pad_to` rounds one section's local rows
-    up.
+    """Return the Placement of a [sum(sections), width] weight cut by rows.
+
+    pad_to: round the local rows of a single section up to a multiple of this.
     """
     tp = ctx.tp
     if pad_to:
@@ -279,9 +278,9 @@ def column_placement(
 
 
 def use_overlap(model: nn.Module, overlap: OverlapMap) -> OverlapMethod | None:
-    """Let every parallel linear of a model take its method from the map, once and for all ranks.
+    """Give every parallel linear of a model the map's method, the same on all ranks.
 
-    Return the method, one for all of them (None where there is no such layer).
+    Returns that one method, or None where the model has no such layer.
     """
     layers = [m for m in model.modules() if isinstance(m, _ParallelLinear)]
     method = overlap.method(layers[0].ctx.tp, layers[0].ctx.sp) if layers else None

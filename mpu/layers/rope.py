@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The angles of rotary positions (Su et al. 2021), with Llama 3.1's stretched frequencies.
 
-Pairs are (i, i + d/2), the layout of Hugging Face's Llama, so weights need no permutation.
+Pairs are elements i and i + d/2, as in Hugging Face's Llama, so weights need no permutation.
 """
 
 import math
@@ -16,8 +16,7 @@ def rope_frequencies(
     """Return the d/2 angular frequencies base^(-2i/d), in fp64.
 
     scaling_factor > 0 applies Llama 3.1's rule: wavelengths above original_length are stretched by
-    the factor, those under original_length / 4 kept, those between blended linearly in
-    1/wavelength.
+    the factor, those under a quarter of it kept, those between blended linearly in 1/wavelength.
     """
     inverse = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     if not scaling_factor:
@@ -31,6 +30,6 @@ def rope_frequencies(
 def rope_table(
     frequencies: Tensor, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [length, 1, 1, d/2] of position x frequency, rounded from fp64 once."""
+    """Return cos and sin [length, 1, 1, d/2] of position x frequency, rounded once, from fp64."""
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)

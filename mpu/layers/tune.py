@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find out, by trying, which overlap method each matmul of a run should take: `auto`.
+"""Measure which overlap method each matmul of a run should take: `auto`.
 
     measure    seconds of a layer's forward and backward by each method, on this rank
-    tune       all layers, and of every rank the slowest: the same numbers everywhere
+    tune       the same for all layers; the slowest rank's seconds count, on every rank
     choose     the fastest method of each, `none` unless another is faster by more than noise
 
-What is timed is what runs: a linear layer, with the weight gradient under the scatter and all
-waits. Only the numbers in x and w are made up.
+What is timed are linear layers of the run's shapes on random numbers, with the weight gradient
+under the scatter and all waits.
 """
 
 import json
@@ -23,7 +23,7 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
 
-MARGIN = 0.01  # of the time of `none`: less is noise
+MARGIN = 0.01  # share of the time of `none`: a smaller gain is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
 LEAST, MOST = 3, 20  # repetitions
 Times = dict[str, dict[str, float]]  # {matmul: {method: seconds}}
@@ -45,13 +45,13 @@ class Projection:
 
     @property
     def forward(self) -> str:
-        """Name the forward matmul as Auto looks it up."""
+        """Return the key by which Auto looks up the forward matmul."""
         op = "gather" if self.column else "scatter"
         return key(op, self.rows, self.k, self.width, self.dtype)
 
     @property
     def backward(self) -> str:
-        """Name the one of backward that makes dx; it decides for all of backward."""
+        """Return the key of the dgrad matmul; its method is taken for all of backward."""
         op = "scatter" if self.column else "gather"
         return key(op, self.rows, self.width, self.k, self.dtype)
 
@@ -61,8 +61,8 @@ def measure(
 ) -> dict[str, tuple[float, float]]:
     """Return the least seconds of forward and of backward by each method, on this rank.
 
-    The methods take turns, so that whatever else the machine does falls on all of them; all ranks
-    begin a run together and do as many. The global random state is left alone.
+    The methods take turns, so that whatever else the machine does falls on all of them. All ranks
+    begin a run together and make equally many. The global random state is left alone.
     """
     p, size, axis, device = projection, ctx.tp.size, ctx.tp, ctx.device
     random = torch.Generator(device).manual_seed(0)
@@ -101,7 +101,7 @@ def measure(
     def all_of_them() -> list[tuple[float, float]]:
         return [once(name) for name in methods]
 
-    all_of_them()  # memory, caches and connections
+    all_of_them()  # warms up memory, caches and connections
     begin = now()
     rounds = [all_of_them()]
     took = gather_bytes(json.dumps(now() - begin).encode(), axis, device)
@@ -124,9 +124,9 @@ def tune(
     ctx: LayerContext,
     measure: Measure = measure,
 ) -> Times:
-    """Measure this rank's layers, equal ones once, and return the times of all ranks' matmuls: of
-    the ranks that make one, the slowest. Every rank of the world calls it and gets the same.
+    """Measure this rank's layers; return the times of all ranks' matmuls, the slowest rank's each.
 
+    Equal layers are measured once. Every rank of the world calls this and gets the same result.
     projections: the same over ctx.tp; stages of a pipeline have their own.
     """
     distinct, mine = list(dict.fromkeys(projections)), Times()

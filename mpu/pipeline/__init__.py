@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: schedules (what each rank does, as data), simulate (proved and timed),
-layout (which layers where), engine (does it), timeline and draw (numbers and a picture of it).
+"""Pipeline parallelism: schedules lists what each rank does, simulate proves and times that, layout
+puts layers on stages, engine executes, timeline and draw give the numbers and a picture of a step.
 """

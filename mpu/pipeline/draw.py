@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what every pipeline rank does when, simulated or measured, as a picture to look at.
+"""Draw what every pipeline rank does when, simulated or measured, as a picture.
 
-One row a rank: a box for each action, as wide as it is long, with its micro-batch's number; what
-stays pale is idle. The strip under a row shows the activations that the rank holds as time goes on.
-A plan and a run of it are drawn alike, so that the two pictures can be laid side by side.
+Each rank has a row: a box for each action, as wide as the action is long, with its micro-batch's
+number; pale time is idle. The strip under a row shows the activations that the rank holds over
+time. A plan and a run of it are drawn alike, so that the two pictures can be laid side by side.
 """
 
 import math
@@ -15,7 +15,7 @@ from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import Span, Timeline
 from mpu.pipeline.timeline import Summary, Wait, held, rows, summary, usual_peak, waits
 
-# Told apart under the common colour blindnesses, in the lighter shades of later chunks too.
+# Distinct under the common colour blindnesses, also in the lighter shades of later chunks.
 COLOURS = {"F": "#1d4f91", "B": "#d26a14", "W": "#4a9a78"}
 HELD_FOR_B, HELD_FOR_W = "#b4c2d8", "#a9d0bf"
 IDLE, RULE, QUIET, INK = "#f1f0ed", "#9a9a9a", "#666666", "#222222"
@@ -37,7 +37,7 @@ STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Arial"],
     "text.color": INK,
-    "svg.fonttype": "none",  # text stays text: light, searchable, read aloud
+    "svg.fonttype": "none",  # text stays text: small, searchable, for screen readers
     "svg.hashsalt": "weft",  # the same picture is the same file
 }
 DASHED: dict[str, Any] = {"color": RULE, "linestyle": (0, (4, 3)), "linewidth": 0.6}
@@ -75,8 +75,8 @@ def draw(
 ) -> None:
     """Draw a timeline of a schedule to a .png or an .svg, by the path's suffix.
 
-    title, subtitle: instead of the schedule with its sizes, and of the step with its bubble and
-    peak. unit: of the times. until: where the time axis ends, so that pictures can share a scale.
+    title, subtitle: replace `heading` and `caption`. unit: of the times. until: where the time axis
+    ends, so that pictures can share a scale. Raises ValueError for another suffix or no actions.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a picture is a .png or an .svg")
@@ -104,14 +104,14 @@ def draw(
 
 
 def heading(schedule: Schedule) -> str:
-    """Return "ZB-V: 4 ranks, 8 micro-batches, 2 chunks a rank"."""
+    """Return a title, such as "ZB-V: 4 ranks, 8 micro-batches, 2 chunks a rank"."""
     sizes = [_count(len(schedule.ranks), "rank"), _count(schedule.micro_batches, "micro-batch")]
     sizes += [f"{schedule.chunks} chunks a rank"] if schedule.chunks > 1 else []
     return f"{TITLES.get(schedule.name, schedule.name)}: {', '.join(sizes)}"
 
 
 def caption(numbers: Summary, unit: str = "") -> str:
-    """Return the numbers of a step as a line."""
+    """Return the numbers of a step as one line of text."""
     step, bubble = (f"{x:.4g} {unit}".rstrip() for x in (numbers.step, numbers.bubble))
     said = f"step {step}, {bubble} of it bubble ({numbers.bubble / numbers.step:.0%})"
     peak = max(numbers.peak)
@@ -119,7 +119,7 @@ def caption(numbers: Summary, unit: str = "") -> str:
 
 
 class _Page:
-    """The page in the making, measured in inches: a row is a line of boxes, a strip, and a gap."""
+    """A page that is being drawn, in inches: a row is a line of boxes, a strip, and a gap."""
 
     def __init__(
         self, ranks: list[list[Span]], schedule: Schedule, until: float | None = None
@@ -158,7 +158,7 @@ class _Page:
     def rectangle(
         self, begin: float, end: float, top: float, height: float, colour: str, **more: Any
     ) -> None:
-        """Draw one from begin to end."""
+        """Draw a rectangle from begin to end."""
         from matplotlib.patches import Rectangle
 
         corner = (begin, top)
@@ -235,7 +235,7 @@ class _Page:
             )
 
     def draw_waits(self, arrows: Sequence[Wait]) -> None:
-        """Draw the messages that idle ranks waited for, from box to box, behind those between."""
+        """Draw the messages that idle ranks waited for, from box to box, behind other boxes."""
         for sender, sent, taker, begun in arrows:
             down = taker > sender
             self.axes.annotate(
@@ -311,7 +311,7 @@ def _lighter(colour: str, share: float) -> str:
 
 
 def _stages(schedule: Schedule, rank: int) -> str:
-    """Return which stages a rank has, the middle of many left out."""
+    """Return the numbers of a rank's stages as text, without the middle ones of many."""
     stages = [str(schedule.stage(rank, chunk)) for chunk in range(schedule.chunks)]
     if len(stages) > 4:
         stages[2:-1] = ["…"]

@@ -6,13 +6,12 @@
         F  wait for the activation of the stage before, forward, send the output, forget it
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
            in a split schedule the weights' gradients wait
-        W  the weights' gradients that waited
+        W  compute the weights' gradients that waited
     Sends are asynchronous too (mpu/comm/p2p.py, Outbox): they run under the next actions.
 
-One pipeline stage is a schedule like any other: gradient accumulation. The engine knows nothing of
-the model. It is given forward(chunk, micro_batch, hidden), which returns the output to hand on or,
-on the last stage, the loss to go backward from; layers put weight gradients into the sink
-themselves.
+With a single stage a schedule is gradient accumulation. The engine knows nothing of the model. It
+is given forward(chunk, micro_batch, hidden), which returns the output to hand on or, on the last
+stage, the loss to go backward from. Layers put weight gradients into the sink themselves.
 """
 
 import time
@@ -40,7 +39,7 @@ Key = tuple[int, int]  # chunk, micro-batch
 class Parcel(NamedTuple):
     """What a message carries: the output of a stage's F, or the input's gradient of its B.
 
-    kind: F or B. stage: the one that made it. peer: the pipeline rank at the other end.
+    kind: F or B. stage: the stage that made it. peer: the pipeline rank at the other end.
     """
 
     kind: str
@@ -55,9 +54,9 @@ PHASE = {"F": "forward", "B": "backward"}
 class Engine:
     """Run schedules on one rank of the pipeline axis.
 
-    queue: the layers' weight-gradient queue. dtype: of the hidden states that travel. schedule: the
-    last one run. spans: where it is a list, a run leaves there (kind, chunk, micro_batch, begin,
-    end) of each action, in seconds of time.perf_counter; kind BW where B and W are one.
+    queue: the layers' weight-gradient queue. dtype: the dtype of the hidden states that travel.
+    schedule: the last one run. spans: None, or a list that each run replaces by its actions'
+    (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter; BW is B and W in one.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Engine:
     ) -> None:
         """Execute this rank's part of `schedule`; a schedule of F's alone runs without autograd.
 
-        forward(chunk, micro_batch, hidden): hidden is None on the first stage, else [*shape], and
-        so is what it returns on every stage but the last, which returns a scalar loss. during: the
-        words that follow an action where the rank says what it is doing ("of iteration 7").
+        forward(chunk, micro_batch, hidden): hidden is None on the first stage, else [*shape]. It
+        returns [*shape] on every stage but the last, where it returns a scalar loss. during: words
+        that follow the action in FailureMonitor.action ("of iteration 7").
         """
         steps = plan(schedule)[self.grid.pp.rank]
         self.schedule, clock = schedule, None
@@ -98,7 +97,7 @@ class Engine:
 
 
 class _Clock:
-    """Notes when each action began and ended."""
+    """Records when each action began and ended."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[str, int, int, Any, Any]] = []
@@ -111,7 +110,7 @@ class _Clock:
 
 
 class _CudaClock(_Clock):
-    """The same in events on the stream, which is read once, at the end."""
+    """Records events on the stream, and reads their times once, at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class _CudaClock(_Clock):
 
 
 class _Run:
-    """What one execution of a schedule holds: what has arrived, and what waits for its backward."""
+    """One execution of a schedule: what has arrived, and what waits for its backward."""
 
     def __init__(
         self,
@@ -151,11 +150,11 @@ class _Run:
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, Handle]] = {}
         self.handed: dict[tuple[str, int, int], Tensor] = {}  # from a chunk of this very rank
         self.inputs: dict[Key, Tensor] = {}
-        self.outputs: dict[Key, GradientEdge] = {}  # how to go back; the tensor itself is gone
+        self.outputs: dict[Key, GradientEdge] = {}  # where backward starts; the tensors are freed
         self.deferred: dict[Key, deque[Callable[[], None]]] = {}
 
     def do(self, step: Step, clock: _Clock | None) -> None:
-        """Post receives, take the input, compute, send."""
+        """Execute one step: post receives, take the input, compute, send."""
         for message in step.receives:
             self.arriving[message[:3]] = self._post(message)
         kind, chunk, i = step.action
@@ -192,7 +191,7 @@ class _Run:
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
         if not fused:
             queue.defer()
-        torch.autograd.backward((edge,), (dy,))  # None: of a scalar loss
+        torch.autograd.backward((edge,), (dy,))  # dy is None for a scalar loss
         if not fused:
             self.deferred[chunk, i] = queue.take()
         x = self.inputs.pop((chunk, i), None)
@@ -207,7 +206,7 @@ class _Run:
         return receive(self.shape, engine.dtype, engine.device, axis, message.sender, label)
 
     def _take(self, step: Step) -> Tensor | None:
-        """Return what an F or B starts from, waiting for it if it comes from another rank."""
+        """Return the input of an F or B (None at the model's ends), waiting for its message."""
         action, stage = step.action, step.stage
         kind, chunk, i = action
         if stage == (0 if kind == "F" else self.last):

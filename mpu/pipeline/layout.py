@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which part of the model each pipeline stage holds: cut L layers over p v stages.
+"""Decide which part of the model each pipeline stage holds: cut L layers over p v stages.
 
-A model is one embedding, L layers and one head with the loss. Left alone, the cut balances the
-ranks, knowing what each part costs; it can also be even, fixed at the ends, or written out:
+A model is one embedding, L layers and one head with the loss. By default the cut balances the
+ranks by what each part costs; it can also be even, fixed at the ends, or written out:
 
     "Et*3|(tt|)*2ttL"    Ettt | tt | tt | ttL        E embedding, t layer, L loss, | next stage
 """
@@ -16,14 +16,12 @@ from math import inf
 
 from mpu.pipeline.schedules import stage_of
 
-LONGEST = 100_000  # symbols of a layout written out: more is a slip of the pen
+LONGEST = 100_000  # symbols of a layout written out: more is taken for a mistake
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: the embedding or not, layers [first, last), the final norm with head and loss or
-    not.
-    """
+    """One stage: layers [first, last). loss: it also has the final norm, the head and the loss."""
 
     first: int
     last: int
@@ -32,7 +30,7 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """The layers' numbers."""
+        """Return the numbers of its layers."""
         return range(self.first, self.last)
 
 
@@ -54,10 +52,10 @@ def stages(
 ) -> tuple[Stage, ...]:
     """Cut the layers over p ranks of v stages each; return the p v stages in order.
 
-    costs: of each layer, in any unit; embedding_cost and head_cost in the same.
-    layout: as it is written. first_rank, last_rank: that many layers on the first and the last
-    rank, the others share the rest evenly. even, or one of the ends counted as a layer: the same
-    number on every stage. Else the automatic balance, by the costs.
+    costs: of each layer, in any unit; embedding_cost and head_cost are in the same unit.
+    layout: the cut written out. first_rank, last_rank: that many layers on the first and the last
+    rank; the others share the rest evenly. even: the same number on every stage. count_embedding,
+    count_loss: the same, with this end counted as a layer. Else the cut balances the costs.
     Raises ValueError where the numbers do not add up: no layer is ever dropped.
     """
     num_layers = len(costs)
@@ -90,10 +88,10 @@ def stages(
 def _balanced(
     costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
 ) -> list[int]:
-    """Make the slowest rank as fast as can be; return the number of layers of each stage.
+    """Return the number of layers of each stage that makes the slowest rank as fast as can be.
 
-    own: the stages of each rank. Exact where layers are equal or a rank has one stage; else the
-    best that moving single layers finds.
+    own: the stages of each rank. The cut is optimal where layers are equal or a rank has one stage;
+    else it is the best that moving single layers finds.
     """
     if len(set(costs)) <= 1:
         return _balanced_equal(costs, own, embedding_cost, head_cost)
@@ -109,10 +107,10 @@ def _balanced(
 def _balanced_equal(
     costs: tuple[float, ...], own: list[list[int]], embedding_cost: float, head_cost: float
 ) -> list[int]:
-    """Give each layer to the rank that has least to do, there to the stage that has least.
+    """Give each layer to the rank with the least work, and there to the stage with the least.
 
-    Layers being equal, no other cut has a faster slowest rank. Between equals a rank that holds
-    nothing comes first, then the later one, where fewer micro-batches wait for their backward.
+    As layers are equal, no other cut has a faster slowest rank. Among ranks with equal work one
+    that holds nothing comes first, then the later one, where fewer micro-batches wait for a B.
     """
     last = sum(map(len, own)) - 1
     counts = [0] * (last + 1)
@@ -137,13 +135,13 @@ def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list
 
     ends: work of each stage beside its layers. least: layers that every stage but the first and the
     last must have. The slowest stage is as fast as can be; among such cuts the sum of the squares
-    of the stages' work is least.
+    of the stages' work is smallest.
     """
     total, stages, layers = [0.0, *accumulate(costs)], len(ends), len(costs)
 
     def best(value: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the least value of a cut with no stage above `limit`; value(before, work)."""
-        found = [0.0] + [inf] * layers  # of the first i layers on the stages so far
+        found = [0.0] + [inf] * layers  # [i]: of the first i layers on the stages so far
         froms: list[list[int]] = []
         for stage in range(stages):
             few = least if 0 < stage < stages - 1 else 0
@@ -152,7 +150,7 @@ def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list
                 for j in range(i - few, -1, -1):
                     work = total[i] - total[j] + ends[stage]
                     if work > limit or value(0.0, work) >= now[i]:
-                        break  # and more so with one layer more
+                        break  # one more layer only adds to it
                     new = value(found[j], work)
                     if new < now[i]:
                         now[i], origin[i] = new, j
@@ -171,10 +169,10 @@ def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list
 def _improved(
     costs: tuple[float, ...], own: list[list[int]], ends: list[float], counts: list[int]
 ) -> list[int]:
-    """Move a layer from a stage to another while that makes the slowest rank faster.
+    """Move a layer from one stage to another while that improves `rating`; return the counts.
 
-    The stages between the two hand a layer on, so each keeps its number of them. Tried are moves of
-    one stage's distance, and from the slowest rank to as far as every other rank's next stage.
+    The stages between the two shift by a layer and keep their counts. It tries moves between
+    neighbouring stages, and from the slowest rank's stages to any at most len(own) stages away.
     """
     total, last = [0.0, *accumulate(costs)], len(ends) - 1
 
@@ -184,7 +182,7 @@ def _improved(
         return [sum(stage[s] for s in held) for held in own]
 
     def rating(counts: list[int]) -> tuple[int, float, float]:
-        """Return empty ranks, the slowest rank's work, and the sum of the squares of all."""
+        """Return the number of empty ranks, the slowest rank's work, and all work squared."""
         work = work_of(counts)
         empty = sum(not any(counts[s] or s in (0, last) for s in held) for held in own)
         return empty, max(work), sum(w * w for w in work)
@@ -205,7 +203,7 @@ def _improved(
 
 
 def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int]:
-    """Put the same number on every stage; an end that is counted stands in a layer's place."""
+    """Return the same count for every stage; a counted end takes the place of a layer."""
     things = num_layers + embedding + loss
     if things % stages:
         ends = " and the embedding" * embedding + " and the loss" * loss
@@ -220,7 +218,7 @@ def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int
 
 
 def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | None) -> list[int]:
-    """Return the layers of each rank: the ends' as told, the rest evenly, each over v chunks."""
+    """Return the layers of each rank: the ends' as given, the rest evenly, each over v chunks."""
     given = [n for n in (first, last) if n is not None]
     between, rest = p - len(given), num_layers - sum(given)
     asked = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
@@ -248,7 +246,7 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
 
 
 def _written(layout: str, num_layers: int, stages: int) -> list[int]:
-    """Count the layers of each stage of a layout, and hold it against what it must add up to."""
+    """Return the layers of each stage of a layout; raise ValueError where it does not add up."""
     texts = read_layout(layout)
     if len(texts) != stages:
         raise ValueError(f"it has {len(texts)} stages and {stages} are needed")
@@ -264,9 +262,9 @@ def _written(layout: str, num_layers: int, stages: int) -> list[int]:
 
 
 def read_layout(text: str) -> list[str]:
-    """Write a layout out, one string of E, t and L a stage.
+    """Expand a layout into one string of E, t and L for each stage.
 
-    Commas and blanks are for the eye; `*3` repeats the symbol or the parentheses before it.
+    Commas and blanks are ignored; `*3` repeats the symbol or the parentheses before it.
     Raises ValueError naming what it cannot read.
     """
     words = re.findall(r"\d+|[^\s,]", text)
@@ -277,7 +275,7 @@ def read_layout(text: str) -> list[str]:
 
 
 def _sequence(words: list[str], at: int) -> tuple[str, int]:
-    """Read items up to the end or a closing parenthesis; return them written out and where."""
+    """Expand words[at:] up to its end or a closing parenthesis; return the text and that place."""
     out = ""
     while at < len(words) and words[at] != ")":
         item, at = words[at], at + 1

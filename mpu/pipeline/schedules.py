@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what every pipeline rank does, in order, as plain data: a schedule is a pure function.
+"""List what every pipeline rank does, in order, as plain data: a schedule is a pure function.
 
 p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
 
     F  forward of a stage on a micro-batch
-    B  backward to its input only: the gradient of its weights waits
+    B  backward to its input only: the gradients of its weights wait
     W  the gradients of its weights
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
-NAMES = tuple(CHUNKS)  # above: chunks a rank; interleaved has as many as it is told
+NAMES = tuple(CHUNKS)  # CHUNKS: chunks a rank; interleaved also takes other numbers
 V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
 
 
@@ -33,7 +33,7 @@ class Action(NamedTuple):
         return f"{self.kind} chunk {self.chunk} micro-batch {self.micro_batch}"
 
 
-@dataclass(frozen=True, eq=False)  # known by identity: `build` gives each of them once
+@dataclass(frozen=True, eq=False)  # compared by identity: `build` makes each of them once
 class Schedule:
     """What each rank does, in order: `ranks[r]` is rank r's list.
 
@@ -50,11 +50,11 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """Count the stages, p v."""
+        """Return the number of stages, p v."""
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the stage that a rank's chunk is."""
+        """Return the number of the stage that is chunk `chunk` of rank `rank`."""
         return stage_of(rank, chunk, len(self.ranks), self.v_shape)
 
     def place(self, stage: int) -> tuple[int, int]:
@@ -65,11 +65,11 @@ class Schedule:
 
     @cached_property
     def sources(self) -> list[list[tuple[int, Action] | None]]:
-        """Return, for each action of each rank, the (rank, action) at whose end its input is there.
+        """Return, for each action of each rank, the (rank, action) that makes its input.
 
-        None where no other stage gives the input: F of the first stage, B of the last, every W.
+        None where no other stage makes it: F of the first stage, B of the last, every W.
         """
-        backward = "B" if self.split else "W"  # after which a stage hands on its gradient
+        backward = "B" if self.split else "W"  # the action after which a gradient is handed on
         before: dict[tuple[int, str, int], tuple[int, str, int]] = {}
         for stage in range(1, self.stages):
             (giver, its), (taker, chunk) = self.place(stage - 1), self.place(stage)
@@ -92,7 +92,7 @@ def stage_of(rank: int, chunk: int, p: int, v_shape: bool) -> int:
 def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Schedule:
     """Return the schedule of that name for p ranks, m micro-batches and v chunks a rank.
 
-    group: of interleaved only. Raises ValueError with the rule that the sizes break.
+    group: for interleaved only. Raises ValueError that names the rule that the sizes break.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is no schedule: the schedules are {', '.join(NAMES)}")
@@ -116,7 +116,7 @@ def gpipe(p: int, m: int) -> Schedule:
         2  .  .  F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .
         3  .  .  .  F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3 .  .  .  .  .  .
 
-    Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: the one to compare with, no more
+    Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: it is there for comparison only
     (Huang et al. 2019).
     """
     return Schedule("gpipe", (_one_in_turn(_actions("F", m), _actions("B", m), m),) * p, m)
@@ -131,7 +131,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         3  .  .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .  .  .  .  .
 
     Bubble (p-1)(F + B + W), GPipe's; but rank r holds no more than min(m, p - r) micro-batches.
-    Fewest messages: take it when links are slow or micro-batches many (Narayanan et al. 2021).
+    It has the fewest messages: take it when links are slow or m is large (Narayanan et al. 2021).
     """
     f, b = _actions("F", m), _actions("B", m)
     return Schedule("1f1b", tuple(_one_in_turn(f, b, warm_up=p - r - 1) for r in range(p)), m)
@@ -245,13 +245,13 @@ def v_half(p: int, m: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
-    """Keep the forwards: what an evaluation runs."""
+    """Return only the forwards of a schedule: what an evaluation runs."""
     ranks = tuple(tuple(a for a in rank if a.kind == "F") for rank in schedule.ranks)
     return replace(schedule, ranks=ranks)
 
 
 def table(schedule: Schedule) -> str:
-    """Draw a schedule in text: a row a rank, a column a unit of time (see slots), a dot to wait.
+    """Return a schedule as text: a row a rank, a column a unit of time (see slots), a dot to wait.
 
     F3 is the forward of micro-batch 3. Of two chunks the second is in lower case; more are a, b, ..
     """
@@ -272,9 +272,9 @@ def table(schedule: Schedule) -> str:
 def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None]]:
     """Return what each rank does in each unit of time at F = B = W = 1 and send = 0 (None: wait).
 
-    With a cap the schedule lacks its W's, and they are placed: a rank that would wait does its
-    oldest W instead; so does one whose next F would make it hold more than `cap` activations (for B
-    and W together). Raises ValueError if the ranks wait for one another.
+    cap: the schedule has no W's, and they are placed: a rank that would wait does its oldest W
+    instead, as does a rank whose next F would make it hold more than `cap` activations (for B and W
+    together). Raises ValueError if the ranks wait for one another.
     """
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
     done: dict[tuple[int, Action], int] = {}  # in which unit
@@ -308,21 +308,21 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
 
 
 def _place_weights(schedule: Schedule, cap: int) -> Schedule:
-    """Place the W's anew: see slots."""
+    """Return the schedule with its W's placed anew by `slots`."""
     ranks = tuple(tuple(a for a in rank if a.kind != "W") for rank in schedule.ranks)
     grid = slots(replace(schedule, ranks=ranks), cap)
     return replace(schedule, ranks=tuple(tuple(a for a in row if a) for row in grid))
 
 
 def _actions(kind: str, m: int, v: int = 1, group: int | None = None) -> list[Action]:
-    """List the actions of a kind: by groups of micro-batches, chunk by chunk within a group."""
+    """Return the actions of a kind by groups of micro-batches, chunk by chunk within a group."""
     chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
     groups = [range(i, min(i + (group or m), m)) for i in range(0, m, group or m)]
     return [Action(kind, chunk, i) for members in groups for chunk in chunks for i in members]
 
 
 def _one_in_turn(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Do `warm_up` forwards, then a forward and a backward (B and W) in turn while there are."""
+    """Return `warm_up` forwards, then a forward and a backward (B and W) in turn to the end."""
     order = f[:warm_up]
     for forward, backward in zip_longest(f[warm_up:], b):
         order += [forward] if forward else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove a schedule and time it before anything runs: messages, validate, simulate."""
+"""Prove a schedule and time it before anything runs: plan, validate, simulate."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
 
 
 class Message(NamedTuple):
-    """What one action hands to another rank: the input of F or B of chunk `chunk` of rank `to`."""
+    """What one action hands to another rank: the input of an F or B of rank `to`."""
 
     kind: str  # F: an activation; B: the gradient of one
     chunk: int  # at the receiver
@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One action of a rank, the receives posted before it, what is sent after it, its stage."""
+    """One action of a rank, the receives posted before it, the send after it, and its stage."""
 
     action: Action
     receives: tuple[Message, ...]
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit): of F, B and W of each stage, in stage order, and of one message."""
+    """Seconds, or any unit, of F, B and W of each stage, in stage order, and of one message."""
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
@@ -68,8 +68,8 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
     All come from one linear order of the whole (see _blocking), in which no blocking
     point-to-point can deadlock. Receives, which do not block, are then posted one action earlier
-    than that order asks, so that a transfer runs under the action before: they never change places
-    on a pair, and never part a B from its W in a schedule that is not split.
+    than in that order, so that a transfer runs under the action before. They keep their order on
+    each pair of ranks, and never part a B from its W in a schedule that is not split.
     """
     hoisted = []
     for number, rank in enumerate(_blocking(schedule)):
@@ -90,12 +90,12 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 def _blocking(schedule: Schedule) -> list[list[Step]]:
-    """Return each rank's steps in which a receive stands where the message is sent.
+    """Return each rank's steps, with each receive at the place where its message is sent.
 
-    The linear order is that of unit time: each action is followed by its send, and the receiver
-    receives at that very place, before its next action. Within a unit a receiver acts before its
-    sender where it can, so that nothing is received earlier than it must. A B that its W follows as
-    one backward stands where the W does.
+    Actions are ordered by unit time (see slots). Each action is followed by its send, and the
+    receiver receives at that very place, before its next action. Within a unit a receiver acts
+    before its sender where it can, so that nothing is received earlier than it must. Where B and W
+    are one backward, the B stands directly before its W.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
@@ -111,7 +111,7 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
             if action and (action.kind != "B" or schedule.split)
         }
         while acting:
-            chain = []  # a rank, the one it sends to, ...
+            chain = []  # a rank, the rank that it sends to, ...
             rank = next(iter(acting))
             while action := acting.pop(rank, None):
                 sends = messages.get((rank, action))
@@ -129,12 +129,11 @@ def _blocking(schedule: Schedule) -> list[list[Step]]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError unless the schedule can be run, and gives the weights every other gives.
+    """Raise ScheduleError unless the schedule can be run and gives the weights every other gives.
 
-    Every action of every rank stands there once (those of forwards alone: see forward_only); F
-    before B before W; B's and W's of a chunk in micro-batch order, so that gradients add up in one
-    order; B directly before its W unless split; no rank waits for ever for an input; and the
-    messages can be run: see rehearse.
+    Each rank has every action once (or only its F's: see forward_only); F before B before W; B's
+    and W's of a chunk in micro-batch order, so that gradients add up in one order; B directly
+    before its W unless split; no rank waits for ever for an input; and `rehearse` passes.
     """
     kinds = "FBW" if any(a.kind != "F" for rank in schedule.ranks for a in rank) else "F"
     expected = list(product(kinds, range(schedule.chunks), range(schedule.micro_batches)))
@@ -166,9 +165,9 @@ def validate(schedule: Schedule) -> None:
 def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool = True) -> None:
     """Raise ScheduleError unless the messages of a plan can be run.
 
-    Each action's input is received before it, and on every directed pair of ranks the n-th receive
-    takes what the n-th send gives. blocking: also execute all sends and receives, both sides of a
-    message at once, and see that no rank waits for ever.
+    Each action's input must be received before it, and on every directed pair of ranks the n-th
+    receive must take what the n-th send gives. blocking: also execute all sends and receives, both
+    sides of a message at once: no rank may wait for ever.
     """
     gives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     takes: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -196,7 +195,7 @@ def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool
 
 
 def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
-    """Send and receive in each rank's order, either only together with the other side."""
+    """Execute each rank's sends and receives in order, both sides of a message at once."""
     to_do = [deque(m for step in mine for m in (*step.receives, step.sends) if m) for mine in steps]
     moved = True
     while moved:
@@ -217,11 +216,11 @@ def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs: times in the unit of the costs, one entry a rank in every tuple.
+    """What a schedule costs: times in the unit of the costs; a tuple has an entry for each rank.
 
     step: from the first begin to the last end. bubble: step minus the busiest rank's work.
     idle: waiting between a rank's own first begin and last end. peak_for_b, peak_for_w, peak: the
-    most activations held for B's, for W's and for both at once, in the order of the actions.
+    most activations held for B's, for W's and for both at once.
     """
 
     timeline: Timeline
@@ -240,11 +239,11 @@ def simulate(
     held_for_b: Sequence[float] | None = None,
     held_for_w: Sequence[float] | None = None,
 ) -> Simulation:
-    """Time a schedule: each rank does its list in order, and waits for inputs; sends do not wait.
+    """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
 
     held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
-    without them the peak activations count inputs, one for each micro-batch of a stage. An F holds
-    nothing if the schedule has no backward.
+    without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
+    the schedule has no backward. Raises ValueError if only one of the two is given.
     """
     if (held_for_b is None) != (held_for_w is None):
         raise ValueError("simulate takes held_for_b and held_for_w, or neither")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read off a timeline, simulated or measured, what ranks hold, what they wait for, the bubble."""
+"""Compute from a timeline, simulated or measured, what ranks hold and wait for, and the bubble."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mpu.pipeline.simulate import Span, Timeline
 
 
 class Held(NamedTuple):
-    """From `time` on: the activations held for B's and for W's, one a stage and micro-batch."""
+    """The activations held for B's and W's from `time` on, one for each stage and micro-batch."""
 
     time: float
     for_b: int
@@ -17,7 +17,7 @@ class Held(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The numbers of a timeline; the later ones have an entry a rank.
+    """The numbers of a timeline; from `busy` on with one entry for each rank.
 
     bubble: the step minus the busiest rank's work. idle: the share of the step without work.
     peak_for_b, peak_for_w, peak: the most activations held for B's, for W's, for both at once.
@@ -61,8 +61,8 @@ def rows(timeline: Timeline, schedule: Schedule) -> list[list[Span]]:
 def held(boxes: Sequence[Span]) -> list[Held]:
     """Return how many activations a rank holds, at every time when that changes.
 
-    One is held for its B from the begin of its F to the end of its B, then for its W to the end of
-    that. Without a backward none is held.
+    An activation is held for its B from the begin of its F to the end of its B, and then for its W
+    to the end of its W. Without a backward none is held.
     """
     trains = any(box.action.kind != "F" for box in boxes)
     out = [Held(boxes[0].begin if boxes else 0.0, 0, 0)]
@@ -74,7 +74,7 @@ def held(boxes: Sequence[Span]) -> list[Held]:
 
 
 def summary(ranks: Sequence[Sequence[Span]]) -> Summary:
-    """Return the numbers of the boxes of all ranks (see rows)."""
+    """Return the Summary of all ranks' boxes (see rows)."""
     boxes = [box for rank in ranks for box in rank]
     step = max(box.end for box in boxes) - min(box.begin for box in boxes)
     busy = tuple(sum(box.end - box.begin for box in rank) for rank in ranks)
@@ -93,14 +93,14 @@ def summary(ranks: Sequence[Sequence[Span]]) -> Summary:
 
 
 def usual_peak(schedule: Schedule) -> int:
-    """Count the activations that 1F1B holds on its first rank, of stages as small as these."""
+    """Return what 1F1B's first rank holds at most, counted in activations of these stages."""
     return min(len(schedule.ranks), schedule.micro_batches) * schedule.chunks
 
 
 def waits(ranks: Sequence[Sequence[Span]], schedule: Schedule) -> list[Wait]:
-    """Return the messages that idle ranks waited for, of boxes (see rows).
+    """Return the messages for which idle ranks waited. ranks: boxes (see rows).
 
-    A pause counts from 15% of a typical action on.
+    A pause shorter than 15% of a typical action does not count.
     """
     sent = {  # the gradient of a BW leaves after its W
         (rank, box.action._replace(kind=box.action.kind[-1])): box.end

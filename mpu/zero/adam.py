@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW on flat pieces of weights: what every backend does, and torch's own fused kernel.
+"""AdamW on flat pieces of weights: the interface of every backend, and torch's own fused kernel.
 
-All backends (mpu/zero/adam_backends.py has the others) take the factor of the gradients and the
-decision to skip from the device, so a step never waits for it.
+mpu/zero/adam_backends.py has the other kernels. Every backend reads the factor of the gradients and
+the decision to skip on the device, so a step never waits for it.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +23,10 @@ class Adam(ABC):
 
     @abstractmethod
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
-        """Update with gradients times `factor`; where found_inf is 1 change nothing at all.
+        """Update with gradients times `factor`; where found_inf is 1, change nothing at all.
 
-        Both are scalars on the segments' device, found_inf in fp32. The gradients' values are used
-        up: they may or may not have been multiplied afterwards.
+        Both are scalars on the segments' device, found_inf in fp32. The gradients are used up: a
+        backend may leave them multiplied or not.
         """
 
     @abstractmethod
@@ -36,11 +36,11 @@ class Adam(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Count the updates made, without the skipped ones. Waits for the device."""
+        """Return the number of updates made, without skipped ones. Waits for the device."""
 
     @abstractmethod
     def set_steps(self, steps: int) -> None:
-        """Set the count of updates, which the bias correction uses."""
+        """Set the number of updates, which the bias correction uses."""
 
 
 class TorchAdam(Adam):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpu.zero.adam import Adam, TorchAdam
 
-# Backends that are not torch's: what people call them, FusedAdam's module, its kernels' module.
+# Backends that are not torch's: name in messages, FusedAdam's module, its kernels' module.
 PACKAGES = {
     "apex": ("NVIDIA apex, built with its CUDA extensions,", "apex.optimizers", "amp_C"),
     "te": (
@@ -32,7 +32,10 @@ def make(
     betas: tuple[float, float],
     eps: float,
 ) -> Adam:
-    """Make the AdamW of a backend: torch, apex or te. Ask `missing` first."""
+    """Make the AdamW of a backend (torch, apex or te). Call `missing` first.
+
+    Raises ValueError where the masters' dtype is not what the backend updates.
+    """
     if backend == "torch":
         return TorchAdam(groups, lr, betas, eps)
     dtype = groups[0]["params"][0].dtype
@@ -42,9 +45,9 @@ def make(
 
 
 def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
-    """Say why a backend cannot update masters of `dtype` on a device here; "" when it can.
+    """Return why a backend cannot update masters of `dtype` on such a device, or "" if it can.
 
-    Imports the backend's package: only when it was asked for, and never for torch.
+    Imports the backend's package, so call it for the chosen backend only.
     """
     if backend == "torch":
         return ""
@@ -78,7 +81,7 @@ def _needs_fp32(backend: str, dtype: torch.dtype) -> str:
 
 
 class _Scaler:
-    """What FusedAdam asks of torch's GradScaler: its scale and whether a gradient is not finite."""
+    """The part of torch's GradScaler that FusedAdam calls: its scale and its found_inf."""
 
     def __init__(self, scale: Tensor, found_inf: Tensor) -> None:
         self._scale, self._found_inf = scale, found_inf
@@ -93,10 +96,10 @@ class _Scaler:
 class _Fused(Adam):
     """FusedAdam of apex or Transformer Engine, which share their interface, in capturable mode.
 
-    There "lr" and "step" of a group are tensors on the device, the kernel multiplies gradients by
-    one over the scaler's scale, and it returns at once where found_inf is 1. But "step" moves on
-    before found_inf of this step is looked at, by that of the step before, or of this one in all
-    groups but the first. So the count is kept here and handed over at every step.
+    In that mode a group's "lr" and "step" are tensors on the device. The kernel multiplies the
+    gradients by one over the scaler's scale, and returns at once where found_inf is 1. But it
+    counts a skipped step late: the first group's "step" follows found_inf of the step before. So
+    the count is kept here and handed over at every step.
     """
 
     def __init__(

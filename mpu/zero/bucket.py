@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bucket: flat weights and gradients of some parameters, and a step's life of both.
+"""One bucket: the flat weights and gradients of some parameters, and their life in a step.
 
-    begin_step             nothing is written; so many uses will give a gradient
+    begin_step             nothing is written; the uses that will give a gradient are counted
     open_grad              main gradients have memory (from stage 2 on it comes and goes)
     register_grad_ready    one use has given its gradient; is_ready: all have
-    start_grad_sync        layers are done with that memory; the first collective of its sum starts
+    start_grad_sync        layers write no more; the first collective of the sum starts
     wait_and_start_next    the first is waited for, the second starts, ... (mpu/zero/reduce.py)
     wait                   grad_shard holds the sum
 
-Each rank owns an equal part of every bucket, [low, high). The ZeRO stage says what else it keeps:
+From ZeRO stage 1 on each rank owns an equal part [low, high) of every bucket. A rank keeps:
 
-    0   all of it; every rank gets the sums and makes every update
-    1   all of it; a sum arrives at its owner, which updates its part; the weights are gathered
-    2   of gradients the owner's sum, and a buffer from a bucket's first gradient to its sum
-    3   of weights too the owner's part; a block's are gathered for use (mpu/zero/weights.py)
+    0   all weights and gradients; every rank gets every sum and makes every update
+    1   the same; a sum arrives at its owner, which updates its part; then weights are gathered
+    2   all weights, the sums it owns, and a buffer from a bucket's first gradient to its sum
+    3   as 2, but its part of the weights; a block's are gathered for use (mpu/zero/weights.py)
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,22 +29,23 @@ from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
 @dataclass
 class LiveBytes:
-    """Bytes of whole gradients that come and go in a step: now, and the most there were."""
+    """Bytes of the whole gradients that come and go in a step: now, and the peak so far."""
 
     now: int = 0
     peak: int = 0
 
     def add(self, nbytes: int) -> None:
-        """Count memory that is taken, or, negative, that is free again."""
+        """Count memory that is taken, or, where nbytes is negative, freed."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
 
 class ParamAndGradBucket:
-    """Flat weights and gradients of some parameters, and how far the gradients' sum has come.
+    """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
 
-    params: by name. uses: of them in one micro-batch. main: where layers find main gradients
-    (GradientSink.main); an open bucket's are there. live: of whole gradients, from stage 2 on.
+    params: parameters by name. uses: how often this bucket's are used in one micro-batch. main:
+    the main gradients that layers find (GradientSink.main); it has those of open buckets. live:
+    counts the bytes of whole gradients, from stage 2 on.
     """
 
     def __init__(
@@ -67,22 +68,22 @@ class ParamAndGradBucket:
         self.high = self.low + part if stage else self.length
         self.sharded = stage == 3 and not reduce_axes  # `weights` come and go
         self.weights: Tensor | None = None  # all of them, while they are whole
-        self.gathering: Handle = DONE  # of the weights
+        self.gathering: Handle = DONE  # the gather of the weights
         self.users = 0  # sharded: uses that have begun and not ended
-        self.rounds = 0  # times it leaves yet in this step
-        self.waiting = 0  # uses whose gradients it waits for before it leaves
+        self.rounds = 0  # sums that are still to start in this step
+        self.waiting = 0  # uses whose gradients are still to come before the next sum
         self.plain = False  # a weight of it is used in plain autograd, without the sink
         self._summed = False  # grad_shard holds the sum of an earlier micro-batch
         self._steps: Iterator[Handle] = iter(())  # the collectives of its sum
-        self._handle: Handle | None = None  # of the one that is under way
-        self._leaving = 0  # bytes of whole gradients that are free when that is over
+        self._handle: Handle | None = None  # the collective that is under way
+        self._leaving = 0  # bytes of whole gradients that are freed when it is over
         self._allocate()
 
     def _allocate(self) -> None:
-        """Take the memory that stays, and move whole weights there."""
+        """Allocate the memory that stays, and move whole weights into it."""
         _, first, _ = self.params[0]
         dtype, device, how = first.dtype, first.device, self.reduction
-        self.grad: Tensor | None = None  # this rank's own sum of all of it, while it has memory
+        self.grad: Tensor | None = None  # this rank's own sum over micro-batches, while it exists
         if how.zero_stage < 2:
             self.grad = torch.zeros(self.length, dtype=how.main_dtype, device=device)
         if self.grad is not None and how.main_dtype == how.dtype:
@@ -99,7 +100,7 @@ class ParamAndGradBucket:
             self.open_grad()
 
     def view_params_in(self, flat: Tensor, copy: bool = False) -> None:
-        """Let the parameters be views of `flat`; copy: bring their values along."""
+        """Make the parameters views of `flat`; copy: keep their values."""
         self.weights = flat
         for _, param, start in self.params:
             home = flat[start : start + param.numel()].view(param.shape)
@@ -108,8 +109,9 @@ class ParamAndGradBucket:
             param.data = home
 
     def owned(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (name, low, high, offset) of the parameters of which this rank owns elements [low,
-        high) of the bucket.
+        """Yield (name, low, high, offset) of each parameter of which this rank owns elements.
+
+        They are elements [low, high) of the bucket; the parameter begins at `offset`.
         """
         for name, param, start in self.params:
             low, high = max(start, self.low), min(start + param.numel(), self.high)
@@ -117,9 +119,9 @@ class ParamAndGradBucket:
                 yield name, low, high, start
 
     def begin_step(self, micro_batches: int, each: bool) -> None:
-        """Start a step; each: the bucket leaves after every micro-batch, else after the last.
+        """Start a step; each: the bucket is summed after every micro-batch, else after the last.
 
-        One that is summed over extra axes leaves once a step in any case.
+        A bucket that is summed over extra axes is always summed once a step.
         """
         each = each and not self.reduce_axes
         self.rounds = micro_batches if each else 1
@@ -127,7 +129,7 @@ class ParamAndGradBucket:
         self._summed = False
 
     def open_grad(self) -> None:
-        """Let gradients into the bucket, taking memory for them where it has none."""
+        """Give layers the bucket's main gradients, allocated where they have no memory."""
         if self.grad is None:
             grad = self.param_shard.new_empty(self.length, dtype=self.reduction.main_dtype)
             for low, high in gaps(self.layout):
@@ -138,7 +140,7 @@ class ParamAndGradBucket:
             self._main[param] = self.grad[start : start + param.numel()].view(param.shape)
 
     def _close_grad(self) -> Tensor:
-        """Let no more gradients in, where their memory goes; return them."""
+        """Return the gradients; from stage 2 on layers cannot reach them any more."""
         assert (grad := self.grad) is not None
         if self.reduction.zero_stage >= 2:
             self.grad, self._leaving = None, grad.nbytes
@@ -147,17 +149,17 @@ class ParamAndGradBucket:
         return grad
 
     def register_grad_ready(self) -> None:
-        """Count one use of a parameter that has given all its gradient of one micro-batch."""
+        """Count one use of a parameter: it has given its whole gradient of one micro-batch."""
         assert self.rounds, "a parameter gave a gradient after its bucket had left"
         self.waiting -= 1
 
     @property
     def is_ready(self) -> bool:
-        """True when nothing is waited for and the bucket may leave under backward."""
+        """True when no gradient is missing and the sum may start during backward."""
         return not self.waiting and not self.reduce_axes
 
     def start_grad_sync(self) -> None:
-        """Start the sum of the gradients, after that of an earlier micro-batch."""
+        """Start the sum of the gradients, once the sum of an earlier micro-batch is complete."""
         self.wait()
         self.rounds -= 1
         grad, label = self._close_grad(), Label(self, "grad sum")
@@ -176,7 +178,7 @@ class ParamAndGradBucket:
             self.waiting = self.uses
 
     def wait_and_start_next(self) -> None:
-        """Wait for the collective that is under way, and start the next one, if any."""
+        """Wait for the collective that is under way, if any, and start the next one, if any."""
         if self._handle is None:
             return
         self._handle.wait()
@@ -186,6 +188,6 @@ class ParamAndGradBucket:
             self._leaving = 0
 
     def wait(self) -> None:
-        """Wait until the sum is complete: grad_shard holds it."""
+        """Wait until the sum is complete, in grad_shard."""
         while self._handle is not None:
             self.wait_and_start_next()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a rank's parameters out in flat buckets: how they are shared, and what stands where.
+"""Lay a rank's parameters out in flat buckets: how they are shared, and where each stands.
 
-Pure arithmetic, the same on every data-parallel rank. A bucket is what one collective moves and
-what the data-parallel ranks share equally. Parameters stand in reverse definition order, which is
-about the order in which backward finishes them, each at a multiple of BLOCK elements; a bucket's
-length is a multiple of BLOCK for each rank, so that a share is whole blocks.
+Pure arithmetic, the same on every data-parallel rank. One collective moves a bucket, and the
+data-parallel ranks share it equally. Parameters stand in reverse definition order, which is about
+the order in which backward finishes them, each at a multiple of BLOCK elements. A bucket's length
+is a multiple of BLOCK times the number of ranks, so that a share is whole blocks. A bucket has
 
     stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
-    stage 3         those of one transformer block; those before, between and after blocks together
+    stage 3         parameters of one transformer block, or neighbours outside of any block
     last            parameters whose gradient is summed over another axis too (tied embeddings over
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
@@ -29,12 +29,13 @@ SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
 class ZeroConfig:
     """How gradients and weights are shared among data-parallel ranks.
 
-    bucket_size: elements a bucket, about; 0 chooses. overlap_grad_reduce: let a bucket leave during
-    backward; else all leave at its end. overlap_param_gather: gather weights under the computation
-    before them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and
-    3; other bits). grad_reduce_dtype: that contributions travel in; main_grads_dtype: of a rank's
-    own sum over its micro-batches; None: the accumulation dtype. keep_unsharded: weights of stage 3
-    stay from first use to last in a step (pipelines, whose chunks take turns).
+    bucket_size: elements a bucket, about; 0: automatic. overlap_grad_reduce: sum a bucket during
+    backward; else all after it. overlap_param_gather: gather weights under the computation before
+    them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and 3;
+    other bits). grad_reduce_dtype: the dtype in which gradients travel. main_grads_dtype: the dtype
+    of a rank's own sum over its micro-batches. None for either means the accumulation dtype.
+    keep_unsharded: at stage 3 weights stay whole from their first use in a step to their last
+    (pipelines, whose chunks take turns).
     """
 
     zero_stage: int = 0
@@ -48,8 +49,9 @@ class ZeroConfig:
 
 
 class ParamEntry(NamedTuple):
-    """One parameter of this rank: `chunk` of the pipeline, `axes` that its gradient is summed over
-    besides the data-parallel one.
+    """One parameter of this rank.
+
+    chunk: its pipeline chunk. axes: those beside dp_cp over which its gradient is summed.
     """
 
     name: str
@@ -61,9 +63,9 @@ class ParamEntry(NamedTuple):
 def entries_of(
     named: Iterable[tuple[str, nn.Parameter]], chunk_of: Callable[[str], int] = lambda name: 0
 ) -> list[ParamEntry]:
-    """Return what `make_buckets` takes of a module's parameters, each once, in definition order.
+    """Return a module's parameters as `make_buckets` takes them, in definition order.
 
-    named: module.named_parameters(). chunk_of(name): the pipeline chunk that a parameter is of.
+    named: module.named_parameters(). chunk_of(name): the pipeline chunk of a parameter.
     """
     found = []
     for name, param in named:
@@ -81,7 +83,7 @@ class BucketLayout(NamedTuple):
 
 
 def automatic_size(largest: int) -> int:
-    """Return elements a bucket for the rank with the `largest` number of them: an eighth."""
+    """Return a bucket's size: an eighth of the `largest` rank's elements, within bounds."""
     return max(SMALLEST, min(LARGEST, largest // 8))
 
 
@@ -95,9 +97,10 @@ def block_of(name: str) -> str:
 def make_buckets(
     entries: Sequence[ParamEntry], size: int, ranks: int, by_block: bool = False
 ) -> list[BucketLayout]:
-    """Put parameters, given in definition order, into buckets in the order in which these leave.
+    """Put parameters, given in definition order, into buckets, in the order of their sums.
 
-    size: elements a bucket, about. ranks: that share each bucket equally. by_block: stage 3.
+    size: elements a bucket, about. ranks: the data-parallel ranks, over all of which a bucket is
+    padded to whole blocks. by_block: stage 3.
     """
     groups: list[list[ParamEntry]] = []
     apart: dict[tuple[str, ...], list[ParamEntry]] = {}
@@ -117,7 +120,7 @@ def make_buckets(
 
 
 def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    """Order buckets that are summed over extra axes alike on every rank: those over tp last."""
+    """Return a sort key, the same on every rank, that puts buckets summed over tp last."""
     return "tp" in axes, axes
 
 
@@ -147,8 +150,8 @@ def memory(
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
-    ranks: that share. weight, gradient, accumulate: bytes of an element of a weight, of a main
-    gradient, and of a sum, master or moment. With L elements in all, a share of L/ranks:
+    ranks: how many share a bucket. weight, gradient, accumulate: bytes of an element of a weight,
+    of a main gradient, and of a sum, master or moment. With L elements in all and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
@@ -156,8 +159,8 @@ def memory(
         masters       L acc.      share accumulate, where a weight is narrower than that
         moments       2 L acc.    2 share accumulate
 
-    Stage 1 also has sums of its own, share accumulate, where main gradients are narrower. At stage
-    3 buckets that are summed over another axis keep whole weights (docs/design.md says why).
+    Where main gradients are narrower, stage 1 also has share accumulate of sums. At stage 3 buckets
+    that are summed over another axis keep whole weights (docs/design.md says why).
     """
     whole = sum(layout.length for layout in layouts)
     own = whole // ranks if zero_stage else whole

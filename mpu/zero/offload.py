@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep masters and moments in host memory (`--optimizer-cpu-offload`): gradients come down, the
-host's AdamW updates a bucket, its new weights go up, and the three overlap bucket by bucket.
+"""Keep masters and moments in host memory (`--optimizer-cpu-offload`).
+
+Gradients come down, the host's AdamW runs, and new weights go up. The buckets' turns overlap:
 
     down stream    gradient 0 | gradient 1 | gradient 2
     host                        AdamW 0    | AdamW 1    | AdamW 2
     up stream                                weights 0  | weights 1 | weights 2
 
-The host waits for the gradients, so a step that is offloaded ends when the device has caught up.
-On a CPU device the same code makes plain copies. The CUDA path has not run yet: tests/gpu compares
-its bits with the CPU's.
+The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
+device the same code makes plain copies. The CUDA branch has not run yet: tests/gpu compares its
+bits with the CPU's.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from mpu.zero.adam import Adam
 
 
 class Offload:
-    """The host's side of every bucket: its gradient, its master, and the master rounded.
+    """The host's tensors of every bucket: its gradient, its master, and the master rounded.
 
     gradients, weights: the owned part of each bucket on the device, the same tensors at every step;
-    gradients in the accumulation dtype, which the host's tensors have too. `gradients` and
-    `masters` here are what the buckets' AdamW works on.
+    gradients are in the accumulation dtype, as are the host's. The buckets' AdamW works on the
+    attributes `gradients` and `masters`.
     """
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -43,7 +44,7 @@ class Offload:
         self.masters_from_weights()
 
     def update(self, adams: Sequence[Adam], factor: Tensor, found_inf: Tensor) -> None:
-        """Step adams[i] on bucket i's host tensors for every i, and send the weights back.
+        """Step adams[i] on bucket i's host tensors for every i, and send the weights up.
 
         factor, found_inf: as Adam.step takes them, on the device. Work queued on the current stream
         after this sees the new weights.
@@ -62,28 +63,28 @@ class Offload:
             if event:
                 event.synchronize()
             adam.step(self._scalars[0], self._scalars[1].float())
-            with torch.cuda.stream(up):  # this gradient came after all that read the old weights
+            with torch.cuda.stream(up):  # gradient i came after every use of the old weights
                 self._send(i)
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)
 
     def _send(self, i: int) -> None:
-        """Round master i on the host, so that no more than weights travel, and let it go up."""
+        """Round master i on the host, so that only weights travel, and start its copy up."""
         if self._rounded[i] is not self.masters[i]:
             self._rounded[i].copy_(self.masters[i])
         self._weights[i].copy_(self._rounded[i], non_blocking=True)
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after they were loaded."""
+        """Round the masters into the weights, after masters were loaded."""
         for i in range(len(self.masters)):
             self._send(i)
 
     def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, at the start and after the weights were loaded."""
+        """Widen the weights into the masters, at the start and after weights were loaded."""
         for master, weight in zip(self.masters, self._weights, strict=True):
             master.copy_(weight)
 
 
 def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return host memory for a tensor, pinned where it lies on a CUDA device."""
+    """Return zeros of a tensor's shape in host memory, pinned where it lies on a CUDA device."""
     return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)

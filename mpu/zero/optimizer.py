@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update the weights: AdamW on flat buckets, with the global norm and clipping of the numerics
-contract.
+"""Update the weights: AdamW on flat buckets, with global norm and clipping (docs/numerics.md).
 
-Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates a
-bucket's; bf16 weights have masters in the accumulation dtype. A rank holds masters and moments of
-the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
-the update whole weights are gathered, in their own dtype, under the next forward where that was
-asked for; at stage 3 they are gathered when they are used.
+Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
+many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and
+moments of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1
+on. After the update whole weights are gathered, in their own dtype, with overlap_param_gather under
+the next forward; at stage 3 they are gathered when they are used.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +29,8 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. backend: whose kernel
-    (mpu/zero/adam_backends.py).
-    cpu_offload: masters and moments live in host memory (mpu/zero/offload.py).
+    largest global norm a step uses; 0 turns clipping off. backend: torch, apex or te
+    (mpu/zero/adam_backends.py). cpu_offload: keep masters and moments in host memory.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class Optimizer:
         self.offload = Offload(grads, weights) if cpu_offload else None
         if self.offload:
             grads, self.masters = self.offload.gradients, self.offload.masters
-        else:  # of the owned part, in the accumulation dtype
+        else:  # masters of the owned part, in the accumulation dtype
             self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
-        together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # by one kernel call
+        together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # one dict an Adam
         for bucket, master, grad in zip(sink.buckets, self.masters, grads, strict=True):
             here = []
             if self.offload or not together:
@@ -88,11 +86,11 @@ class Optimizer:
         self._canonical(module)
 
     def _canonical(self, module: nn.Module) -> None:
-        """Fix the norm's order: each parameter's own blocks, then the whole model's parameters.
+        """Fix the order in which the norm adds: a parameter's blocks, then parameters by name.
 
-        A parameter is known by its name, the same in every layout. Of copies one is counted.
+        Names are the same in every layout. A parameter that several ranks hold is counted once.
         """
-        at: dict[nn.Parameter, list[int]] = {}  # its blocks, in what the data-parallel ranks gather
+        at: dict[nn.Parameter, list[int]] = {}  # where its blocks are in what `_norm` gathers
         total = sum(bucket.high - bucket.low for bucket in self.sink.buckets) // BLOCK
         base = 0
         for bucket in self.sink.buckets:
@@ -108,7 +106,7 @@ class Optimizer:
         for name, param in module.named_parameters():
             placement = placement_of(param)
             if any(axis.rank for axis in placement.copies):
-                continue  # another layer's copy stands for it
+                continue  # only the axis' first rank counts its copy
             order += at[param]
             counted += [placement.first_holder] * len(at[param])
             lengths.append(len(at[param]))
@@ -123,12 +121,12 @@ class Optimizer:
         self._rows = len(every)
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Global 2-norm in fp64 of flat tensors, the owned part of each bucket: blocks of fixed
-        size, gathered from their owners and folded in order to one square a parameter; those summed
-        over tp in rank order, then over the whole model's parameters in name order.
+        """Return the global 2-norm, in fp64, of flat tensors: the owned part of each bucket.
 
-        The blocks are a parameter's own and the order is the names', so the bits do not depend on
-        how buckets are cut or shared, nor on the pipeline.
+        Norms of blocks of fixed size are gathered from their owners and folded in order to one
+        square a parameter. The squares are summed over tp in rank order, then over the whole
+        model's parameters by name. As no block has two parameters, the bits do not depend on how
+        buckets are cut or shared, nor on the pipeline.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         every = torch.cat(blocks).to(self._order.device)
@@ -153,9 +151,9 @@ class Optimizer:
     ) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
-        decoupled_lr: of the parameters that `group` says; None: lr.
-        scale: multiply the gradients by this first (tokens assumed / tokens counted). The update is
-        skipped on every rank when the norm is not finite, since all see the same norm.
+        decoupled_lr: for the parameters to which `group` applies it; None: lr. scale: multiplies
+        the gradients first (tokens assumed / tokens counted). Where the norm is not finite every
+        rank skips the update, since all see the same norm.
         """
         norm = self.grad_norm()
         if scale is not None:
@@ -176,19 +174,18 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """Count the updates made (skipped ones do not count)."""
+        """Return the number of updates made, without skipped ones. Waits for the device."""
         return self.adams[0].steps
 
     def loaded(self, steps: int) -> None:
-        """Take up loaded state after `steps` updates."""
+        """Go on from loaded state that `steps` updates have made."""
         for adam in self.adams:
             adam.set_steps(steps)
         if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
-            self.offload.masters_from_weights()  # a checkpoint holds no others
+            self.offload.masters_from_weights()  # the checkpoint has no masters apart
 
     def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, "", first, values) for weights of which this rank has only its
-        part; otherwise as `named_state`."""
+        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`."""
         for bucket in self.sink.buckets:
             if bucket.sharded:
                 own, first = bucket.param_shard, bucket.low
@@ -199,7 +196,7 @@ class Optimizer:
         """Yield (parameter name, kind, first, values) for kind in master, exp_avg, exp_avg_sq.
 
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
-        writing to it loads the state. Masters only where they differ from the weights.
+        writing to it loads the state. There are masters only where weights have another dtype.
         """
         every = zip(self.sink.buckets, self.masters, self._segment_of, self._adam_of, strict=True)
         for bucket, master, segments, adam in every:
@@ -212,7 +209,7 @@ class Optimizer:
                     yield name, kind, low - start, values[low - first : high - first]
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after an update or loading, and gather these."""
+        """Round the masters into the weights, after an update or a load; gather the weights."""
         if self.offload:
             self.offload.weights_from_masters()
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
@@ -221,7 +218,7 @@ class Optimizer:
         self._gather_weights()
 
     def _gather_weights(self) -> None:
-        """Gather the weights that are kept whole, under the next forward where that was asked."""
+        """Gather the weights that are kept whole, without waiting if overlap_param_gather is on."""
         sink = self.sink
         for bucket in reversed(sink.buckets):  # about the order of the next forward
             if sink.zero_stage and bucket.weights is not None:
@@ -239,7 +236,7 @@ class Optimizer:
                 master.copy_(bucket.param_shard)
 
     def memory(self) -> dict[str, int]:
-        """Measure the bytes this rank keeps from step to step: of live storages, each once."""
+        """Return the bytes this rank keeps from step to step, each live storage counted once."""
         buckets = self.sink.buckets
         moments: list[Tensor] = []
         for adam, here in zip(self._adam_of, self._segment_of, strict=True):
@@ -264,7 +261,7 @@ def _runs(
     length: int,
     group: Callable[[str, nn.Parameter], tuple[bool, bool]],
 ) -> list[tuple[int, int, tuple[bool, bool]]]:
-    """Cut a bucket into runs of parameters that are treated alike: (low, high, group)."""
+    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
     runs: list[tuple[int, int, tuple[bool, bool]]] = []
     for name, param, start in params:
         kind = group(name, param)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the weights and gradients of a rank in flat buckets, and let the buckets' sums leave in one
-order on every rank.
+"""Keep a rank's weights and gradients in flat buckets, and sum buckets in one order on every rank.
 
-mpu/zero/layout.py says which parameters share a bucket, mpu/zero/bucket.py what one bucket does,
-mpu/zero/reduce.py how it is summed.
+mpu/zero/layout.py decides which parameters share a bucket, mpu/zero/bucket.py has one bucket's
+state, mpu/zero/reduce.py sums it.
 
     last micro-batch      ... ready(p) ready(p) | bucket 0 leaves | ready(p) ... | bucket 1 leaves
     finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
 
-ready(p) is register_grad_ready(p): a use of parameter p has given its gradient.
+A bucket leaves when the sum of its gradients starts. ready(p) is register_grad_ready(p): a use of
+parameter p has given its gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,10 +30,9 @@ from mpu.zero.weights import Gatherer
 class ParamAndGradBuffer(GradientSink):
     """The gradient sink of a training run, and the holder of its weights.
 
-    dtype: of the sums. Gradients are summed over grid.data, or, where there are several instances
-    of the optimizer, over the ranks that share one (grid.shard) and then over grid.replica. The
-    bits of the weights depend on that, reduce_each_micro_batch and the dtypes only
-    (docs/numerics.md).
+    dtype: the dtype of the sums. Gradients are summed over grid.dp_cp_shard and then, where the
+    optimizer has several instances, over grid.dp_cp_replicate. The bits of the weights depend only
+    on these axes, reduce_each_micro_batch and the dtypes (docs/numerics.md).
     """
 
     def __init__(
@@ -47,18 +46,18 @@ class ParamAndGradBuffer(GradientSink):
         main, wire = config.main_grads_dtype or dtype, config.grad_reduce_dtype
         self.reduction = Reduction(stage, grid.dp_cp_shard, grid.dp_cp_replicate, dtype, main, wire)
         self.buckets: list[ParamAndGradBucket] = []
-        self.live = LiveBytes()  # of whole gradients, at stages 2 and 3
+        self.live = LiveBytes()  # bytes of whole gradients, at stages 2 and 3
         self.gatherer: Gatherer | None = None
         if stage == 3:
             self.gatherer = Gatherer(self.shard, config.overlap_param_gather, config.keep_unsharded)
         self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
-        self._apart: dict[nn.Parameter, Tensor] = {}
-        self._next = 0  # bucket to leave
-        self._last: ParamAndGradBucket | None = None  # that left
+        self._apart: dict[nn.Parameter, Tensor] = {}  # see add_rows
+        self._next = 0  # index of the bucket that leaves next
+        self._last: ParamAndGradBucket | None = None  # the bucket that left last
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what a new weight lies in: at stage 3 no memory, until `fill`."""
+        """Return a tensor for a new weight; at stage 3 it has no memory until `fill`."""
         if self.zero_stage < 3:
             return super().empty(shape, dtype, device)
         return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
@@ -77,7 +76,7 @@ class ParamAndGradBuffer(GradientSink):
             axes[tuple(a.name for a in extra)] = extra
         entries = entries_of(params.items(), chunk_of)
         self.bucket_size = self.config.bucket_size
-        if not self.bucket_size:  # chosen with all ranks of the pipeline, by the one with most
+        if not self.bucket_size:  # the pipeline rank with most parameters sets it for all
             own = str(sum(entry.numel for entry in entries)).encode()
             device = next(iter(params.values())).device
             every = gather_bytes(own, self.grid.pp, device)
@@ -98,19 +97,20 @@ class ParamAndGradBuffer(GradientSink):
             self._bucket_of |= dict.fromkeys(held, bucket)
 
     def fill(self) -> Iterator[set[str]]:
-        """Yield names of parameters that may be written now: all at once, but at stage 3 a bucket
-        at a time, of which this rank keeps its part.
+        """Yield the names of parameters that may be written until the next names are asked for.
+
+        Whole weights come at once, then those of stage 3 by bucket; this rank keeps its part.
         """
         yield self.unsharded_names()
         if self.gatherer:
             yield from self.gatherer.fill(self.buckets)
 
     def unsharded_names(self) -> set[str]:
-        """Name the parameters whose weights this rank keeps whole."""
+        """Return the names of the parameters whose weights this rank keeps whole."""
         return {name for b in self.buckets if not b.sharded for name, _, _ in b.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the whole local weight, waiting for its gather where that is still on its way."""
+        """Return the whole local weight, waiting for its gather where that is under way."""
         bucket = self._bucket_of[param]
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
@@ -118,11 +118,11 @@ class ParamAndGradBuffer(GradientSink):
         return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
-        """Say whether the weight is whole only between `acquire` and `end_use`."""
+        """Return whether the weight is whole only between `acquire` and `end_use`."""
         return self._bucket_of[param].sharded
 
     def end_use(self, param: nn.Parameter) -> None:
-        """Say that the weight is not needed for now; it goes when another bucket is used."""
+        """End a use of the weight; a sharded weight is freed when another bucket is used."""
         bucket = self._bucket_of[param]
         if self.gatherer and bucket.sharded:
             self.gatherer.end_use(bucket)
@@ -133,7 +133,7 @@ class ParamAndGradBuffer(GradientSink):
             bucket.gathering.wait()
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Start a step: nothing written, nothing launched; each use is done once a micro-batch."""
+        """Start a step of so many micro-batches: no gradient is written, no sum started."""
         super().begin_step()
         self._next, self._last = 0, None
         for bucket in self.buckets:
@@ -142,16 +142,17 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer.begin_pass(micro_batches)
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
-        """Return the parameter's part of its bucket's gradients, which are allocated if need be."""
+        """Return the parameter's part of its bucket's gradients, allocating these if need be."""
         if param not in self.main:
             self._bucket_of[param].open_grad()
         return self.main[param]
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
-        """Add grad[i] to row rows[i]; apart where the parameter has another use on this rank.
+        """Add grad[i] to row rows[i]: rows [n], grad [n, h].
 
-        A tied gradient is then (sum of the head's) + (sum of the embedding's), the same bits in
-        every schedule and whether or not the two are on one rank.
+        Where the parameter has another use on this rank (a tied head), rows are summed apart. The
+        gradient is then (sum of the head's) + (sum of the embedding's): the same bits in every
+        schedule and whether or not the two are on one rank.
         """
         if self._uses[param] == 1:
             return super().add_rows(param, rows, grad)
@@ -161,7 +162,7 @@ class ParamAndGradBuffer(GradientSink):
         apart.index_add_(0, rows, grad.to(apart.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Count the use, and let ready buckets leave, in the same order on every rank."""
+        """Count the use, and start the sums of ready buckets, in one order on every rank."""
         self._bucket_of[param].register_grad_ready()
         while (self.config.overlap_grad_reduce or self.each) and self._next < len(self.buckets):
             bucket = self.buckets[self._next]
@@ -175,7 +176,7 @@ class ParamAndGradBuffer(GradientSink):
                 self._next = 0  # the next micro-batch
 
     def _leave(self, bucket: ParamAndGradBucket) -> None:
-        """Start the sum of a bucket, and go on with the one that left before it."""
+        """Start the sum of a bucket, and the next collective of the bucket that left before it."""
         self._complete(bucket)
         bucket.start_grad_sync()
         if self._last is not None and self._last is not bucket:
@@ -186,7 +187,7 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer.reshard_if_unused(bucket)
 
     def _complete(self, bucket: ParamAndGradBucket) -> None:
-        """Bring in look-ups summed apart and plain autograd's `.grad`; zero where no one wrote."""
+        """Add look-ups summed apart and plain autograd's `.grad`; zero what nobody has written."""
         for name, param, _ in bucket.params:
             if param in self._apart:
                 self.add(param, self._apart.pop(param))

@@ -6,8 +6,8 @@
     instances      reduce_scatter, all_gather    of the owner's sum, where there are several
     stage 0        all_gather               so that every rank has the sums
 
-On NCCL stage 0 with one instance is one all_reduce. The bits of a sum depend on what Reduction
-holds and on the number of micro-batches in it, never on the bucket (docs/numerics.md).
+On NCCL, stage 0 with one instance takes one all_reduce instead. The bits of a sum depend on what
+Reduction holds and on the number of micro-batches in it, never on the bucket (docs/numerics.md).
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from mpu.comm.transport import Axis, Handle, Label
 class Reduction(NamedTuple):
     """Over which data-parallel ranks gradients are summed, and in which dtypes.
 
-    shard: the ranks that share a bucket; replicate: the same part in the other instances of the
-    optimizer. dtype: of a sum. main_dtype: of a rank's own sum over its micro-batches. wire_dtype:
-    that contributions travel in; None: main_dtype.
+    shard: the ranks that share a bucket. replicate: the ranks that own the same part of it in the
+    optimizer's instances. dtype: the dtype of a sum. main_dtype: the dtype of a rank's own sum over
+    its micro-batches. wire_dtype: the dtype in which gradients travel; None: main_dtype.
     """
 
     zero_stage: int
@@ -45,11 +45,12 @@ def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...], label: Label) -> N
 def sum_over_data(
     grad: Tensor, grad_shard: Tensor, how: Reduction, label: Label, *, earlier: bool, last: bool
 ) -> Iterator[Handle]:
-    """Sum `grad` into its owners' `grad_shard`; each collective runs until the next is asked for.
+    """Sum `grad` into its owners' `grad_shard`; yield the handle of each collective as it starts.
 
-    earlier: grad_shard holds the sum of an earlier micro-batch, to which this one is added. last:
-    no micro-batch of the step follows, so instances add their sums. From stage 2 on nothing here
-    holds `grad` once its reduce-scatter is waited for. At stage 0 `grad` becomes the sum too.
+    The caller waits for a handle before it asks for the next. earlier: grad_shard holds the sum of
+    an earlier micro-batch, to which this one is added. last: no micro-batch of the step follows, so
+    instances add their sums. From stage 2 on this keeps no reference to `grad` after its
+    reduce-scatter. At stage 0 `grad` becomes the sum too.
     """
     own, shard, replicate, stage = grad_shard, how.shard, how.replicate, how.zero_stage
     narrow = how.wire_dtype not in (None, grad.dtype) and shard.size > 1
@@ -63,7 +64,7 @@ def sum_over_data(
         del put
         yield handle
         if stage:
-            grad = own  # the buffer is free
+            grad = own  # so that the buffer is freed
         if earlier:
             own.add_(into)
         if replicate.size > 1 and last:

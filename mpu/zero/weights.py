@@ -3,10 +3,9 @@
 
     acquire(block i)    free block i-1, start the gather of block i+1, wait for block i's
 
-Which block comes next is known from the step before: the order of uses, forward and backward, is
-written down and followed. Where it differs (an evaluation after a step, another number of
-micro-batches) a block is gathered when it is asked for, and the new order is learnt. All ranks use
-their blocks in one order, so they gather in one order.
+The next block is known from an earlier pass of the same kind: the order of uses, forward and
+backward, is recorded and followed. Where it differs a block is gathered when it is asked for, and
+the new order is recorded. All ranks use their blocks in one order, so they gather in one order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,9 @@ from mpu.zero.bucket import ParamAndGradBucket
 class Gatherer:
     """Gathers the weights of sharded buckets before their use and frees them after it.
 
-    ahead: gather the next block under the computation of this one. keep: what this step has
-    gathered stays until its gradients are done. unsharded: the buckets whose weights are whole.
-    peak: the most bytes that were whole at once.
+    ahead: gather the next block under the computation of this one. keep: keep gathered weights
+    until this step's gradients of them are done. unsharded: the buckets whose weights are whole.
+    peak: the most bytes of whole weights at once.
     """
 
     def __init__(self, axis: Axis, ahead: bool, keep: bool) -> None:
@@ -31,13 +30,15 @@ class Gatherer:
         self.unsharded: list[ParamAndGradBucket] = []
         self.peak = 0
         self._current: ParamAndGradBucket | None = None
-        self._order: list[ParamAndGradBucket] = []  # of this pass
-        self._known: list[ParamAndGradBucket] = []  # of the last pass of this kind
+        self._order: list[ParamAndGradBucket] = []  # uses in this pass
+        self._known: list[ParamAndGradBucket] = []  # uses in the last pass of this kind
         self._kind, self._orders = 0, dict[int, list[ParamAndGradBucket]]()
 
     def fill(self, buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
-        """Yield the names of one sharded bucket after another, whose parameters may be written
-        until the next; this rank then keeps its part.
+        """Yield the parameter names of each sharded bucket in turn.
+
+        These parameters may be written until the next names are asked for; then this rank keeps
+        its part of them.
         """
         for bucket in buckets:
             if bucket.sharded:
@@ -48,7 +49,7 @@ class Gatherer:
                 _hide(bucket)
 
     def begin_pass(self, kind: int) -> None:
-        """Begin a pass: kind is a step's number of micro-batches, or 0 for all that is no step."""
+        """Begin a pass; kind: the number of micro-batches of a step, or 0 outside of steps."""
         if self._order:
             self._orders[self._kind] = self._order
         self._kind, self._order, self._known = kind, [], self._orders.get(kind, [])
@@ -57,7 +58,7 @@ class Gatherer:
             self.reshard(bucket)
 
     def acquire(self, bucket: ParamAndGradBucket) -> None:
-        """Begin a use: start the gather, if it is not under way, and that of the next block."""
+        """Begin a use: start the gathers of this bucket and, if `ahead`, of the next one."""
         bucket.users += 1
         if bucket is self._current:
             return
@@ -72,16 +73,16 @@ class Gatherer:
                 self.unshard(wanted)
 
     def end_use(self, bucket: ParamAndGradBucket) -> None:
-        """End a use; the weights go when another block is used."""
+        """End a use; the weights are freed when another block is used."""
         bucket.users -= 1
 
     def reshard_if_unused(self, bucket: ParamAndGradBucket) -> None:
-        """Free the weights of a bucket whose part in this step is over."""
+        """Free the weights of a bucket that this step needs no more, unless they are in use."""
         if bucket in self.unsharded and not bucket.users:
             self.reshard(bucket)
 
     def _follow(self, bucket: ParamAndGradBucket) -> ParamAndGradBucket | None:
-        """Write a use down; return what was used next last time."""
+        """Record a use; return the bucket that was used next in the last pass of this kind."""
         at = len(self._order)
         self._order.append(bucket)
         if self._known[at : at + 1] != [bucket]:
@@ -89,7 +90,7 @@ class Gatherer:
         return self._known[at + 1] if at + 1 < len(self._known) else None
 
     def unshard(self, bucket: ParamAndGradBucket) -> None:
-        """Start the gather of a bucket's weights; `bucket.gathering` is to be waited for."""
+        """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use."""
         weights = bucket.param_shard.new_empty(bucket.length)
         bucket.view_params_in(weights)
         shard, label = bucket.param_shard, Label(bucket, "gather")
@@ -107,7 +108,7 @@ class Gatherer:
 
 
 def _hide(bucket: ParamAndGradBucket) -> None:
-    """Free the whole weights. What reads a parameter now sees not-a-numbers."""
+    """Free the whole weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None
     nothing = bucket.param_shard.new_full((1,), torch.nan)
