@@ -300,7 +300,7 @@ class Config:
         return _json({k: v for k, v in self.flat().items() if k not in _LOCAL})
 
     def digest_all(self) -> str:
-        """Return the SHA-256 of `canonical_json()`, in hex; the ranks compare it at start-up."""
+        """Hash every setting that all ranks must share: SHA-256, hex; compared at start-up."""
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     def with_vocab(self, tokenizer_vocab: int) -> "Config":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find in which document of a shuffled stream each training sample starts.
 
-The C++ builder of csrc/sample_index.cpp does it in one pass; where no compiler was present, numpy
-does the same block by block. A test holds the two equal.
+The C++ builder of csrc/sample_index.cpp does it in one pass. Where the extension was not compiled,
+numpy does the same block by block. A test checks that the two agree.
 """
 
 import ctypes
 
 import numpy as np
 
-BLOCK = 1 << 20  # documents handled at a time in numpy
+BLOCK = 1 << 20  # documents that numpy handles at a time
 
 
 def sample_index(

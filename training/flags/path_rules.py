@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check, before a run starts, that data and tokenizer exist and that outputs can be written.
 
-The check opens, makes and writes nothing. A dry run may name files of another machine, so there only
-the form of the flags is checked.
+The check opens, makes and writes nothing. A dry run may name files of another machine, so it checks
+only the form of the flags.
 """
 
 import os

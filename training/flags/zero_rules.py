@@ -111,12 +111,12 @@ def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     elif p.zero and p.shard_size == 1:
         yield (
             f"{INSTANCES} {p.num_distributed_optimizer_instances} leaves groups of one rank: "
-            f"--zero-stage {p.zero} shares nothing"
+            f"--zero-stage {p.zero} shards nothing"
         )
     elif p.zero == 3 and p.pipeline_model_parallel_size > 1:
         yield (
             "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a "
-            "step to the last, so they are shared only between steps"
+            "step to the last, so they are sharded only between steps"
         )
     elif p.zero == 3 and not p.overlap_param_gather:
         yield f"--zero-stage 3 without {overlap}: every block waits for its weights"
