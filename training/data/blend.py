@@ -3,10 +3,9 @@
 
 Of the first n samples of two datasets, the lighter one (share p <= 1/2) supplies floor(n p + 1/2),
 which is never more than half a sample off. More datasets are mixed two by two, lightest first, as
-in a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent,
-so the error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many
-datasets and samples there are. Where sample i comes from is a formula: no table is built, stored or
-shared.
+in a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent, so the
+error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many datasets and
+samples there are. A formula gives the origin of sample i: no table is built or stored.
 """
 
 import hashlib

@@ -175,8 +175,8 @@ class IndexedTokens:
 class IndexedWriter:
     """Write one `.bin`/`.idx` pair; both files appear, complete, when the `with` block succeeds.
 
-    A block that raises leaves existing files as they were. Raises ValueError for a token that the
-    type cannot hold.
+    A block that raises leaves existing files as they were. Raises ValueError for a token outside
+    the range of the type.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:

@@ -96,7 +96,8 @@ class Loader:
     def _make(self, start: int) -> Batch:
         """Return this rank's rows of the D micro-batches that start at sample `start`.
 
-        Raises ValueError for a token outside of the vocabulary."""
+        Raises ValueError for a token outside of the vocabulary.
+        """
         first = start + self._first_row
         rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
         if rows.min() < 0 or rows.max() >= self._vocab_size:

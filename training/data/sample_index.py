@@ -23,8 +23,7 @@ def sample_index(
     """Return int32 [count, 2]: place in `order` and offset of tokens first, first + step, ...
 
     `lengths` is int32 [documents of the file]; `order` int32, the documents in the order in which
-    they are read. Every token asked for must lie in the stream. `library` is the compiled extension
-    (mpu.native.load()) or None.
+    they are read. Every token asked for must lie in the stream. `library`: mpu.native.load()'s.
     """
     build = getattr(library, "weft_sample_index", None)
     if build is None:

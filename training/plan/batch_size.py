@@ -75,8 +75,7 @@ def micro_batches(config: Config, consumed: int) -> int:
 def samples_after(config: Config, iterations: int) -> int:
     """Return how many samples `iterations` steps from the start consume.
 
-    All steps of one batch size are equal; a size ends with the first step that reaches the next
-    threshold.
+    A batch size ends with the first step that reaches the next threshold.
     """
     consumed, left = 0, iterations
     steps = schedule(config)

@@ -91,7 +91,8 @@ def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]
 def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> list[int]:
     """Return the sharded buckets' numbers in the order in which one micro-batch uses them.
 
-    Without a pipeline: forward, backward, and forward once more where layers are recomputed."""
+    Without a pipeline: forward, backward, and forward once more where layers are recomputed.
+    """
     shared = [flat for flat in flats if not flat.axes]
     bucket_of = {name: i for i, flat in enumerate(shared) for name, _, _ in flat.params}
     used = activations.profile(config, provider).uses

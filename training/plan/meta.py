@@ -146,7 +146,8 @@ def flash_attention(
 ) -> Tensor:
     """Stand in for a flash kernel.
 
-    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
+    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e].
+    """
     out: Tensor = _FlashAttention.apply(q, k, v)
     return out
 

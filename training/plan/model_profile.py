@@ -49,7 +49,8 @@ class StagedModel(Protocol):
     ) -> Tensor:
         """Run a chunk: tokens [b, s], or hidden after the first stage -> hidden.
 
-        The last stage returns the loss of each token [b, s], without labels the logits."""
+        The last stage returns the loss of each token [b, s], without labels the logits.
+        """
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of what travels between stages."""
@@ -100,7 +101,8 @@ class ModelProfile:
 class ParameterProfile(NamedTuple):
     """A parameter of a rank: its local shape and its entry in the layout of buckets.
 
-    holders: how many modules hold it; a tied weight has several."""
+    holders: how many modules hold it; a tied weight has several.
+    """
 
     shape: tuple[int, ...]
     entry: ParamEntry

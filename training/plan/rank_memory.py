@@ -74,7 +74,8 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
 def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    Host memory is included; masters there are separate from the weights whatever their dtype."""
+    Host memory is included; masters there are separate from the weights whatever their dtype.
+    """
     size, p = config.run.dtype.itemsize, config.parallel
     acc = accumulate_bytes(config)
     shared = level(config) or min(p.zero, 1)  # a single rank still keeps owner's sums

@@ -29,7 +29,8 @@ class Traffic:
     def sent(self) -> int:
         """Return the bytes one rank sends in a step.
 
-        A ring sends (size - 1)/size of the tensor, twice that for an all-reduce."""
+        A ring sends (size - 1)/size of the tensor, twice that for an all-reduce.
+        """
         if self.verb == "send":
             return self.times * self.bytes
         factor = 2 if self.verb == "all-reduce" else 1
@@ -40,8 +41,7 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
     """Return what a rank sends in a step.
 
     For each micro-batch: the model's collectives in F, B and W, and between stages outputs and
-    gradients of inputs. Once a step: gradients summed over another axis than dp. `_data` adds what
-    goes over dp.
+    gradients of inputs. Once a step: gradients summed over another axis than dp. `_data`: over dp.
     """
     p, grid = config.parallel, grid_of(config, pp_rank)
     steps = batch_size.micro_batches(config, 0)
@@ -61,7 +61,8 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
 def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) -> list[Traffic]:
     """Return the sums of gradients over axes other than dp.
 
-    Norms under sequence parallelism are summed over tp, tied embeddings over embd (row "pp")."""
+    Norms under sequence parallelism are summed over tp, tied embeddings over embd (row "pp").
+    """
     sizes: Counter[str] = Counter()
     for param in rank_memory.parameters(config, provider, pp_rank).values():
         for axis in param.entry.axes:
