@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold every setting of a run in frozen dataclasses: parsed once, then only read.
+"""Define every setting of a run, in frozen dataclasses: parsed once, then only read.
 
-A field has the name of its Megatron-LM flag with underscores, and its off-value as default.
-`training.flags.parse.parse` makes a `Config` from a command line and checks it. Nothing here knows
-argparse, files or ranks: only numbers and what follows from them.
+A field has the name of its Megatron-LM flag with underscores; its default turns the feature off.
+`training.flags.parse.parse` makes a `Config` from a command line and checks it. Nothing here uses
+argparse, files or ranks.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ from mpu.pipeline.schedules import V_SHAPED
 
 
 class UsageError(ValueError):
-    """A mistake of the user, in one readable sentence: the flag, its value and the rule."""
+    """A mistake in the command line; the message names the flag, its value and the rule."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Llama: sizes of the full model, whatever the layout."""
+    """Sizes of the full Llama; they do not depend on the layout."""
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     seq_length: int  # tokens a sample
-    ffn_hidden_size: int = 0  # 0: 8/3 h, rounded down to 64
+    ffn_hidden_size: int = 0  # 0: 8/3 h, rounded down to a multiple of 64
     num_query_groups: int = 0  # key/value heads; 0: one for each query head
     kv_channels: int = 0  # head size; 0: hidden_size / num_attention_heads
     max_position_embeddings: int = 0  # 0: seq_length
-    vocab_size: int | None = None  # None until the tokenizer says
+    vocab_size: int | None = None  # None until the tokenizer is read
     make_vocab_size_divisible_by: int = 128
     norm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
@@ -42,7 +42,7 @@ class ModelConfig:
     init_method_std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Fill what follows from the other sizes."""
+        """Fill in the sizes that follow from the others."""
         derived = {
             "ffn_hidden_size": int((4 * self.hidden_size * 2 / 3) / 64) * 64,
             "num_query_groups": self.num_attention_heads,
@@ -54,7 +54,7 @@ class ModelConfig:
                 object.__setattr__(self, name, value)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Round the vocabulary up to whole shards: a multiple of make_vocab_size_divisible_by x tp.
+        """Return vocab_size rounded up to a multiple of make_vocab_size_divisible_by x tp.
 
         The padding is masked out of the softmax: it costs memory and changes no number.
         """
@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Where the model and the batch are cut."""
+    """How the model and the batch are divided among the ranks, and how ranks communicate."""
 
     world_size: int = 1
     tensor_model_parallel_size: int = 1
@@ -74,7 +74,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     pipeline_schedule: str | None = None  # None: 1f1b, or interleaved with virtual stages
     num_layers_per_virtual_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None  # None: 1, or what a V has, 2
+    num_virtual_stages_per_pipeline_rank: int | None = None  # None: 1, or 2 in V-shaped schedules
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None  # None: p
     pipeline_model_parallel_layout: str | None = None  # "Ett|tttL"; None: balanced
     decoder_first_pipeline_num_layers: int | None = None
@@ -85,56 +85,56 @@ class ParallelConfig:
     distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
     distributed_timeout_minutes: int = 10
     no_shared_memory: bool = False
-    tp_comm_overlap: str = "none"  # "auto", "ring", "symmetric": the path of linear layers' parts
-    tp_comm_overlap_cache: str | None = None  # the file of what auto chose
+    tp_comm_overlap: str = "none"  # the method: or "ring", "symmetric", "auto"
+    tp_comm_overlap_cache: str | None = None  # file that keeps what auto chose
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
-    use_distributed_optimizer: bool = False  # ZeRO level 1
-    zero_stage: int | None = None  # 0 to 3; None: what the flag above says. Read `zero`
+    use_distributed_optimizer: bool = False  # ZeRO stage 1
+    zero_stage: int | None = None  # 0 to 3; None: see the flag above. Read `zero` instead
     zero_reduce_each_microbatch: bool = False
-    num_distributed_optimizer_instances: int = 1  # groups of data-parallel ranks that share alike
+    num_distributed_optimizer_instances: int = 1  # groups of ranks; each shards over its own
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    ddp_bucket_size: int | None = None  # elements; None: an eighth, at most 40e6
+    ddp_bucket_size: int | None = None  # elements; None: an eighth of them, 2e6 to 40e6
     grad_reduce_in_bf16: bool = False
-    main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; sums are always wider
+    main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
     optimizer_backend: str = "torch"  # "torch", "apex", "te": whose AdamW kernel
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
     def model_parallel_size(self) -> int:
-        """Count the ranks that hold one copy of the model."""
+        """Return the number of ranks that hold one copy of the model."""
         t, c = self.tensor_model_parallel_size, self.context_parallel_size
         return t * c * self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Count the copies of the model, D."""
+        """Return the number of copies of the model, D."""
         return self.world_size // self.model_parallel_size
 
     @property
     def zero(self) -> int:
-        """Return the ZeRO level: ranks share 1 optimizer state, 2 gradients too, 3 weights too."""
+        """Return the ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too."""
         return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
 
     @property
     def shard_size(self) -> int:
-        """Count the data-parallel ranks that share one optimizer; 1 at level 0."""
+        """Return how many data-parallel ranks share one optimizer state, 1 at stage 0."""
         ranks = self.data_parallel_size if self.zero else 1
         return ranks // self.num_distributed_optimizer_instances
 
     @property
     def schedule(self) -> str:
-        """Name the pipeline schedule."""
+        """Return the name of the pipeline schedule."""
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
         return "interleaved" if self.virtual_stages > 1 else "1f1b"
 
     @property
     def virtual_stages(self) -> int:
-        """Count the stages a pipeline rank holds, v; `parse` has filled in what other flags say."""
+        """Return the number of stages a pipeline rank holds, v."""
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         return 2 if self.pipeline_schedule in V_SHAPED else 1
@@ -144,7 +144,7 @@ class ParallelConfig:
 class BatchConfig:
     """How many samples a step takes, and how long the run is: train_iters or train_samples.
 
-    With `step_batch_size_schedule`, (first sample, size) pairs, global_batch_size is the first's.
+    step_batch_size_schedule has (first sample, size) pairs; global_batch_size is the first size.
     """
 
     micro_batch_size: int = 1
@@ -156,7 +156,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, the clip and the learning-rate curve. Decay lengths of None: the run's own length."""
+    """AdamW, gradient clipping, the learning-rate curve. A decay length of None is the run's."""
 
     lr: float = 3e-4
     min_lr: float = 0.0
@@ -181,7 +181,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which tokens are read, and how a document's end is treated."""
+    """Which tokens are read, and how the end of a document is treated."""
 
     data_path: tuple[str, ...] = ()
     train_data_path: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class CheckpointConfig:
 
     save: str | None = None
     load: str | None = None
-    pretrained_checkpoint: str | None = None  # weights to begin with while `load` has none
+    pretrained_checkpoint: str | None = None  # initial weights while `load` is empty
     save_interval: int | None = None  # steps; None: at the end only
     save_retain_interval: int | None = None  # steps; None: keep every one
     keep_last_k: int | None = None  # None: keep every one
@@ -220,7 +220,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is told, and how often."""
+    """What is logged, and how often."""
 
     log_interval: int = 10  # steps
     log_json: str | None = None
@@ -247,21 +247,21 @@ class RunConfig:
     exit_duration_in_mins: int | None = None
     manual_gc: bool = False
     manual_gc_interval: int = 0  # steps; 0: only around evaluation
-    on_nan: str = "stop"  # or "skip": when the gradient norm is not finite
+    on_nan: str = "stop"  # or "skip": what to do where the gradient norm is not finite
     dry_run: bool = False
 
 
-# What defines the numbers of a run: layout, paths of outputs and log are not among it.
+# The settings that define a run's numbers. Layout, output paths and logging do not.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = ("batch.micro_batch_size", "data.num_workers", "data.data_cache_path")
-# What two ranks of one run may be told differently: places that are local to a node.
+# Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir"}
 _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run. `notes` are lines for rank 0 to print first; `extra` holds a fork's own flags."""
+    """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -292,17 +292,17 @@ class Config:
         return {k: v for k, v in found if k.startswith(starts) and k not in _NOT_MATHEMATICS}
 
     def digest(self) -> str:
-        """Hash what defines the run's mathematics: SHA-256, hex."""
+        """Return the SHA-256 of the settings in `mathematics()`, in hex."""
         return hashlib.sha256(_json(self.mathematics()).encode()).hexdigest()
 
     def canonical_json(self) -> str:
-        """Write, one way only, every setting that all ranks of a run must share."""
+        """Return every setting that all ranks of a run must share, as JSON with sorted keys."""
         return _json({k: v for k, v in self.flat().items() if k not in _LOCAL})
 
     def with_vocab(self, tokenizer_vocab: int) -> "Config":
-        """Return the config for a tokenizer of that many entries; a larger --vocab-size stands.
+        """Return the config for a tokenizer of that many entries; a larger --vocab-size is kept.
 
-        Raises UsageError where the tokenizer has more entries than --vocab-size gives the model.
+        Raises UsageError where the tokenizer has more entries than --vocab-size allows.
         """
         stated = self.model.vocab_size
         if stated is not None and stated < tokenizer_vocab:
@@ -314,7 +314,7 @@ class Config:
 
 
 def _plain(value: Any) -> Any:
-    """Turn dtypes into names and tuples into lists, so that JSON gives the same value back."""
+    """Return dtypes as names and tuples as lists, so that JSON gives the same value back."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, (tuple, list)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where training tokens come from: files, sample order, blends, batches, loaders."""
+"""Read training tokens: files, sample order, blends, batches, loaders, tokenizers."""

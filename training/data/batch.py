@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch: what the model is fed, and which of its tokens count."""
+"""Build one micro-batch: what the model reads, and which tokens count in the loss."""
 
 from dataclasses import dataclass, replace
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What an end-of-document token does to the tokens after it; the flags of the same names.
+    """What an end-of-document token does; the fields are the flags of the same names.
 
-    `reset_position_ids` restarts positions behind it, `reset_attention_mask` keeps attention within
+    `reset_position_ids` restarts positions after it, `reset_attention_mask` keeps attention within
     a document, `eod_mask_loss` ignores the loss where it is the input token. As in Megatron, the
-    token itself still belongs to the document it ends.
+    token belongs to the document that it ends.
     """
 
     eod: int | None = None
@@ -34,12 +34,12 @@ class DocumentRules:
 
 @dataclass(frozen=True)
 class Batch:
-    """`b` rows of `s` tokens, all [b, s]; an optional field is None where it says nothing.
+    """A micro-batch of `b` rows of `s` tokens; every tensor is [b, s].
 
-    tokens, labels: int64, labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
+    tokens, labels: int64; labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
     is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). document_ids: int32, counting
     from 0 in each row; a token attends to its own document only (None: to every earlier token).
-    first_sample: place of row 0 in the global order. token_count: tokens whose loss counts.
+    first_sample: number of row 0 in the global order. token_count: tokens whose loss counts.
     """
 
     tokens: Tensor
@@ -51,7 +51,7 @@ class Batch:
     token_count: int
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the same batch with its tensors on a device; a copy to CUDA is not waited for."""
+        """Return the same batch with its tensors on a device; a copy to CUDA is asynchronous."""
         names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
         held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if torch.device(device).type == "cuda":
@@ -60,12 +60,12 @@ class Batch:
 
 
 def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
-    """Turn samples, int64 [b, s + 1], into a batch."""
+    """Return the batch of these samples, int64 [b, s + 1]."""
     tokens = rows[:, :-1]
     loss_mask = position_ids = document_ids = None
     token_count = tokens.size
     if rules.reset_position_ids or rules.reset_attention_mask:
-        begins = np.zeros(tokens.shape, bool)  # a document begins behind each end
+        begins = np.zeros(tokens.shape, bool)  # a document begins after each end
         begins[:, 1:] = tokens[:, :-1] == rules.eod
     if rules.reset_position_ids:
         places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)

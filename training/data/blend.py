@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mix several datasets by weight, so that every prefix of the mixture keeps to the weights.
 
-Two datasets are easy: of the first n samples, the lighter one (share p <= 1/2) supplies
-floor(n p + 1/2), which is never more than half a sample off. More are mixed two by two, lightest
-first, as in a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent,
-so the error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many
-datasets and samples there are. Where sample i comes from is a formula: no table is built, stored or
-shared.
+Of the first n samples of two datasets, the lighter one (share p <= 1/2) supplies floor(n p + 1/2),
+which is never more than half a sample off. More datasets are mixed two by two, lightest first, as
+in a Huffman tree. An inner node of such a tree never weighs more than 2/3 of its parent, so the
+error of a dataset stays below 1/2 (1 + 1 + 2/3 + 4/9 + ...) = 2 samples, however many datasets and
+samples there are. A formula gives the origin of sample i: no table is built or stored.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ class Blend:
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the weights and of every dataset, but for the seed."""
+        """Return a SHA-256 of the weights and of every dataset, without the seed."""
         facts = [self.weights, [dataset.corpus for dataset in self.datasets]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -64,12 +63,12 @@ class Blend:
         return dataset, *self.datasets[dataset].origin(inner)[1:]
 
     def describe(self, i: int) -> str:
-        """Say where sample i comes from, for an error message."""
+        """Return where sample i comes from, as text for an error message."""
         dataset, inner = self._locate_one(i)
         return self.datasets[dataset].describe(inner)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for int64 sample numbers, the dataset of each and the number within it."""
+        """Return, for int64 [n] sample numbers, the dataset of each and the number within it."""
         datasets = np.empty(len(samples), np.int64)
         inner = np.empty(len(samples), np.int64)
         pending = [(self._tree, np.arange(len(samples)), np.asarray(samples, np.int64))]
@@ -93,7 +92,7 @@ class Blend:
 def parse_blend(
     paths: Sequence[str], flag: str = "--data-path"
 ) -> tuple[list[str], list[float] | None]:
-    """Read `w1 p1 w2 p2 ...`, or prefixes alone; returns prefixes and weights (None if absent)."""
+    """Return prefixes and weights of `w1 p1 w2 p2 ...`; weights are None for prefixes alone."""
     numbers = [_number(path) for path in paths]
     if not paths:
         raise ValueError(f"{flag} names no file")

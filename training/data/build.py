@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From flags to the three loaders of a run: training, validation and test."""
+"""Build the three loaders of a run from its flags: training, validation and test."""
 
 import hashlib
 import json
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Loaders:
     """The loaders of a run; valid and test are None where their split is empty.
 
-    `digest` names the sample order of all three: it changes with data, blend, split, sequence
-    length and seed, and with nothing else.
+    `digest` identifies the sample order of all three: it depends on data, blend, split, sequence
+    length and seed, and on nothing else.
     """
 
     train: Loader
@@ -45,7 +45,7 @@ def build_loaders(
     dp_size: int,
     report: Callable[[str], None] = print,
 ) -> Loaders:
-    """Open the data that the flags name and give each split its loader.
+    """Open the data that the flags name and return the loader of each split.
 
     Raises ValueError, naming flag or file, for data that cannot be trained on.
     """
@@ -79,7 +79,7 @@ def build_loaders(
 def build_datasets(
     config: "Config", tokenizer: "Tokenizer", report: Callable[[str], None] = print
 ) -> dict[str, Dataset | None]:
-    """Return the dataset of each split, None where it is empty."""
+    """Return {split: dataset}, None for an empty split."""
     data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
     if data.mock_data:
         return {
@@ -126,7 +126,7 @@ class _Opener:
     def open(
         self, paths: Sequence[str], flag: str, split: str, shares: tuple[float, float, float] | None
     ) -> Dataset | None:
-        """Return the blend of a split; `shares` cut each file, None takes all of it."""
+        """Return the dataset of a split, None if empty; `shares` cut each file, None takes all."""
         prefixes, weights = parse_blend(paths, flag)
         found: list[GPTDataset] = []
         kept: list[float] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep an index that took a while to build, so that each node builds it once.
+"""Cache sample indices on disk, so that each node builds an index once.
 
-The processes of a node meet at a file lock, not at a collective: no shared file system and no
-process group is needed. An entry is one .npy of int32 whose last eight words are the SHA-256 of the
-rest and of the facts it was built from; whatever does not match them is built again.
+The processes of a node synchronize by a file lock, so they need neither a shared file system nor a
+process group. An entry is one .npy of int32 whose last eight words are the SHA-256 of the rest and
+of the facts it was built from; an entry that does not match its SHA-256 is built again.
 """
 
 import fcntl
@@ -18,14 +18,14 @@ import numpy as np
 
 from training.data.files import replacing
 
-WORDS = 8  # int32 words of a SHA-256
+WORDS = 8  # of int32 in a SHA-256
 
 
 class IndexCache:
-    """Fetch int32 arrays from a directory, or build them there under a lock.
+    """Read int32 arrays from a directory, or build them there under a lock.
 
-    A directory that cannot be used is said once through `report`; arrays are then built in memory.
-    `patience` is how many seconds another process may hold the lock of an entry.
+    A directory that cannot be used is reported once by `report`; arrays are then built in memory.
+    `patience`: for how many seconds another process may hold the lock of an entry.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class IndexCache:
     def get(
         self, facts: Mapping[str, object], size: int, build: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Return the array of `size` int32 that `build` makes; `facts` must determine it."""
+        """Return the array of `size` int32 that `build` makes; `facts` determine it."""
         text = json.dumps(facts, sort_keys=True).encode()
         path = os.path.join(self.directory, hashlib.sha256(text).hexdigest() + ".npy")
         if self._usable:
@@ -59,7 +59,7 @@ class IndexCache:
     ) -> np.ndarray:
         os.makedirs(self.directory, exist_ok=True)
         with _locked(path + ".lock", self._patience):
-            found = _read(path, text, size)  # somebody may have built it while we waited
+            found = _read(path, text, size)  # another process may have built it meanwhile
             if found is None:
                 found = build()
                 assert found.dtype == np.int32 and found.shape == (size,)
@@ -73,7 +73,7 @@ def _seal(text: bytes, array: np.ndarray) -> np.ndarray:
 
 
 def _read(path: str, text: bytes, size: int) -> np.ndarray | None:
-    """Return an entry, memory-mapped; None where it is absent, torn or not what it should be."""
+    """Return an entry, memory-mapped; None where it is absent, cut short or does not match."""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")  # .npy only: no zip, no pickle
     except (FileNotFoundError, ValueError, EOFError):

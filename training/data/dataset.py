@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loader needs of a dataset: files, blends and mock data all offer it."""
+"""Define the interface of a dataset, which files, blends and mock data implement."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Dataset(Protocol):
-    """An endless collection of samples in one fixed order; `digest` names that order."""
+    """An endless sequence of samples in a fixed order; `digest` identifies that order."""
 
     seq_length: int
 
@@ -17,7 +17,7 @@ class Dataset(Protocol):
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the same but for the seed: what is drawn from, and how it is cut."""
+        """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
@@ -26,4 +26,4 @@ class Dataset(Protocol):
         """Return (dataset, document, offset) of the first token of sample i."""
 
     def describe(self, i: int) -> str:
-        """Say where sample i comes from, for an error message."""
+        """Return where sample i comes from, as text for an error message."""

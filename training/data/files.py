@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Open a new file beside `path` that takes its place on success and vanishes on failure."""
+    """Open a temporary file that replaces `path` on success and is removed on failure."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:

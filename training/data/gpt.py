@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut documents into training samples, in an order that depends on the data and the seed only.
 
-Think of an endless stream of tokens: epoch 0, epoch 1, ..., each holding every document of the
-split once, in an order of its own. Cut i takes tokens i * s to i * s + s of that stream (s inputs
-and, shifted by one, s labels), across documents and, at the end of an epoch, into the next one; no
-token is dropped. The cuts that start in one epoch are shuffled among themselves: these are the
-samples. Nothing depends on how many a run asks for: a longer run begins with the same samples.
+The stream of tokens is endless: epoch 0, epoch 1, ..., each with every document of the split once,
+in an order of its own. Cut i takes tokens i * s to i * s + s of the stream (s inputs and, shifted
+by one, s labels), across documents and, at the end of an epoch, into the next one; no token is
+dropped. The samples are the cuts, shuffled among those that start in the same epoch. Their order
+does not depend on how many a run takes: a longer run begins with the same samples.
 """
 
 import ctypes
@@ -20,23 +20,22 @@ from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
 
-CACHE_FROM = 4096  # entries; a smaller index is built faster than it is looked up
+CACHE_FROM = 4096  # entries; building a smaller index is faster than reading it
 EPOCHS_KEPT = 4
 
 
 class Epoch(NamedTuple):
-    """The order of one epoch: documents, where each sample starts, samples as they are drawn."""
+    """The order of one epoch: its documents, the start of each sample, the shuffle of samples."""
 
     documents: np.ndarray  # int32 [documents]
-    starts: np.ndarray  # int32 [samples, 2]: place in documents, offset in tokens
+    starts: np.ndarray  # int32 [samples, 2]: place in `documents`, offset in tokens
     shuffle: np.ndarray  # int32 [samples]
 
 
 class GPTDataset:
     """The endless, shuffled samples of a range of documents of one file.
 
-    `sample(i)` is int64 [seq_length + 1]; `origin(i)` names its first token. Raises ValueError when
-    the range holds no token.
+    Raises ValueError when the range holds no token.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class GPTDataset:
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the same but for the seed: what is drawn from, and how it is cut."""
+        """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -102,7 +101,7 @@ class GPTDataset:
         return 0, int(self._epoch(epoch).documents[place]), offset
 
     def describe(self, i: int) -> str:
-        """Say where sample i comes from, for an error message."""
+        """Return where sample i comes from, as text for an error message."""
         _, document, offset = self.origin(i)
         return f"{self.name}: document {document}, from token {offset} on"
 
@@ -137,7 +136,7 @@ class GPTDataset:
         return Epoch(stored[:d], stored[d : d + 2 * n].reshape(n, 2), stored[d + 2 * n :])
 
     def _build(self, epoch: int, n: int) -> np.ndarray:
-        """Draw one epoch's order; returns documents, starts and shuffle as one int32 array."""
+        """Draw one epoch's order; return documents, starts and shuffle as one int32 array."""
         documents = np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
         shuffle = np.arange(n, dtype=np.int32)
         seed, split = self._facts["seed"], self._facts["split"]

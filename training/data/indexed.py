@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens on disk: the `.bin`/`.idx` pair that Megatron writes and reads, byte for byte.
+"""Read and write tokens on disk: the `.bin`/`.idx` pair of Megatron, byte for byte.
 
-`PREFIX.bin` is nothing but tokens. `PREFIX.idx`, little-endian, says where sequences end:
+`PREFIX.bin` holds only tokens. `PREFIX.idx`, little-endian, holds where sequences start and end:
 
     offset  0   9 bytes  magic "MMIDIDX\\0\\0"
             9   u64      version, 1
@@ -43,12 +43,12 @@ BLOCK = 1 << 20  # sequences checked at a time
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest token type Megatron would choose: uint16 below 65,500 tokens."""
+    """Return Megatron's token type for a vocabulary: uint16 below 65,500 tokens, else int32."""
     return TOKEN_TYPES[8] if vocab_size < 65500 else TOKEN_TYPES[4]
 
 
 class IndexedTokens:
-    """Read one `.bin`/`.idx` pair through memory maps, after checking that the two agree.
+    """Read one `.bin`/`.idx` pair by memory maps, after a check that the two agree.
 
     `lengths[i]` and `pointers[i]` describe sequence i, `tokens` is the whole `.bin` as one array.
     Raises ValueError naming the file and the field when the pair is damaged or missing.
@@ -68,7 +68,7 @@ class IndexedTokens:
         self.tokens = data.view(self.dtype)
 
     def __len__(self) -> int:
-        """Count the sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def read(self, sequence: int, offset: int, count: int) -> np.ndarray:
@@ -81,7 +81,7 @@ class IndexedTokens:
     def digest(self) -> str:
         """Return a SHA-256 of every length and of 64 blocks of tokens: the file's identity.
 
-        Neither path nor time enters, so that a copied file keeps its digest.
+        A copied file keeps its digest: neither path nor time is part of it.
         """
         facts = hashlib.sha256(f"{self.dtype.str} {len(self)} {len(self.tokens)}".encode())
         for first in range(0, len(self), BLOCK):
@@ -91,7 +91,7 @@ class IndexedTokens:
         return facts.hexdigest()
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a file of which a sample of 64 blocks holds ids outside of the vocabulary."""
+        """Raise ValueError where one of 64 blocks of the file has ids outside the vocabulary."""
         found = [
             edge for block in self._probes() if block.size for edge in (block.min(), block.max())
         ]
@@ -111,7 +111,7 @@ class IndexedTokens:
         raise ValueError(f"{self.prefix}{suffix}: {field}: {why}")
 
     def _read_header(self, index: np.ndarray) -> tuple[np.dtype, int, int]:
-        """Return token type, n and m; the counts are bounded by the size of the file itself."""
+        """Return token type, n and m, checked against the size of the file."""
         if len(index) < HEADER.size:
             self._refuse("header", f"the file has {len(index)} bytes, a header takes {HEADER.size}")
         magic, version, code, n, m = HEADER.unpack(index[: HEADER.size].tobytes())
@@ -131,7 +131,7 @@ class IndexedTokens:
         return TOKEN_TYPES[code], n, m
 
     def _check_sequences(self, bin_size: int) -> None:
-        """Refuse lengths below zero and sequences that do not tile the .bin without gap or rest."""
+        """Refuse negative lengths, and sequences that do not fill the .bin without a gap."""
         end = 0  # stays below bin_size + BLOCK * 2**31 * 8: no overflow
         for first in range(0, len(self), BLOCK):
             lengths = self.lengths[first : first + BLOCK].astype(np.int64)
@@ -173,10 +173,10 @@ class IndexedTokens:
 
 
 class IndexedWriter:
-    """Write one `.bin`/`.idx` pair; both files appear, complete, when the `with` block ends well.
+    """Write one `.bin`/`.idx` pair; both files appear, complete, when the `with` block succeeds.
 
-    A block left by an exception leaves whatever stood there before. Raises ValueError for a token
-    that the type cannot hold.
+    A block that raises leaves existing files as they were. Raises ValueError for a token outside
+    the range of the type.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
@@ -195,16 +195,16 @@ class IndexedWriter:
 
     @property
     def documents(self) -> int:
-        """Count the documents so far."""
+        """Return the number of documents written so far."""
         return len(self._documents) - 1
 
     @property
     def tokens(self) -> int:
-        """Count the tokens so far."""
+        """Return the number of tokens written so far."""
         return self._bin.tell() // self.dtype.itemsize
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document of one sequence."""
+        """Append one document, as one sequence."""
         wide = np.asarray(tokens, dtype=np.int64)
         if wide.size and (wide.min() < self._range.min or wide.max() > self._range.max):
             raise ValueError(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut one global order of samples into micro-batches, each data-parallel rank taking its rows.
+"""Cut the global order of samples into micro-batches for each data-parallel rank.
 
-There is one order, 0, 1, 2, ..., and a step consumes the next `global_batch_size` of it.
-Micro-batch k of rank r holds the b samples from consumed + (k D + r) b on. So a run sees the same
-global batches whatever D, b and the number of workers, and resumes from the number of consumed
-samples alone.
+A step consumes the next `global_batch_size` samples of the order 0, 1, 2, ... Micro-batch k of rank
+r of D holds the b samples from consumed + (k D + r) b on. So a run sees the same global batches
+whatever D, b and the number of workers, and resumes from the number of consumed samples alone.
 """
 
 from collections import deque
@@ -20,10 +19,10 @@ AHEAD = 4  # micro-batches prepared ahead, for each worker
 
 
 class Loader:
-    """Hand out this rank's micro-batches of a global batch.
+    """Return this rank's micro-batches of each global batch.
 
     `workers` threads read ahead (file reads and copies release Python's lock); with 0, batches are
-    made when asked for. What goes wrong in a worker is raised by the call that needed its batch.
+    made when asked for. An error in a worker is raised by the call that needs its batch.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class Loader:
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
-        self._next = 0  # the sample at which the micro-batch at the head of the queue begins
+        self._next = 0  # global sample at which the batch at the head of the queue begins
 
     def next_global_batch(self, consumed: int, global_batch_size: int) -> list[Batch]:
         """Return this rank's micro-batches of samples consumed to consumed + global_batch_size.
 
-        Any `consumed` may be asked for at any time; consecutive ones are read ahead.
+        `consumed` may be any number; consecutive global batches are read ahead.
         """
         if global_batch_size % self._stride or global_batch_size <= 0:
             raise ValueError(
@@ -75,7 +74,7 @@ class Loader:
         return batches
 
     def global_batches(self, count: int, global_batch_size: int) -> Iterator[list[Batch]]:
-        """Yield the first `count` global batches: an evaluation, the same every time."""
+        """Yield the first `count` global batches, the same in every evaluation."""
         for k in range(count):
             yield self.next_global_batch(k * global_batch_size, global_batch_size)
 
@@ -95,7 +94,10 @@ class Loader:
             self._ahead.append(self._pool.submit(self._make, start))
 
     def _make(self, start: int) -> Batch:
-        """Make the micro-batch of this rank whose global slice starts at sample `start`."""
+        """Return this rank's rows of the D micro-batches that start at sample `start`.
+
+        Raises ValueError for a token outside of the vocabulary.
+        """
         first = start + self._first_row
         rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
         if rows.min() < 0 or rows.max() >= self._vocab_size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples made up on the spot, for runs without data (`--mock-data`)."""
+"""Make up samples, for runs without data (`--mock-data`)."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from training.data.gpt import stable_rng
 
 
 class MockDataset:
-    """Endless documents that count upwards from a random token: there is something to learn.
+    """Endless documents that count upwards from a random token, so that a model can learn.
 
     A document takes a quarter of a sample on average and ends with `eod`, if there is one.
     """
@@ -32,7 +32,7 @@ class MockDataset:
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the same but for the seed and the vocabulary, which are asked for."""
+        """Return a SHA-256 of the split and the sequence length alone."""
         return hashlib.sha256(json.dumps(self._facts[:3]).encode()).hexdigest()
 
     def sample(self, i: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class MockDataset:
         if self._eod is None:
             return (first + np.arange(n)) % self._vocab_size
         tokens = (first + np.arange(n)) % (self._vocab_size - 1)
-        tokens += tokens >= self._eod  # every token but the end-of-document one
+        tokens += tokens >= self._eod  # skip the end-of-document token
         return np.where(ends, self._eod, tokens)
 
     def origin(self, i: int) -> tuple[int, int, int]:
@@ -53,5 +53,5 @@ class MockDataset:
         return 0, i, 0
 
     def describe(self, i: int) -> str:
-        """Say where sample i comes from, for an error message."""
+        """Return where sample i comes from, as text for an error message."""
         return f"mock data, sample {i}"

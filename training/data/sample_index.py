@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find in which document of a shuffled stream each training sample starts.
 
-The C++ builder of csrc/sample_index.cpp does it in one pass; where no compiler was present, numpy
-does the same block by block. A test holds the two equal.
+The C++ builder of csrc/sample_index.cpp does it in one pass. Where the extension was not compiled,
+numpy does the same block by block. A test checks that the two agree.
 """
 
 import ctypes
 
 import numpy as np
 
-BLOCK = 1 << 20  # documents handled at a time in numpy
+BLOCK = 1 << 20  # documents that numpy handles at a time
 
 
 def sample_index(
@@ -23,8 +23,7 @@ def sample_index(
     """Return int32 [count, 2]: place in `order` and offset of tokens first, first + step, ...
 
     `lengths` is int32 [documents of the file]; `order` int32, the documents in the order in which
-    they are read. Every token asked for must lie in the stream. `library` is the compiled extension
-    (mpu.native.load()) or None.
+    they are read. Every token asked for must lie in the stream. `library`: mpu.native.load()'s.
     """
     build = getattr(library, "weft_sample_index", None)
     if build is None:

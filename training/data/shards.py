@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a part of a text file, so that several processes can read one file.
 
-A part is a range of bytes; its documents are those of the lines that begin in it. A .txt file that
-is one document, and whatever is compressed, is a single part.
+A part is a range of bytes; it has the documents of the lines that begin in that range. A .txt file
+that is one document is a single part, and so is a compressed file.
 """
 
 import gzip
@@ -24,13 +24,14 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file that this part stands for."""
+        """Return the number of bytes in this part."""
         return (os.path.getsize(self.path) if self.end is None else self.end) - self.begin
 
     def texts(self, key: str, lines: bool) -> Iterator[tuple[int | None, str]]:
-        """Yield each document and its line (for `place`): a .jsonl's `key`, a .txt, or its lines.
+        """Yield (line number for `place`, text) of each document.
 
-        Raises ValueError with file and line for what is no such text.
+        A document is `key` of a line of a .jsonl, a whole .txt, or with `lines` a line of a .txt.
+        Raises ValueError with file and line where there is no such text.
         """
         kind = kind_of(self.path)
         try:
@@ -52,7 +53,7 @@ class Shard:
         if number is None:
             return self.path
         if self.begin:
-            number += 1  # the line that was left to the part before
+            number += 1  # the line that belongs to the part before
             with _open(self.path) as file:
                 left = self.begin - 1
                 while left > 0 and (block := file.read(min(left, 1 << 24))):
@@ -102,13 +103,13 @@ def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
 
 
 def documents(path: str | os.PathLike[str], key: str = "text") -> Iterator[str]:
-    """Yield the documents of one file: all of a .txt, or a .jsonl's `key`, line by line."""
+    """Yield the documents of one file: a whole .txt, or `key` of each line of a .jsonl."""
     for _, text in Shard(os.fspath(path), 0, None).texts(key, lines=False):
         yield text
 
 
 def kind_of(path: str) -> str:
-    """Return "txt" or "jsonl"; other names raise ValueError."""
+    """Return "txt" or "jsonl"; raise ValueError for other names."""
     kind = path.removesuffix(".gz").rpartition(".")[2]
     if kind not in ("txt", "jsonl"):
         raise ValueError(f"{path}: neither .txt nor .jsonl, nor one of them with .gz")

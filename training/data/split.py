@@ -8,7 +8,7 @@ DEFAULT_SPLIT = "969,30,1"  # Megatron's, where --split is not given
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Read `969,30,1` into three shares that sum to 1; quotes, spaces and "/" are tolerated."""
+    """Return `969,30,1` as three shares that sum to 1; quotes, spaces and "/" are tolerated."""
     parts = text.replace("/", ",").strip(" '\"").split(",")
     try:
         weights = [float(part.strip(" '\"")) for part in parts]
@@ -25,6 +25,6 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(shares: tuple[float, float, float], documents: int) -> dict[str, range]:
-    """Cut documents 0 to n-1 into three contiguous ranges, one for each split."""
+    """Return {split: range}: documents 0 to n-1 in three contiguous ranges."""
     edges = [round(sum(shares[:i]) * float(documents)) for i in range(4)]
     return {name: range(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}

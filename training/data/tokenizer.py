@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back: one small interface over the tokenizers that Llamas come with.
+"""Turn text into token ids and back: one interface over the tokenizers of Llama models.
 
     --tokenizer-type           --tokenizer-model
     SentencePieceTokenizer     a SentencePiece .model
@@ -7,10 +7,10 @@
     Llama2Tokenizer            the same; documents also begin with <s>, as in Megatron
     TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
     HuggingFaceTokenizer       tokenizer.json, or a directory that holds one
-    NullTokenizer              none: text is numbers below --vocab-size, and --vocab-size itself
-                               ends a document (one entry more in its vocabulary, as in Megatron)
+    NullTokenizer              none: text is numbers below --vocab-size, the last of which
+                               (--vocab-size - 1) ends a document
 
-Tokenizers are read from local files only; none of them can bring code along.
+Tokenizers are read from local files only, and code that comes with a tokenizer is never run.
 """
 
 import base64
@@ -23,10 +23,10 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """What the rest of Weft knows of a tokenizer.
+    """The interface of every tokenizer.
 
-    `bos` and `eod` are ids or None; `starts_with_bos` says whether a training document begins with
-    bos. Special tokens written out in a text are text: only `bos` and `eod` produce their ids.
+    `bos` and `eod` are ids or None; `starts_with_bos`: a training document begins with bos. Special
+    tokens written out in a text are encoded as text, by HuggingFaceTokenizer as special tokens.
     """
 
     name: str
@@ -68,7 +68,7 @@ class SentencePieceTokenizer:
         return _bos(self, bos) + self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; control tokens leave none."""
+        """Return the text of ids, without control tokens."""
         return self._model.decode([int(i) for i in ids])
 
     def digest(self) -> str:
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
 
     def _special(self, stated: object, custom: Sequence[str]) -> int | None:
-        """Return the id of the stated token, text or {"content": text}, else of a usual one."""
+        """Return the id of the stated token (text or {"content": text}), else of a usual one."""
         if isinstance(stated, dict):
             stated = stated.get("content")
         names = custom if stated is None else (str(stated),)
@@ -177,7 +177,7 @@ class HuggingFaceTokenizer:
 
 
 class NullTokenizer:
-    """Take numbers for text: ids 0 to vocab_size - 1, the last of them the end of a document."""
+    """Read numbers as ids 0 to vocab_size - 1; the last id ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
         self.name = "NullTokenizer"
@@ -187,7 +187,7 @@ class NullTokenizer:
         self.eod: int | None = vocab_size - 1
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Return the numbers of a text, which white space separates."""
+        """Return the numbers of a text, separated there by white space, after bos if asked for."""
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
@@ -218,7 +218,7 @@ TOKENIZER_TYPES = (
 def build_tokenizer(
     tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None
 ) -> Tokenizer:
-    """Return the tokenizer that the flags of these names ask for; ValueError says what is wrong."""
+    """Return the tokenizer that the flags of these names ask for. Raises ValueError."""
     if tokenizer_type not in TOKENIZER_TYPES:
         raise ValueError(
             f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}"
@@ -253,7 +253,7 @@ def _read(path: str) -> bytes:
 
 
 def _read_ranks(path: str, raw: bytes) -> dict[bytes, int]:
-    """Read lines of base64 token and rank; the ranks must count from 0, without a gap."""
+    """Return {token: rank} of lines of base64 token and rank; ranks count from 0 without a gap."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), start=1):
         try:
@@ -275,9 +275,9 @@ def _read_ranks(path: str, raw: bytes) -> dict[bytes, int]:
 
 
 def _bounded_pieces(text: str, size: int = 400_000, run: int = 25_000) -> Iterator[str]:
-    """Cut a text into `size` characters, and runs of (non-)space within them into `run`.
+    """Yield pieces of at most `size` characters, with runs of (non-)space of at most `run`.
 
-    Llama 3's own tokenizer cuts there too: the regular expression engine gives up on longer ones.
+    Llama 3's own tokenizer cuts there too: the regular expression engine fails on longer ones.
     """
     for first in range(0, len(text), size):
         part = text[first : first + size]
@@ -290,10 +290,10 @@ def _bounded_pieces(text: str, size: int = 400_000, run: int = 25_000) -> Iterat
 
 
 def tokenizer_of(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Say which tokenizer a directory's files make: its type and the name of its file, or {}.
+    """Return the tokenizer flags for a directory's files, type and file name, or {}.
 
-    files: {name: contents, or how they begin}. tokenizer.model is lines of base64 and rank where it
-    is Llama 3's, a SentencePiece protobuf where it is Llama 2's.
+    files: {name: contents, or how they begin}. Llama 3's tokenizer.model is lines of base64 and
+    rank, Llama 2's a SentencePiece protobuf.
     """
     if "tokenizer.json" in files:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tokenizer.json"}

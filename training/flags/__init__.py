@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to one checked Config: every flag, its rules, its mistakes."""
+"""Turn a command line into one checked Config: the flags and the rules between them."""

@@ -5,10 +5,10 @@
 Facts about Megatron-LM 0.20 (838 flags in 876 spellings), plus a few that older scripts carry.
 
 A line of CHECKED is `flags | rule | allowed values | why`. Nothing is silently ignored: a value that
-is not allowed stops the run with the reason. A reason that opens with "!" is printed when the flag
-is given, since something else happens than its name says; one that opens with "=" spells another
-flag; the others are simply always true here. REFUSED is (reason and substitute, flags).
-DIFFERENCES, for --dry-run, is (flag, what Megatron-LM does, what happens here).
+is not allowed stops the run with the reason. A reason that begins with "!" is printed when the flag
+is given, since its effect is not what its name says. One that begins with "=" is the live flag that
+this flag stands for. Any other is a fact that always holds here. An entry of REFUSED is (reason and
+substitute, flags), one of DIFFERENCES, which --dry-run prints, (flag, Megatron-LM, here).
 """
 
 CHECKED = """
@@ -34,24 +34,24 @@ CHECKED = """
 --context-parallel-size | int>=1 | 1 | context parallelism is not in this version yet
 --hierarchical-context-parallel-sizes | ints | 1 | context parallelism is not in this version yet
 --cp-comm-type | texts | any | context parallelism is not in this version yet; at size 1 there is nothing to communicate
---pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, as everything does
+--pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, like all communication
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
 --no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce | switch | any | pipeline stages never wait for one another to reduce: a bucket leaves when it is complete
---tp-comm-overlap-cfg | text | any | ! no file of methods and chunks is read: --tp-comm-overlap auto measures each projection, and --tp-comm-overlap-cache keeps what it chose
---tp-comm-bootstrap-backend | text | any | nothing is bootstrapped apart: the ranks meet at the launcher's store and talk over --distributed-backend
+--tp-comm-overlap-cfg | text | any | ! no file of methods and chunks is read: --tp-comm-overlap auto measures each projection, and --tp-comm-overlap-cache keeps its choices
+--tp-comm-bootstrap-backend | text | any | there is no separate bootstrap: the ranks meet at the launcher's store and communicate by --distributed-backend
 --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
 --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
 --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
---tp-comm-overlap-rs-dgrad | switch | any | dgrad's reduce-scatter always runs under the weight gradient, whatever --tp-comm-overlap says
+--tp-comm-overlap-rs-dgrad | switch | any | dgrad's reduce-scatter always runs during the weight gradient, whatever --tp-comm-overlap says
 --no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce | switch | any | picks an implementation with the same numbers
---use-tp-pp-dp-mapping | switch | any | ! ranks always stand in the order tensor, data, pipeline: the same numbers, other neighbours
+--use-tp-pp-dp-mapping | switch | any | ! the order of ranks is always tensor, data, pipeline: the same numbers, other neighbours
 --ddp-pad-buckets-for-high-nccl-busbw | switch | any | ! buckets are not padded: the same numbers
 --use-nccl-ub --disable-symmetric-registration --use-sharp | switch | any | ! NCCL buffer registration and SHARP are not used: the same numbers
 --high-priority-stream-groups | texts | any | ! every group uses a plain stream: the same numbers
 --disable-gloo-process-groups | switch | any | CPU groups are made only where they are needed
 --local-rank | int>=0 | any | the local rank is taken from the launcher's LOCAL_RANK
---distributed-timeout-seconds-after-init | int>=1 | any | ! --distributed-timeout-minutes holds throughout
+--distributed-timeout-seconds-after-init | int>=1 | any | ! --distributed-timeout-minutes holds for the whole run
 --attention-backend | text | flash,fused,unfused,local,auto | torch's SDPA picks the kernel; each gives the same function
 --flash-attention-version | int>=1 | 2,3,4 | torch's SDPA picks the kernel; each gives the same function
 --use-flash-attn --use-flash-attn-v2 | switch | any | attention goes through torch's SDPA, which is flash attention where it can be
@@ -74,12 +74,12 @@ CHECKED = """
 --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --disable-jit-fuser | switch | any | picks an implementation with the same mathematics
 --no-gradient-reduce-div-fusion --fused-residual-rmsnorm --use-te-activation-func | switch | any | picks an implementation with the same mathematics
 --use-transformer-engine-op-fuser --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding | switch | any | picks an implementation with the same mathematics
---disable-bf16-reduced-precision-matmul | switch | any | ! torch's own setting stands
+--disable-bf16-reduced-precision-matmul | switch | any | ! torch's default for reduced precision in matmuls is kept
 --batch-invariant-backend | text | any | there is no batch-invariant mode
 --no-query-key-layer-scaling | switch | any | there is no query-key layer scaling
 --DDP-impl | text | local,torch | gradients are reduced by our own buckets
 --recompute-activations | switch | any | = --recompute-granularity selective
---recompute-modules | texts | core_attn | selective recomputation is of the attention core
+--recompute-modules | texts | core_attn | selective recomputation repeats core attention
 --cpu-offloading-num-layers | int>=0 | 0 | activations are not offloaded
 --optimizer-offload-fraction | float>=0 | 1.0 | --optimizer-cpu-offload moves all masters and moments
 --overlap-cpu-optimizer-d2h-h2d | switch | any | with --optimizer-cpu-offload copies and updates always overlap, a bucket at a time
@@ -102,17 +102,17 @@ CHECKED = """
 --exit-signal | text | SIGTERM,SIGINT,SIGUSR1 | each of these ends the run after the current step, saved
 --dataloader-type | text | single | samples are read once, in one global order
 --no-mmap-bin-files | switch | any | ! .bin files are mapped into memory: the same tokens
---no-create-attention-mask-in-dataloader | switch | any | no mask is ever built in the loader
---num-dataset-builder-threads | int>=1 | any | an index is built once a node, by a compiled or vectorised builder
---dataloader-fast-cache-load --dataloader-defer-npy-index-mmap | switch | any | an index that stands in the cache is always mapped, never rebuilt
+--no-create-attention-mask-in-dataloader | switch | any | the loader never builds a mask
+--num-dataset-builder-threads | int>=1 | any | each node builds an index once, with a compiled or vectorised builder
+--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap | switch | any | a valid index in the cache is always mapped, never rebuilt
 --mid-level-dataset-surplus | float>=0 | any | ! a blend asks each dataset for exactly the samples it needs
 --dataloader-inter-document-masking | switch | any | = --reset-attention-mask
 --data-impl | text | mmap,infer | files are Megatron's .bin/.idx
 --tiktoken-pattern | text | v1,v2 | ! Llama 3's own pattern is used with its tiktoken file
 --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --tokenizer-sentencepiece-legacy | switch | any | ! tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
---no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | the tokenizer is always the one of --tokenizer-model
---no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | a checkpoint holds no tokenizer
+--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | a given --tokenizer-model always decides; --use-checkpoint-args takes the checkpoint's where it is left out
+--no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the file of --tokenizer-model
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
@@ -126,7 +126,7 @@ CHECKED = """
 --log-timers-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard | switch | any | ! TensorBoard gets what a log line holds: loss, norm, lr, tokens/s, step time, memory
 --log-validation-ppl-to-tensorboard --log-device-memory-used --log-batch-size-to-tensorboard | switch | any | ! TensorBoard gets what a log line holds: loss, norm, lr, tokens/s, step time, memory
 --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard | switch | any | there is no loss scale; the learning rate is always logged
---log-num-zeros-in-grad | switch | any | ! zeros are not counted
+--log-num-zeros-in-grad | switch | any | ! zeros in gradients are not counted
 --log-memory-interval | int>=1 | any | peak memory is on every line
 --timing-log-level | int>=0 | 0,1,2 | ! step time and data wait are logged; --profile gives the rest
 --timing-log-option | text | max,minmax,all | step time and data wait are logged; --profile gives the rest
@@ -134,7 +134,7 @@ CHECKED = """
 --tensorboard-log-interval | int>=1 | any | ! events are written every --log-interval
 --tensorboard-queue-size | int>=1 | any | events are flushed at every --log-interval
 --wandb-save-dir --wandb-entity | text | any | ! W&B takes its directory and entity from WANDB_DIR and WANDB_ENTITY
---logging-level | int>=0 | any | every line that is printed is meant to be read
+--logging-level | int>=0 | any | there are no log levels: every line is printed
 --use-pytorch-profiler | switch | any | --profile always writes a torch trace
 --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack --record-shapes --nvtx-ranges | switch | any | ! the torch trace of --profile holds operator names and times
 --no-one-logger --disable-msc | switch | any | nothing is reported anywhere unless asked for
@@ -143,7 +143,7 @@ CHECKED = """
 --error-injection-type | text | any | faults are not injected
 --rerun-mode | text | disabled,validate_results,report_stats | ! a step is not run again to look for faults; a NaN stops the run, see --on-nan
 --inference-batch-times-seqlen-threshold --max-tokens-to-oom | int>=-1 | any | used by inference only, there as here
---enable-experimental | switch | any | nothing here hides behind it
+--enable-experimental | switch | any | nothing here depends on it
 """
 
 REFUSED = (
@@ -209,7 +209,7 @@ REFUSED = (
         """,
     ),
     (
-        "there is no batch-invariant mode; --deterministic-mode repeats its bits",
+        "there is no batch-invariant mode; with --deterministic-mode a run repeats its results bit by bit",
         """
 --batch-invariant-mode
         """,
@@ -233,7 +233,7 @@ REFUSED = (
         """,
     ),
     (
-        "under --sequence-parallel a saved layer input is already a shard; use that",
+        "use --sequence-parallel: a layer input saved under it is already a shard",
         """
 --distribute-saved-activations
         """,
@@ -251,7 +251,7 @@ REFUSED = (
         """,
     ),
     (
-        "the global batch never changes behind your back; give one that micro-batch x data-parallel size divides",
+        "the global batch size is never changed; give a multiple of micro-batch size x data-parallel size",
         """
 --decrease-batch-size-if-needed
         """,
@@ -359,7 +359,7 @@ REFUSED = (
         """,
     ),
     (
-        "--num-distributed-optimizer-instances replicates over groups of ranks; over the groups nothing is sharded",
+        "--num-distributed-optimizer-instances shards inside each group of ranks and replicates over the groups",
         """
 --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
         """,
@@ -510,7 +510,7 @@ REFUSED = (
         """,
     ),
     (
-        "the layout is always the flags': any layout loads any checkpoint",
+        "the layout always comes from the flags: any layout loads any checkpoint",
         """
 --use-mp-args-from-checkpoint-args
         """,
@@ -522,7 +522,7 @@ REFUSED = (
         """,
     ),
     (
-        "a checkpoint is one kind of directory, written whole every --save-interval",
+        "there is one kind of checkpoint: a directory with the whole state, written every --save-interval",
         """
 --save-params-interval --non-persistent-save-interval --non-persistent-ckpt-type
 --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir
@@ -531,7 +531,7 @@ REFUSED = (
         """,
     ),
     (
-        "it is not in this version; --log-params-norm and --profile look inside a step",
+        "it is not in this version; use --log-params-norm or --profile to look inside a step",
         """
 --save-activations-interval --save-wgrads-interval --save-dgrads-interval
 --log-max-attention-logit --log-energy
@@ -693,7 +693,7 @@ DIFFERENCES = (
     (
         "--seed",
         "the initial weights depend on tp and pp",
-        "they do not: each weight is drawn from (seed, its name); data order from seed and data alone",
+        "they do not: each weight depends on (seed, its name), data order on seed and data alone",
     ),
     (
         "--swiglu --normalization --position-embedding-type --disable-bias-linear",
@@ -719,7 +719,7 @@ DIFFERENCES = (
     (
         "--pipeline-model-parallel-size",
         "cuts evenly: --num-layers must divide over the stages",
-        "balances the ranks by what layers and head cost, unless a flag cuts otherwise",
+        "balances the ranks by the cost of layers and head, unless a flag cuts otherwise",
     ),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -734,7 +734,7 @@ DIFFERENCES = (
     (
         "--main-grads-dtype",
         "bf16 needs --use-precision-aware-optimizer, and ranks add up in bf16",
-        "bf16 needs a sharded optimizer, whose sums over the ranks are fp32",
+        "bf16 needs --zero-stage 1 or more; sums over the ranks are fp32",
     ),
     (
         "--ddp-bucket-size",
@@ -754,7 +754,7 @@ DIFFERENCES = (
     (
         "--lr-wsd-decay-style, other --lr-* flags",
         "stored in a checkpoint and compared",
-        "always the flags'",
+        "always from the flags",
     ),
     ("--save-interval", "needed with --save", "left out: one checkpoint at the end"),
     (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn flags into the model's sizes, and sizes that a checkpoint knows back into flags."""
+"""Turn flags into the model's sizes, and the sizes stored in a checkpoint back into flags."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,13 +16,13 @@ from training.data.tokenizer import tokenizer_of
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
-# what a flag may say otherwise: no weight depends on it
+# flags that may differ from the checkpoint: no weight depends on them
 FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-type
     --tokenizer-model""".split()
 
 
 def of_model(m: ModelConfig) -> dict[str, Any]:
-    """Return the fields of the model's own config."""
+    """Return the fields of the model's own config (model/llama.py) by name."""
     return {name: getattr(m, name) for name in SAME} | {
         "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
         "rope_scaling_factor": m.rope_scaling_factor if m.use_rope_scaling else 0.0,
@@ -35,9 +35,9 @@ def from_checkpoint(
 ) -> dict[str, Any]:
     """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
 
-    It is the one that the run will load: under --load, or where that holds none the
-    --pretrained-checkpoint. from_hf makes the model's config of a Hugging Face one. A flag that is
-    given must say the same, but for those on which no weight depends. Raises UsageError.
+    The checkpoint is the one that the run will load: from --load, else --pretrained-checkpoint.
+    from_hf makes the model's config from a Hugging Face one. Raises UsageError where a given flag
+    on which weights depend contradicts the checkpoint, or where there is no checkpoint.
     """
     where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
     for flag, root in where:
@@ -64,7 +64,7 @@ def from_checkpoint(
 
 
 def _read(flag: str, root: Path, step: int | None) -> Checkpoint | None:
-    """Return the newest checkpoint that opens; find_latest will say why it passes over others."""
+    """Return the newest checkpoint that opens; find_latest later reports those passed over."""
     for name in candidates(root, step, flag)[0]:
         with suppress(CheckpointError):
             return open_checkpoint(Path(name))
@@ -72,7 +72,7 @@ def _read(flag: str, root: Path, step: int | None) -> Checkpoint | None:
 
 
 def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
-    """Say a model's config, and what else a checkpoint knows, in flags."""
+    """Return {flag: value} for a model's config and the checkpoint's tokenizer and length."""
     out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}
     out["--kv-channels"] = sizes.head_size
     out["--group-query-attention"] = True
@@ -96,7 +96,7 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
 
 
 def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
-    """Return the type of the tokenizer that lies in a checkpoint, and its file; it is verified."""
+    """Return the type of a checkpoint's tokenizer and the name of its file, once verified."""
     if isinstance(found, HuggingFaceDirectory):
         heads = {}
         for name in ("tokenizer.json", "tokenizer.model"):
@@ -107,6 +107,6 @@ def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
         return tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
     kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
     if file is None or file not in found.manifest["files"]:
-        return kind, None  # it lies elsewhere: --tokenizer-model must say where
+        return kind, None  # not in the checkpoint: --tokenizer-model must name it
     found.verify([file])
     return kind, file

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the command line into one checked, frozen Config; say every mistake in one sentence.
+"""Turn the command line into one checked, frozen Config; report a mistake in one sentence.
 
-The flags are Megatron-LM's, classed in `training.flags.table`; what one flag demands of another is
-in `training.flags.rules`. All of it happens before the first collective and writes nothing.
+The flags are Megatron-LM's, classified in `training.flags.table`; `training.flags.rules` holds the
+rules between flags. Parsing happens before the first collective and writes no file.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def parse(
     extra: Extra | None = None,
     from_hf: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Config:
-    """Read the flags of a run over `world_size` ranks; None: those of this program.
+    """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
     `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
-    makes the model's config of Hugging Face's, for --use-checkpoint-args. Raises UsageError naming
-    the flag, its value and the rule; `--help` prints and exits.
+    makes the model's config from Hugging Face's, for --use-checkpoint-args. Raises UsageError
+    naming the flag, its value and the rule; `--help` prints and exits.
     """
     given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
     if "--use-checkpoint-args" in given:
@@ -59,14 +59,14 @@ def parse(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Say a mistake by raising UsageError instead of printing the usage and exiting."""
+    """Raise UsageError on a mistake instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
 
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
-    """Build argparse from the table: live flags under headings, checked ones without a line."""
+    """Build argparse from the table: live flags under headings, checked ones hidden from --help."""
     parser = _Parser(
         prog="pretrain_llama.py",
         description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
@@ -102,7 +102,7 @@ def _epilog() -> str:
 
 
 def _help(flag: Flag) -> str:
-    """Write what the flag does, its unit, and its default or off-value."""
+    """Return the help text: what the flag does, its unit, and its default or off-value."""
     if flag.kind != table.LIVE_KIND:
         return argparse.SUPPRESS
     default = {f.name: f.default for f in fields(_SECTIONS[flag.group])}.get(flag.dest)
@@ -145,7 +145,7 @@ def _read(
 
 
 def _expand(token: str, own_names: set[str]) -> list[str]:
-    """Refuse a flag that is refused or unknown, and write another spelling in full."""
+    """Return the words a flag stands for; raise UsageError where it is refused or unknown."""
     name, equals, value = token.partition("=")
     if not token.startswith("--") or name in own_names or name == "--help":
         return [token]
@@ -161,7 +161,7 @@ def _expand(token: str, own_names: set[str]) -> list[str]:
 
 
 def _join_negatives(words: list[str]) -> list[str]:
-    """Write `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
+    """Join `--lr -1e-4` to `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
     out: list[str] = []
     for word in words:
         negative = word.startswith("-") and not word.startswith("--")
@@ -173,7 +173,7 @@ def _join_negatives(words: list[str]) -> list[str]:
 
 
 def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
-    """Hold a checked flag's value against what is allowed, and note what happens instead."""
+    """Raise UsageError for a value that is not allowed; note where the effect is another."""
     if flag.nargs != 0 and flag.allowed:
         values = text if isinstance(text, list) else [text]
         for value in values:
@@ -185,7 +185,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
 
 
 def _same(value: str, allowed: str) -> bool:
-    """Compare as numbers where both are numbers: 0 is 0.0."""
+    """Return whether two values are equal, as numbers where both are: 0 is 0.0."""
     try:
         return float(value) == float(allowed)
     except ValueError:
@@ -195,7 +195,7 @@ def _same(value: str, allowed: str) -> bool:
 def _assemble(
     given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
 ) -> Config:
-    """Sort the values into the dataclasses and fill what depends on more than one flag."""
+    """Sort the values into the dataclasses and fill in what depends on several flags."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in given.items():
         flag = table.known_flags()[name]
@@ -222,7 +222,7 @@ def _assemble(
     if measured and "deterministic_mode" in run:
         notes.append(
             "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
-            "so give other bits; name a path, or a --tp-comm-overlap-cache"
+            "so give other bits; name a method, or a --tp-comm-overlap-cache"
         )
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look, before a run starts, whether what the flags name is there: data, tokenizer, room to write.
+"""Check, before a run starts, that data and tokenizer exist and that outputs can be written.
 
-Nothing is opened, made or written. A dry run names the files of another machine, so it only checks
-how they are named.
+The check opens, makes and writes nothing. A dry run may name files of another machine, so it checks
+only the form of the flags.
 """
 
 import os
@@ -13,7 +13,7 @@ from training.data.split import parse_split
 
 
 def check(config: Config) -> None:
-    """Raise UsageError, naming the flag and the path, for what is missing or in the way."""
+    """Raise UsageError, naming flag and path, for a missing input or an output in the way."""
     _data(config)
     if not config.run.dry_run:
         _directories(config)
@@ -63,7 +63,7 @@ def _split(text: str) -> tuple[float, float, float]:
 
 
 def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
-    """Refuse a blend that cannot be read, or a prefix without its two files."""
+    """Refuse a blend that cannot be parsed, or a prefix without its two files."""
     try:
         prefixes, _ = parse_blend(paths, flag)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _directories(config: Config) -> None:
 
 
 def _writable(flag: str, path: str) -> None:
-    """Refuse a directory that could not be made or written. Makes nothing."""
+    """Refuse a directory that could not be made or written; make nothing."""
     standing = os.path.abspath(path)
     while not os.path.lexists(standing):
         standing = os.path.dirname(standing)

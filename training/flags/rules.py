@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the flags against each other: what must divide what, and what excludes what.
+"""Check the flags against each other: what must divide what, and what excludes what.
 
-Each rule raises UsageError with the flag, its value and the rule. Nothing here writes, and nothing
-waits for another rank: a mistake is answered before the first collective.
+Each rule raises UsageError with the flag, its value and the rule. No rule writes a file or waits
+for another rank, so a mistake is reported before the first collective.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ REQUIRED = (
     "--seq-length",
     "--lr",
 )
-# Two flags that say the same thing twice, or two things at once.
+# Pairs of flags of which only one may be given.
 EXCLUDE = (
     ("--train-iters", "--train-samples"),
     ("--bf16", "--fp64"),
@@ -57,7 +57,7 @@ EXCLUDE = (
 )
 CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
-# A flag that means nothing without another, and the line that says so.
+# (flag, flag without which it has no effect).
 IDLE = (
     ("--rope-scaling-factor", "--use-rope-scaling"),
     ("--profile-step-start", "--profile"),
@@ -78,7 +78,7 @@ IDLE = (
 
 
 def check_given(given: dict[str, Any]) -> None:
-    """Refuse a line that leaves out what has no default, or gives what excludes each other."""
+    """Refuse a command line that lacks a required flag or gives two that exclude each other."""
     for name in REQUIRED:
         if name not in given:
             raise UsageError(f"{name} is missing: it has no default")
@@ -110,7 +110,7 @@ def check_given(given: dict[str, Any]) -> None:
 
 
 def idle(given: dict[str, Any]) -> Iterator[str]:
-    """Say which given flags have nothing to act on."""
+    """Yield a line for each given flag that has nothing to act on."""
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
@@ -138,7 +138,7 @@ def check_world(layout: ParallelConfig) -> None:
 
 
 def check(config: Config) -> None:
-    """Hold a whole config against every rule."""
+    """Raise UsageError where a whole config breaks a rule."""
     _shapes(config)
     _layout(config)
     _batch(config)
@@ -171,7 +171,7 @@ def _shapes(config: Config) -> None:
 
 
 def _divides(what: str, by: str, why: str) -> None:
-    """Refuse unless the number that ends `what` is a multiple of the one that ends `by`."""
+    """Refuse unless the number at the end of `what` is a multiple of the one at the end of `by`."""
     value, divisor = int(what.split()[-1]), int(by.split()[-1])
     if value % divisor:
         raise UsageError(f"{what} is not a multiple of {by}: {why}")
@@ -189,7 +189,7 @@ def _layout(config: Config) -> None:
     elif p.tp_comm_overlap != "none":
         raise UsageError(
             f"--tp-comm-overlap {p.tp_comm_overlap} needs --sequence-parallel: without it every "
-            "rank holds the sequence whole, and no part travels that a matmul could hide"
+            "rank holds the whole sequence, and there is no communication to overlap with a matmul"
         )
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
@@ -273,9 +273,9 @@ def _run(config: Config) -> None:
         if what not in CHANGES:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
-        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load, where it lies")
+        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
     if checkpoint.save_interval is not None and checkpoint.save is None:
-        raise UsageError(f"--save-interval {checkpoint.save_interval} needs --save, where to")
+        raise UsageError(f"--save-interval {checkpoint.save_interval} needs --save")
     if log.profile:
         if log.profile_step_start >= log.profile_step_end:
             raise UsageError(

@@ -2,13 +2,13 @@
 """Classify every flag: live (it does something), checked (accepted as it stands) or refused.
 
 A newcomer finds here what a flag means, its unit and its off-value; a Megatron-LM user finds every
-flag of that program, so that none is silently ignored. The table is data. This file holds the live
-flags, one a line, and reads the others from `training.flags.megatron`; `training.flags.parse`
-builds argparse from it. Adding a live flag is a decision: a test freezes the list.
+flag of that program, so that none is silently ignored. This file holds the live flags, one a line,
+and reads the others from `training.flags.megatron`; `training.flags.parse` builds argparse from
+both. Adding a live flag is a decision: a test freezes the list.
 
 A line of the live table is `flag | rule | unit and off-value | what it does`. A rule is `switch`,
 or a type with its bound: `int>=1`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`, `one of a,b`.
-`one of a,b; bare b` may stand without a value, and then means b.
+A flag of `one of a,b; bare b` may be given without a value, and then means b.
 """
 
 import difflib
@@ -31,52 +31,52 @@ LIVE = """
 --num-query-groups | int>=1 | heads; off: as many as query heads | key/value heads of --group-query-attention, k
 --kv-channels | int>=1 | channels; default: h / a | size of one head, d
 --seq-length | int>=1 | tokens; required | length of a sample, s
---max-position-embeddings | int>=1 | tokens; default: --seq-length | longest position the model is meant for
---vocab-size | int>=1 | tokens; default: what the tokenizer says | vocabulary before padding, V
+--max-position-embeddings | int>=1 | tokens; default: --seq-length | number of positions the model is meant for
+--vocab-size | int>=1 | tokens; default: the tokenizer's | vocabulary before padding, V
 --make-vocab-size-divisible-by | int>=1 | tokens; off: 1 | pad the vocabulary to a multiple of this x tp
 --norm-epsilon | float>0 | no unit | added under RMSNorm's root
 --rotary-base | float>0 | no unit | base of the rotary frequencies
 --use-rope-scaling | switch | off: left out | scale the rotary frequencies as Llama 3.1 does
 --rope-scaling-factor | float>0 | ratio | factor of --use-rope-scaling (3.1: 8, 3.2: 32)
 --untie-embeddings-and-output-weights | switch | off: left out, one tied matrix | give the output layer its own weights
---init-method-std | float>0 | standard deviation | of the initial weights
+--init-method-std | float>0 | standard deviation | spread of the initial weights, drawn from a normal distribution around 0
 [parallel] The layout
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
 --pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
 --pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
 --num-virtual-stages-per-pipeline-rank | int>=1 | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
---num-layers-per-virtual-pipeline-stage | int>=1 | layers; off: left out | put exactly this many on every stage, which gives v
---microbatch-group-size-per-virtual-pipeline-stage | int>=1 | micro-batches; default: p | run this many through a stage before the rank's next one (interleaved)
+--num-layers-per-virtual-pipeline-stage | int>=1 | layers; off: left out | put exactly this many layers on every stage, which gives v
+--microbatch-group-size-per-virtual-pipeline-stage | int>=1 | micro-batches; default: p | run this many through one of a rank's stages before the next of its stages (interleaved)
 --pipeline-model-parallel-layout | text | stages; off: left out, balanced by cost | write the stages out: E embedding, t layer, L loss, a bar between stages, t*3 or (t...)*3 to repeat
 --decoder-first-pipeline-num-layers | int>=1 | layers; off: left out | layers of the first pipeline rank; the others share the rest evenly
 --decoder-last-pipeline-num-layers | int>=1 | layers; off: left out | layers of the last pipeline rank; the others share the rest evenly
 --account-for-embedding-in-pipeline-split | switch | off: left out | cut evenly, the embedding counted as one layer
 --account-for-loss-in-pipeline-split | switch | off: left out | cut evenly, the head with the loss counted as one layer
 --sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
---distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | library that moves the bytes
+--distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | communication library
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
---no-shared-memory | switch | off: left out | send what ranks of one host sum and gather on CPU through gloo too, as between hosts (ours, not Megatron's)
---tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | let the linear layers' parts travel while they multiply (with --sequence-parallel): messages, memory that all ranks see, or for each matmul what was measured fastest
---tp-comm-overlap-cache | text | file; off: left out, measure at each start | keep what --tp-comm-overlap auto chose for this machine, and read it instead of measuring (ours, not Megatron's)
---recompute-granularity | one of selective,full | off: left out, keep activations | selective: attention again in backward; full: whole layers
---recompute-method | one of uniform,block | default: uniform; with full only | uniform: every chunk of layers; block: the first ones
---recompute-num-layers | int>=1 | layers; default: 1 | size of a chunk (uniform) or number of layers a stage recomputes (block)
+--no-shared-memory | switch | off: left out | on a CPU, let the ranks of one host communicate through gloo instead of shared memory (ours, not Megatron's)
+--tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | communicate while the linear layers multiply (with --sequence-parallel): ring sends messages, symmetric uses memory that all ranks see, auto measures each matmul and takes the fastest
+--tp-comm-overlap-cache | text | file; off: left out, measure at each start | store what --tp-comm-overlap auto chose for this machine; a later run reads it instead of measuring (ours, not Megatron's)
+--recompute-granularity | one of selective,full | off: left out, keep activations | run again in backward, to save memory: core attention (selective) or whole layers (full)
+--recompute-method | one of uniform,block | default: uniform; with full only | recompute all layers in chunks (uniform) or the first layers of each stage (block)
+--recompute-num-layers | int>=1 | layers; default: 1 | layers of a chunk (uniform), or layers that each stage recomputes (block)
 --use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
 --zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
---zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other bits (ours; levels 2 and 3, no pipeline)
+--zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other rounding (ours; --zero-stage 2 and 3, no pipeline)
 --num-distributed-optimizer-instances | int>=1 | groups of data-parallel ranks; off: 1 | shard inside a group of ranks, replicate over the groups
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
---overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated ones under the next forward; at level 3 a block ahead
---ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at level 3 a block is a bucket
+--overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated weights during the next forward; at --zero-stage 3 one block ahead
+--ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block
 --grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
---main-grads-dtype | one of fp32,bf16 | off: fp32 | keep local gradients in this until they are sent; sums stay fp32
---optimizer-cpu-offload | switch | off: left out, on the device | keep masters and moments in host memory
---optimizer-backend | one of torch,apex,te | off: torch | whose fused AdamW kernel updates the weights; the others need CUDA and their package (ours, not Megatron's)
+--main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
+--optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
+--optimizer-backend | one of torch,apex,te | off: torch | package whose AdamW kernel updates the weights; apex and te need CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int>=1 | samples | samples of one forward on one rank, b
 --global-batch-size | int>=1 | samples; default: micro x data-parallel size | samples of one step over all ranks
---step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch from a token count on: "0:768 250B:1536"
+--step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch size, changing at these token counts: "0:768 250B:1536"
 --train-iters | int>=1 | steps; this or --train-samples | length of the run
 --train-samples | int>=1 | samples; this or --train-iters | length of the run
 [optimizer] AdamW and the learning rate
@@ -94,65 +94,65 @@ LIVE = """
 --lr-warmup-samples | int>=0 | samples; off: 0 | linear warm-up
 --lr-warmup-fraction | float[0,1) | of the decay's length; off: left out | linear warm-up
 --lr-warmup-init | float>=0 | per step; off: 0 | learning rate at sample 0 of the warm-up
---weight-decay | float>=0 | per step, times lr; off: 0 | AdamW's decay, of matrices only
+--weight-decay | float>=0 | per step, times lr; off: 0 | AdamW's decay, of matrices only, not of norms
 --adam-beta1 | float[0,1) | no unit | decay of the first moment
 --adam-beta2 | float[0,1) | no unit | decay of the second moment
 --adam-eps | float>0 | no unit | added to the root of the second moment
---clip-grad | float>=0 | global norm; off: 0 | scale the gradients down to this norm
+--clip-grad | float>=0 | global norm; off: 0 | scale the gradients down to at most this norm
 [data] Data and tokenizer
---data-path | texts | prefixes of .bin/.idx pairs, or "weight prefix ..."; off: left out | blend cut by --split
---train-data-path | texts | as --data-path; off: left out | blend for training alone
---valid-data-path | texts | as --data-path; off: left out | blend for validation alone
---test-data-path | texts | as --data-path; off: left out | blend for testing alone
+--data-path | texts | prefixes of .bin/.idx pairs, or "weight prefix ..."; off: left out | data sets to mix by weight, cut by --split
+--train-data-path | texts | as --data-path; off: left out | data sets to mix for training
+--valid-data-path | texts | as --data-path; off: left out | data sets to mix for validation
+--test-data-path | texts | as --data-path; off: left out | data sets to mix for testing
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
---mock-data | switch | off: left out | train on made-up tokens, no file read
---num-workers | int>=0 | threads; off: 0, read when asked for | threads a rank that read data ahead
+--mock-data | switch | off: left out | train on made-up tokens and read no data file
+--num-workers | int>=0 | threads; off: 0, read when needed | threads of each rank that read data ahead
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
---tokenizer-type | one of SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer,TikTokenizer,HuggingFaceTokenizer,NullTokenizer | default: NullTokenizer with --mock-data | kind of --tokenizer-model
---tokenizer-model | text | file; off: left out with NullTokenizer | .model, Llama 3's tiktoken file, or tokenizer.json
+--tokenizer-type | one of SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer,TikTokenizer,HuggingFaceTokenizer,NullTokenizer | default: NullTokenizer with --mock-data | format of --tokenizer-model
+--tokenizer-model | text | file; off: left out, with NullTokenizer | SentencePiece .model, Llama 3's tiktoken file, or tokenizer.json
 [checkpoint] Checkpoints
 --save | text | directory; off: left out | where checkpoints go
 --load | text | directory; off: left out | resume from the newest complete checkpoint there
---pretrained-checkpoint | text | directory; off: left out | begin with these weights, ours or Hugging Face's, while --load holds no checkpoint
---save-interval | int>=1 | steps; off: left out, at the end only | between two checkpoints
---save-retain-interval | int>=1 | steps; off: left out, keep every one | once a newer one is whole, delete those that are no multiple of this
---keep-last-k | int>=1 | checkpoints; off: left out, keep every one | once a newer one is whole, delete all but the newest k (ours, not Megatron's)
---async-save | switch | off: left out | copy the state and write it in the background while training goes on
---on-save-failure | one of continue,stop | default: continue | after a save that failed: go on, or end the run (ours, not Megatron's)
+--pretrained-checkpoint | text | directory; off: left out | start from these weights (Weft's or Hugging Face's) while --load holds no checkpoint
+--save-interval | int>=1 | steps; off: left out, at the end only | steps between two checkpoints
+--save-retain-interval | int>=1 | steps; off: left out, keep every one | after a complete save, delete older checkpoints whose step is no multiple of this
+--keep-last-k | int>=1 | checkpoints; off: left out, keep every one | after a complete save, delete older checkpoints until k complete ones are left (ours, not Megatron's)
+--async-save | switch | off: left out | copy the state, and write the copy in the background while training goes on
+--on-save-failure | one of continue,stop | default: continue | what to do after a failed save: go on, or end the run (ours, not Megatron's)
 --finetune | switch | off: left out | load weights only and start at sample 0
---no-load-optim | switch | off: left out | load weights and position but fresh AdamW moments
---ckpt-step | int>=0 | step; off: left out, the newest | load this checkpoint
+--no-load-optim | switch | off: left out | load weights and position in the data, but start AdamW's moments at 0
+--ckpt-step | int>=0 | step; off: left out, the newest | load the checkpoint of this step
 --use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
---allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these are not the checkpoint's (ours, not Megatron's)
+--allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these differ from the checkpoint's (ours, not Megatron's)
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
---log-interval | int>=1 | steps | between two lines
---log-json | text | file; off: left out | one JSON object a line (ours, not Megatron's)
---tensorboard-dir | text | directory; off: left out | TensorBoard events
---wandb-project | text | name; off: left out | report to Weights & Biases
+--log-interval | int>=1 | steps | steps between two log lines
+--log-json | text | file; off: left out | also log to this file, one JSON object a line (ours, not Megatron's)
+--tensorboard-dir | text | directory; off: left out | write TensorBoard events
+--wandb-project | text | name; off: left out | report to this project of Weights & Biases
 --wandb-exp-name | text | name; default: W&B's own | name of the run there
 --log-params-norm | switch | off: left out | log the norm of the parameters
---profile | switch | off: left out | write a torch trace
+--profile | switch | off: left out | write a trace of the torch profiler
 --profile-step-start | int>=0 | step | first step of the trace
 --profile-step-end | int>=0 | step | first step after the trace
---profile-ranks | ints | global ranks | ranks that write one
+--profile-ranks | ints | global ranks | ranks that write a trace
 [run] The run
---seed | int>=0 | no unit | of the initial weights and the sample order
+--seed | int>=0 | no unit | seed of the initial weights and of the sample order
 --bf16 | switch | off: left out, fp32 | weights and activations in bfloat16, fp32 masters and gradients
---fp64 | switch | off: left out, fp32 | everything in double precision, for proofs (ours, not Megatron's)
---deterministic-mode | switch | off: left out | refuse kernels that do not repeat their bits
---eval-interval | int>=1 | steps; off: left out | between two evaluations
---eval-iters | int>=0 | steps; off: 0 | global batches of one evaluation
---exit-interval | int>=1 | steps; off: left out | save and stop at a multiple of this
+--fp64 | switch | off: left out, fp32 | everything in double precision, for tests of exactness (ours, not Megatron's)
+--deterministic-mode | switch | off: left out | refuse kernels whose results differ from run to run
+--eval-interval | int>=1 | steps; off: left out | steps between two evaluations
+--eval-iters | int>=0 | steps; off: 0 | global batches in one evaluation
+--exit-interval | int>=1 | steps; off: left out | save and stop after a step that is a multiple of this
 --exit-duration-in-mins | int>=1 | minutes; off: left out | save and stop after this time
 --manual-gc | switch | off: left out | collect Python's garbage at fixed steps, all ranks together
---manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | between two collections of --manual-gc
---on-nan | one of stop,skip | default: stop | after an update that was skipped, as the gradient norm was not finite: end the run or go on (ours, not Megatron's)
+--manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | steps between two collections of --manual-gc
+--on-nan | one of stop,skip | default: stop | what to do where the gradient norm is not finite and the update was skipped: end the run or go on (ours, not Megatron's)
 --no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
---dry-run | switch | off: left out | print layout, memory, FLOPs for this WORLD_SIZE and stop (ours)
+--dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
@@ -160,7 +160,7 @@ LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: `group` is the config dataclass of a live one, `allowed` for a checked one."""
+    """One flag; a live one has a `group`, its section of Config, a checked one `allowed` values."""
 
     name: str
     kind: str
@@ -177,17 +177,17 @@ class Flag:
 
     @property
     def nargs(self) -> str | int | None:
-        """Return argparse's count of values: 0 for a switch, ? where bare will do, None for one."""
+        """Return argparse's nargs, 0 for a switch: "?" if it may be bare, None for one value."""
         counts: dict[str, str | int] = {"switch": 0, "texts": "*", "ints": "*"}
         return counts.get(self.rule, "?" if self.bare else None)
 
     @property
     def bare(self) -> str | None:
-        """Return what the flag means without a value, where it may stand so."""
+        """Return what the flag means without a value; None where it needs one."""
         return self.rule.partition("; bare ")[2] or None
 
     def convert(self, values: Any) -> Any:
-        """Turn the text given into a value. Raises UsageError naming flag, value and rule."""
+        """Return the value of the text given. Raises UsageError naming flag, value and rule."""
         if self.rule == "switch":
             return True
         if self.rule == "texts":
@@ -207,7 +207,7 @@ class Flag:
 
 
 def _number(name: str, text: str, rule: str) -> int | float:
-    """Read a number and hold it against `rule`: int or float, then >=, > or [0,1)."""
+    """Read a number and check it against `rule`: int or float, then >=, > or [0,1)."""
     kind, bound = re.fullmatch(r"(int|float)(.*)", rule).groups()  # type: ignore[union-attr]
     words = {"int": "a whole number", "float": "a number"}[kind]
     words += {"[0,1)": " from 0 to below 1"}.get(bound, f" {bound}".replace(">=", ">= "))
@@ -257,12 +257,12 @@ def headings() -> dict[str, str]:
 
 
 def live() -> list[Flag]:
-    """List the flags that do something."""
+    """Return the flags that do something."""
     return [flag for flag in known_flags().values() if flag.kind == LIVE_KIND]
 
 
 def suggest(name: str) -> str:
-    """Name the known flags closest to an unknown one, or say where the list is."""
+    """Return a hint: the known flags closest to an unknown one, or where the list is."""
     usable = [f.name for f in known_flags().values() if f.kind != REFUSED_KIND]
     close = difflib.get_close_matches(name, usable, n=3, cutoff=0.7)
     return f"did you mean {' or '.join(close)}?" if close else "--help lists the flags"

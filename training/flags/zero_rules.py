@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the flags of the sharded optimizer (ZeRO) against each other and against the layout.
+"""Check the flags of the sharded optimizer (ZeRO) against each other and against the layout.
 
-A rule raises UsageError before the first collective. A note says what a flag does not do here, so
-that nothing is silently without effect.
+A rule raises UsageError before the first collective. A note names a flag that has no effect in this
+run, so that none is ignored silently.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from training.plan.pipeline import micro_batch_counts
 INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"
 OFFLOAD = "--optimizer-cpu-offload"
-# What does nothing where a single data-parallel rank holds everything.
+# Flags without effect where there is a single data-parallel rank.
 SHARING = (
     "--use-distributed-optimizer",
     "--zero-stage",
@@ -29,7 +29,7 @@ SHARING = (
 
 
 def zero_config(config: Config) -> ZeroConfig:
-    """Return what the flags say of gradients and weights among data-parallel ranks."""
+    """Return how the flags share gradients and weights among data-parallel ranks."""
     p = config.parallel
     return ZeroConfig(
         zero_stage=p.zero,
@@ -44,7 +44,7 @@ def zero_config(config: Config) -> ZeroConfig:
 
 
 def check(config: Config) -> None:
-    """Raise UsageError for what does not go together."""
+    """Raise UsageError for flags that contradict each other or the layout."""
     p, dtype = config.parallel, config.run.dtype
     level = f"--zero-stage {p.zero}"
     if p.zero_stage == 0 and p.use_distributed_optimizer:
@@ -96,7 +96,7 @@ def check(config: Config) -> None:
 
 
 def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
-    """Say which given flags have nothing to act on, and what a level does not do here.
+    """Yield a line for each given flag without effect, and for what a ZeRO stage cannot do here.
 
     given: {flag: value} of the command line; config has been checked.
     """
@@ -111,12 +111,12 @@ def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     elif p.zero and p.shard_size == 1:
         yield (
             f"{INSTANCES} {p.num_distributed_optimizer_instances} leaves groups of one rank: "
-            f"--zero-stage {p.zero} shares nothing"
+            f"--zero-stage {p.zero} shards nothing"
         )
     elif p.zero == 3 and p.pipeline_model_parallel_size > 1:
         yield (
             "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a "
-            "step to the last, so they are shared only between steps"
+            "step to the last, so they are sharded only between steps"
         )
     elif p.zero == 3 and not p.overlap_param_gather:
         yield f"--zero-stage 3 without {overlap}: every block waits for its weights"
@@ -131,7 +131,7 @@ def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
 
 
 def _on_cpu(config: Config) -> bool:
-    """True where the run computes on the CPU; a dry run without --device is of a GPU."""
+    """Return whether the run computes on the CPU; a dry run without --device means a GPU."""
     device = config.parallel.device
     if device is None and not config.run.dry_run:
         return not torch.cuda.is_available()

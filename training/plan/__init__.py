@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Config means, by arithmetic alone: stages, batches, learning rate, memory, traffic."""
+"""Work out what a Config means: stages, batches, learning rate, memory, traffic. No ranks."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work out what a rank keeps for backward while a schedule runs.
 
-What one micro-batch of a stage keeps is measured (training/plan/rank_profile.py); the schedule says
-how many of them are kept at once. Buffers of collectives, of the allocator and of the kernels come
-on top.
+training/plan/rank_profile.py measures what one micro-batch of a stage keeps; the schedule gives how
+many micro-batches are kept at once. Not counted are the buffers of collectives, of the allocator
+and of the kernels.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from training.plan.rank_profile import RankProfile, StageProfile, rank_profile
 class Held:
     """What one pipeline rank keeps for backward at the fullest moment of a step, in bytes.
 
-    for_b and for_w: left by F's for their B's and by B's for their W's, each at its own fullest
-    moment; activations: both at once, with what a recomputed layer needs on top; logits: apart.
+    for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. activations:
+    both at their common fullest moment, plus what a recomputed layer needs. logits: not in these.
     """
 
     for_b: int
@@ -30,14 +30,14 @@ class Held:
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
-    """Measure a micro-batch on a pipeline rank, as the run's schedule executes it."""
+    """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
     stages = pipeline.rank_stages(config, provider, pp_rank)
     split = pipeline.schedule_of(config, batch_size.micro_batches(config, 0)).split
     return rank_profile(config, provider, stages, pp_rank, split)
 
 
 def held(config: Config, provider: ModelProvider) -> list[Held]:
-    """Follow the schedule, at the run's largest batch; return what each pipeline rank keeps."""
+    """Return what each pipeline rank keeps in a step of the run's largest batch."""
     ranks = range(config.parallel.pipeline_model_parallel_size)
     own = [profile(config, provider, rank).stages for rank in ranks]
     stages: dict[int, StageProfile] = {}
@@ -48,7 +48,7 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
     costs = pipeline.costs(config, provider)
     kept = simulate(schedule, costs, [s.for_b for s in cut], [s.for_w for s in cut])
     of_loss = [stage.logits for stage in cut]
-    apart = simulate(schedule, costs, of_loss, of_loss)  # their gradient waits for the head's W
+    apart = simulate(schedule, costs, of_loss, of_loss)  # logits' gradients wait for the head's W
     return [
         Held(
             int(kept.peak_for_b[rank]),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how many samples a step takes, and turn steps into samples and back, also when that varies.
+"""Compute how many samples a step takes, and turn steps into samples and back.
 
-The clock of a run is the number of samples consumed. A batch size is a step function of it: a pure
-function, so that a resumed run needs no other state, and the same for any layout.
+The clock of a run is the number of samples consumed, and the batch size is a pure function of it.
+So a resumed run needs no other state, and every layout sees the same batch sizes.
 """
 
 import math
@@ -16,9 +16,9 @@ Schedule = tuple[tuple[int, int], ...]
 def parse_schedule(text: str, seq_length: int) -> Schedule:
     """Read "0:768 250B:1536" into ((first sample, batch size), ...), sorted.
 
-    A threshold counts tokens and may end in K, M, B or T; it becomes samples by floor division with
-    `seq_length`. Raises UsageError unless the first threshold is 0, they grow by at least a sample,
-    and the sizes are at least 1.
+    A threshold counts tokens and may end in K, M, B or T; samples are threshold // seq_length.
+    Raises UsageError unless the first threshold is 0, no two thresholds fall on one sample, and
+    every size is at least 1.
     """
     steps = []
     for entry in text.strip("'\" ").replace(",", " ").split():
@@ -40,7 +40,7 @@ def parse_schedule(text: str, seq_length: int) -> Schedule:
 
 
 def _count(text: str, word: str) -> int:
-    """Read 250B, 1.5K or 768."""
+    """Return the number that 250B, 1.5K or 768 stands for."""
     factor = _SUFFIX.get(word[-1:].upper(), 1)
     try:
         value = float(word[:-1] if factor > 1 else word) * factor
@@ -56,18 +56,18 @@ def _wrong(text: str, why: str) -> UsageError:
 
 
 def schedule(config: Config) -> Schedule:
-    """Return the run's steps; a constant batch is a schedule of one."""
+    """Return the run's schedule of batch sizes; a constant size is a schedule of one entry."""
     batch = config.batch
     return batch.step_batch_size_schedule or ((0, batch.global_batch_size),)
 
 
 def global_batch_size(config: Config, consumed: int) -> int:
-    """Return how many samples the step takes that starts after `consumed` samples."""
+    """Return the number of samples in the step that starts after `consumed` samples."""
     return [size for first, size in schedule(config) if first <= consumed][-1]
 
 
 def micro_batches(config: Config, consumed: int) -> int:
-    """Return how many micro-batches each rank takes in the step that starts there."""
+    """Return each rank's number of micro-batches in the step after `consumed` samples."""
     one = config.batch.micro_batch_size * config.parallel.data_parallel_size
     return global_batch_size(config, consumed) // one
 
@@ -75,8 +75,7 @@ def micro_batches(config: Config, consumed: int) -> int:
 def samples_after(config: Config, iterations: int) -> int:
     """Return how many samples `iterations` steps from the start consume.
 
-    Closed form, one line a size: within a size the steps are equal, and a size ends with the first
-    step that reaches the next threshold.
+    A batch size ends with the first step that reaches the next threshold.
     """
     consumed, left = 0, iterations
     steps = schedule(config)
@@ -88,7 +87,7 @@ def samples_after(config: Config, iterations: int) -> int:
 
 
 def iterations_at(config: Config, samples: int, consumed: int = 0) -> int:
-    """Return how many steps it takes from `consumed` samples to at least `samples`."""
+    """Return the number of steps from `consumed` samples to at least `samples`."""
     iterations = 0
     steps = schedule(config)
     for (_, size), following in zip(steps, [*steps[1:], (None, 0)], strict=True):
@@ -99,10 +98,10 @@ def iterations_at(config: Config, samples: int, consumed: int = 0) -> int:
 
 
 def total_iterations(config: Config, iteration: int = 0, consumed: int = 0) -> int:
-    """Return the number of steps of a run that stands at `iteration`, after so many samples.
+    """Return the total number of steps of a run at `iteration`, after `consumed` samples.
 
-    --train-samples with a constant batch leaves out an incomplete last step, as in Megatron-LM;
-    with a schedule the last step may go past it, as there.
+    As in Megatron-LM, --train-samples with a constant batch size leaves out an incomplete last
+    step; with a schedule the last step may go past --train-samples.
     """
     batch = config.batch
     if batch.train_iters is not None:

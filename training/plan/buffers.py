@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out what a step allocates and frees on top of what a rank keeps, at ZeRO levels 2 and 3.
+"""Work out what a step allocates and frees on top of what a rank keeps, at ZeRO stages 2 and 3.
 
-Whole gradients live until their sum is with its owner, gathered weights while they are used. The
+A whole gradient lives until its sum is with its owner, a gathered weight while it is used. The
 order in which a step uses the blocks gives both the gathers and how much is whole at once.
 
-    level 3    take(block i): free the others, gather block i and, a block ahead, block i + 1
+    stage 3    acquire(block i): free the others, gather block i and, a block ahead, block i + 1
 """
 
 from itertools import groupby, pairwise
@@ -17,16 +17,16 @@ from training.plan.rank_memory import gradient_bytes, level
 
 
 def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[str, int]:
-    """Return the most bytes of each kind that a step allocates at one moment.
+    """Return the most bytes that a step allocates at one moment, by kind.
 
-    whole gradients: at levels 2 and 3 those of all buckets where they leave together, after the
-    last micro-batch; with --overlap-grad-reduce and one micro-batch a step, or with
-    --zero-reduce-each-microbatch, those that backward has begun and not ended, and the one on its
-    way. Buckets that are summed over another axis too are whole from the first gradient to the
-    last, and so are tied embeddings with both ends on this rank.
-    gathered weights: at level 3 the block in use, and with --overlap-param-gather the next one; in
+    whole gradients: at ZeRO stages 2 and 3 all buckets, as they leave after the last micro-batch.
+    With --overlap-grad-reduce and one micro-batch a step, or with --zero-reduce-each-microbatch:
+    the buckets that backward has begun and not ended, and the one being sent. Buckets summed over
+    a second axis are whole from the first gradient to the last, and so are tied embeddings with
+    both ends on this rank.
+    gathered weights: at stage 3 the block in use, with --overlap-param-gather the next one too; in
     a pipeline all of a rank's stages.
-    tied look-ups: at every level such tied embeddings keep the look-ups' gradient apart.
+    tied look-ups: at every stage, the look-ups' own gradient where both ends are on this rank.
     """
     flats = rank_memory.flats(config, provider, pp_rank)
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider, pp_rank)
@@ -39,8 +39,7 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
 
 
 def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[str]:
-    """Name the parameters of which rows are looked up and which another layer has a use for too, on
-    this rank: an embedding whose weight is also the output layer's."""
+    """Return the names of embeddings whose weight is also the output layer's, both on this rank."""
     named = rank_memory.parameters(config, provider, pp_rank)
     several = [name for name, param in named.items() if param.holders > 1]
     if not several:
@@ -52,7 +51,7 @@ def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list
 def _whole_gradients(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
 ) -> int:
-    """Count the elements of gradient buffers at the fullest moment of a step."""
+    """Return the elements of whole gradients at the fullest moment of a step."""
     p, count = config.parallel, max(pipeline.micro_batch_counts(config))
     if level(config) < 2:
         return 0
@@ -72,14 +71,14 @@ def _whole_gradients(
     for at, bucket in enumerate(order):
         live.add(bucket)
         fullest = max(fullest, sum(short[i].length for i in live))
-        while last.get(following, at + 1) <= at:  # it leaves, and the one before is with its owner
+        while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
             live.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
     return fullest + sum(flat.length for flat in flats if flat.axes)
 
 
 def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> int:
-    """Count the elements of whole weights at the fullest moment of a step."""
+    """Return the elements of gathered weights at the fullest moment of a step."""
     sharded = [flat.length for flat in flats if not flat.axes]
     if level(config) < 3:
         return 0
@@ -92,8 +91,10 @@ def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]
 
 
 def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> list[int]:
-    """List the shared buckets in the order in which one micro-batch uses them, without a pipeline:
-    forward, back, and forward once more where layers are run again."""
+    """Return the sharded buckets' numbers in the order in which one micro-batch uses them.
+
+    Without a pipeline: forward, backward, and forward once more where layers are recomputed.
+    """
     shared = [flat for flat in flats if not flat.axes]
     bucket_of = {name: i for i, flat in enumerate(shared) for name, _, _ in flat.params}
     used = activations.profile(config, provider).uses
@@ -103,9 +104,9 @@ def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> 
 def gathers(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], micro_batches: int
 ) -> list[int]:
-    """List the elements of every gather of shared weights in one step of level 3.
+    """Return the elements of every gather of weights in one step at ZeRO stage 3.
 
-    A step whose order of uses is known from the one before.
+    The step is not the first: the order of uses is known from the step before.
     """
     lengths = [flat.length for flat in flats if not flat.axes]
     if config.parallel.pipeline_model_parallel_size > 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say the learning rate at a point of the run: a pure function of the samples consumed so far.
+"""Compute the learning rate, a pure function of the samples consumed so far.
 
-No state: a resumed run, or one with another layout, reads the same curve. The first step of a run
-with warm-up uses --lr-warmup-init (0), as in Megatron-LM, whose formulas these are.
+A resumed run, or one with another layout, reads the same curve. The formulas are Megatron-LM's; so
+the first step of a run with warm-up uses --lr-warmup-init (0).
 
     W warm-up, D end of the decay, A length of WSD's last part, all in samples; n samples consumed
     n <= W (W > 0)   init + (peak - init) n/W
@@ -26,7 +26,7 @@ from training.plan import batch_size
 
 @dataclass(frozen=True)
 class Curve:
-    """The curve's numbers, lengths in samples."""
+    """The parameters of a learning-rate curve, lengths in samples."""
 
     peak: float
     floor: float = 0.0
@@ -57,7 +57,7 @@ def at(curve: Curve, consumed: float) -> float:
 
 
 def _fall(style: str, done: float) -> float:
-    """Return what is left of the height, from 1 at done = 0 to 0 at done = 1."""
+    """Return the factor of (peak - floor): from 1 at done = 0 to 0 at done = 1."""
     if style == "linear":
         return 1.0 - done
     if style == "cosine":
@@ -69,7 +69,7 @@ def _fall(style: str, done: float) -> float:
 
 
 def curve_of(config: Config) -> Curve:
-    """Turn the flags into samples; a step counts the samples it consumes, also when that varies."""
+    """Return the run's curve in samples; a step counts the samples that it consumes."""
     o, batch = config.optimizer, config.batch
     decay: float
     warmup: float
@@ -105,7 +105,7 @@ def learning_rate(config: Config, consumed: int) -> float:
 
 
 def decoupled_learning_rate(config: Config, consumed: int) -> float:
-    """Return that of the embedding and output layer: --decoupled-lr's curve, or the same."""
+    """Return the learning rate of embedding and output layer: --decoupled-lr's curve, if given."""
     o, curve = config.optimizer, curve_of(config)
     if o.decoupled_lr is not None:
         floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr

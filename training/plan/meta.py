@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model on meta tensors, which have shapes and no memory, fast and as its kernels would.
 
-Torch answers many an elementwise operation on meta tensors in Python, for which it first imports a
-symbolic algebra: seconds at the start of every run. `MetaOperations` answers what layers usually do
-by their shapes. Attention on meta tensors is made of products of s x s matrices; `MetaAttention`
-has another stand in for it, since its kernels neither do nor keep that.
+Torch computes many elementwise operations on meta tensors in Python and first imports SymPy, which
+takes seconds at the start of every run. `MetaOperations` answers the usual operations from their
+shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
+neither compute nor keep; `MetaAttention` calls another function instead.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
 _COMPARE |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
 
-PRODUCTS = {  # [..., n, k] x [..., k, m], and the place of the first of the two arguments
+PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arguments
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -33,7 +33,7 @@ _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
 
 
 class MetaOperations(TorchDispatchMode):
-    """Answer elementwise operations on meta tensors by their shapes, the others as torch does."""
+    """Answer common operations on meta tensors from their shapes, the others as torch does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,7 +82,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return what an elementwise operation returns: one of its arguments, or an empty tensor."""
+    """Return the result of an elementwise operation: one of its arguments, or an empty tensor."""
     name = func.overloadpacket.__name__
     for written in ("out", "grad_input"):
         if written in kwargs:
@@ -101,7 +101,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 
 def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return what a sum, a mean, a norm or an extreme over some dimensions returns."""
+    """Return the result of a sum, mean, norm or extreme over some dimensions."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     x, dims = given["self"], given.get("dim")
@@ -125,7 +125,7 @@ def _is_value(argument: Any) -> bool:
 
 
 def _common(values: list[Any]) -> torch.dtype:
-    """Return the dtype that tensors and numbers have together, the first being a tensor."""
+    """Return the dtype to which torch promotes these values, the first being a tensor."""
     out = values[0]
     for value in values[1:]:
         out = torch.empty((), dtype=torch.result_type(out, value), device=META)
@@ -144,7 +144,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 class MetaAttention(TorchFunctionMode):
-    """Let `attend` stand in for F.scaled_dot_product_attention: the same arguments."""
+    """Call `dot_product_attention` instead of F.scaled_dot_product_attention: same arguments."""
 
     def __init__(self, dot_product_attention: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -165,15 +165,16 @@ def flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand in for a flash kernel: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s,
-    e].
+    """Stand in for a flash kernel.
+
+    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e].
     """
     out: Tensor = _FlashAttention.apply(q, k, v)
     return out
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keep what the flash kernels keep: q, k, v, the output, and a sum in fp32 for each query."""
+    """Save what flash kernels save: q, k, v, the output, and a log-sum-exp for each query."""
 
     @staticmethod
     def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,11 +191,10 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class MetaRecompute(Recompute):
-    """Recompute as ever; what runs again in backward, where autograd lets no mode of torch's
-    functions in, has its attention stood in for too."""
+    """Recompute with the stand-in for attention: MetaAttention is not active in backward."""
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run`, its attention stood in for, recomputed where that was asked for."""
+        """Return `run` with the stand-in for attention, recomputed where that was asked for."""
         return super().selective(_standing_in(run))
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:

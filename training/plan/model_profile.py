@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a model instead of knowing it: its parameters, and the FLOPs of each of its parts.
+"""Measure a model: its parameters, and the FLOPs of each of its parts.
 
-The model is built and run on meta tensors, which have shapes and no memory. Whatever it is, a copy
-of model/llama.py that was changed included, what is read here is its own. What a rank keeps and
-sends is measured in training/plan/rank_profile.py.
+The model is built and run on meta tensors, which have shapes and no memory. Nothing here knows the
+model, so a changed copy of model/llama.py is measured as it is. training/plan/rank_profile.py
+measures what a rank keeps and sends.
 
     Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
     the embedding            layer 0             layer L - 1       the head
@@ -31,11 +31,11 @@ from training.plan.meta import META, PRODUCTS, MetaAttention, MetaOperations
 
 
 class StagedModel(Protocol):
-    """What the trainer asks of a model: to run one of its stages, and to tell its parameters."""
+    """The interface of a model to the trainer: run one of its stages, name its parameters."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages that it holds, one a chunk."""
+        """Return the stages that the model holds, one for each chunk."""
 
     def __call__(
         self,
@@ -47,8 +47,10 @@ class StagedModel(Protocol):
         hidden: Tensor | None = None,
         chunk: int = 0,
     ) -> Tensor:
-        """Run a chunk: tokens [b, s] or hidden -> hidden; on the last stage -> the loss of each
-        token [b, s], without labels the logits."""
+        """Run a chunk: tokens [b, s], or hidden after the first stage -> hidden.
+
+        The last stage returns the loss of each token [b, s], without labels the logits.
+        """
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of what travels between stages."""
@@ -63,7 +65,7 @@ class StagedModel(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Build one rank's model: its stages of it, or all of it. Profiles are cached by it."""
+    """Build a rank's stages of the model, or all of it. Hashable, as profiles are cached by it."""
 
     def __hash__(self) -> int: ...
 
@@ -79,9 +81,9 @@ class ModelProvider(Protocol):
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The model's parameters, padding not counted, and what a token's forward costs, in FLOPs.
+    """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
 
-    core: of `layers`, what Recompute.selective wraps, which selective recomputation repeats.
+    core: the share of each of `layers` that selective recomputation repeats (core attention).
     """
 
     parameters: int
@@ -92,13 +94,15 @@ class ModelProfile:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of a token's forward and backward, which costs twice the forward."""
+        """Return the FLOPs of a token's forward and backward; backward is twice the forward."""
         return 3.0 * (self.embedding + sum(self.layers) + self.head)
 
 
 class ParameterProfile(NamedTuple):
-    """A parameter of a rank: its local shape, its entry in the layout of buckets, and how many
-    modules hold it (a tied weight has several)."""
+    """A parameter of a rank: its local shape and its entry in the layout of buckets.
+
+    holders: how many modules hold it; a tied weight has several.
+    """
 
     shape: tuple[int, ...]
     entry: ParamEntry
@@ -106,12 +110,11 @@ class ParameterProfile(NamedTuple):
 
 
 def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
-    """Count the model's parameters and FLOPs, the vocabulary unpadded, on one rank.
+    """Return the parameters and FLOPs of the whole model, the vocabulary unpadded.
 
-    Counted are matrix products; of attention (F.scaled_dot_product_attention) the two products,
-    half of the square where it is causal or masked; look-ups and elementwise work are left out
-    (Chowdhery et al. 2022, appendix B, with the causal half). Raises ValueError where the size of
-    the vocabulary is not known yet.
+    The FLOPs are those of matrix products (Chowdhery et al. 2022, appendix B). The two products of
+    attention (F.scaled_dot_product_attention) count half where it is causal or masked. Look-ups and
+    elementwise work do not count. Raises ValueError where the vocabulary size is not known yet.
     """
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
@@ -140,13 +143,13 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
 
 
 def plannable(config: Config) -> Config:
-    """Return the config without what no model depends on, so that profiles are found again."""
+    """Return the config without the ZeRO stage, on which no profile depends: a cache key."""
     p = replace(config.parallel, zero_stage=None, use_distributed_optimizer=False)
     return replace(config, parallel=p)
 
 
 def grid_of(config: Config, pp_rank: int) -> Grid:
-    """Return the grid of the first rank of a pipeline rank, without process groups."""
+    """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
     p = config.parallel
     t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     first = Launch(pp_rank * t * p.data_parallel_size, p.world_size)
@@ -165,7 +168,7 @@ def rank_model(
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
-    trace: hears of its collectives, none of which is sent (mpu/comm/meta.py).
+    trace: is called for each collective; none is sent (mpu/comm/meta.py).
     """
     p = config.parallel
     grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
@@ -185,7 +188,7 @@ def rank_model(
 def rank_parameters(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int
 ) -> dict[str, ParameterProfile]:
-    """Return the parameters of a pipeline rank by name, in definition order, each once."""
+    """Return {name: parameter} of a pipeline rank in definition order, each parameter once."""
     return _rank_parameters(plannable(config), provider, tuple(stages), pp_rank)
 
 
@@ -210,12 +213,12 @@ def accumulate_dtype(config: Config) -> torch.dtype:
 
 
 class _Flops(MetaOperations):
-    """Count the FLOPs of matrix products since `take`: all of them, and those inside a core."""
+    """Count the FLOPs of matrix products since `take`: all, and those in core attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all = self.core = 0
-        self.inside = False  # a core runs
+        self.inside = False  # core attention is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:
@@ -249,14 +252,14 @@ class _Flops(MetaOperations):
 
 
 class _CountedRecompute(Recompute):
-    """Recompute nothing; let the counter know where the attention core runs."""
+    """Recompute nothing; tell the counter where core attention runs."""
 
     def __init__(self, flops: _Flops) -> None:
         super().__init__()
         self.flops = flops
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run` with its FLOPs counted as the core's."""
+        """Return `run` with its FLOPs counted as core attention's."""
 
         def inside(*inputs: Any) -> Tensor:
             self.flops.inside = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the flags into pipeline stages and a schedule, and tell what they cost: no ranks.
+"""Turn the flags into pipeline stages and a schedule, and compute their cost, without ranks.
 
 p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
@@ -21,7 +21,7 @@ PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 SPLIT = "in_pipeline_split"
-# What cuts the layers otherwise than by the automatic balance.
+# Flags that replace the automatic balance of the layers.
 CUTS = (
     LAYOUT,
     PER_STAGE,
@@ -33,9 +33,9 @@ CUTS = (
 
 
 def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
-    """Return the p v stages in order, balanced by what the model's parts cost.
+    """Return the p v stages in order, by default balanced by the cost of the model's parts.
 
-    Raises UsageError naming the flag by which the layers do not add up.
+    Raises UsageError naming the flags with which the layers do not add up.
     """
     layers = config.model.num_layers
     if config.parallel.pipeline_model_parallel_size == 1:  # nothing to balance
@@ -47,7 +47,7 @@ def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
 def _cut(
     config: Config, embedding: float, layers: tuple[float, ...], head: float
 ) -> tuple[Stage, ...]:
-    """Return the p v stages of layers of these costs between two ends of these."""
+    """Return the p v stages for the costs of the embedding, each layer and the head."""
     p = config.parallel
     try:
         return layout.stages(
@@ -69,13 +69,13 @@ def _cut(
 
 
 def rank_stages(config: Config, provider: ModelProvider, pp_rank: int) -> tuple[Stage, ...]:
-    """Return what a pipeline rank holds, in the order of its chunks."""
+    """Return the stages of a pipeline rank, in the order of its chunks."""
     cut = stages_of(config, provider)
     return tuple(cut[stage] for stage in own_stages(config, pp_rank))
 
 
 def own_stages(config: Config, pp_rank: int) -> list[int]:
-    """Number the stages of a pipeline rank, in the order of its chunks."""
+    """Return the numbers of a pipeline rank's stages, in the order of its chunks."""
     p = config.parallel
     size, v_shape = p.pipeline_model_parallel_size, p.schedule in V_SHAPED
     chunks = range(p.virtual_stages)
@@ -83,9 +83,9 @@ def own_stages(config: Config, pp_rank: int) -> list[int]:
 
 
 def schedule_of(config: Config, micro_batches: int) -> Schedule:
-    """Return what every rank does in a step of so many micro-batches.
+    """Return the schedule of a step of so many micro-batches.
 
-    Raises UsageError where the schedule has no such form.
+    Raises UsageError where --pipeline-schedule cannot run that many.
     """
     p, one = config.parallel, config.batch.micro_batch_size
     try:
@@ -105,7 +105,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
 
 
 def recomputed_layers(config: Config, stage: Stage) -> int:
-    """Count the layers of a stage that run again in backward as a whole."""
+    """Return the number of layers of a stage that backward recomputes as a whole."""
     p, layers = config.parallel, len(stage.layers)
     if p.recompute_granularity != "full":
         return 0
@@ -113,7 +113,7 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
 
 
 def costs(config: Config, provider: ModelProvider) -> Costs:
-    """Return the FLOPs a token of every stage: F = B = W, recomputation on top of B."""
+    """Return the FLOPs a token of every stage: F = B = W, plus recomputation in B."""
     model, cut = model_profile(config, provider), stages_of(config, provider)
     forward = [
         sum(model.layers[s.first : s.last]) + s.loss * model.head + s.embedding * model.embedding
@@ -126,14 +126,14 @@ def costs(config: Config, provider: ModelProvider) -> Costs:
 
 
 def messages(config: Config, pp_rank: int) -> int:
-    """Count what a pipeline rank sends for one micro-batch: activations on, gradients back."""
+    """Return a pipeline rank's sends for one micro-batch: activations on, gradients back."""
     own, p = own_stages(config, pp_rank), config.parallel
     last = p.pipeline_model_parallel_size * p.virtual_stages - 1
     return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
 
 
 def lines(config: Config, provider: ModelProvider) -> list[str]:
-    """Tell what each pipeline rank holds, and how long it waits, for rank 0 to print first."""
+    """Return lines on what each pipeline rank holds and how long it waits; rank 0 prints them."""
     p = config.parallel
     size, v = p.pipeline_model_parallel_size, p.virtual_stages
     if size == 1:
@@ -161,7 +161,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
-    """Write what a rank holds: "embedding + layers 0-1 | layers 8-9"."""
+    """Return what a rank holds as text: "embedding + layers 0-1 | layers 8-9"."""
     return " | ".join(_told(stage) for stage in stages)
 
 
@@ -184,9 +184,9 @@ def even(cost: Costs) -> Costs:
 
 
 def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
-    """Work out v where a flag of the cut gives it; else return None.
+    """Return v where a layout or a number of layers a stage gives it; else None.
 
-    parallel: values of the flags given, by field. Raises UsageError where they do not divide.
+    parallel: {field: value} of the flags given. Raises UsageError where they do not divide.
     """
     p = parallel.get("pipeline_model_parallel_size", 1)
     written = parallel.get("pipeline_model_parallel_layout")
@@ -219,13 +219,13 @@ def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
 
 
 def micro_batch_counts(config: Config) -> list[int]:
-    """List every number of micro-batches that a step, or an evaluation, of the run takes."""
+    """Return every number of micro-batches that a step, or an evaluation, of the run takes."""
     one = config.batch.micro_batch_size * config.parallel.data_parallel_size
     return sorted({size // one for _, size in batch_size.schedule(config)})
 
 
 def check(config: Config) -> None:
-    """Refuse a cut or a schedule that does not work out, at any batch size of the run."""
+    """Raise UsageError unless cut and schedule are possible at every batch size of the run."""
     p = config.parallel
     size, v = p.pipeline_model_parallel_size, p.virtual_stages
     source = _gives_v(p)
@@ -246,13 +246,13 @@ def check(config: Config) -> None:
         raise UsageError(
             f"{GROUP} {group} needs --pipeline-schedule interleaved and {VIRTUAL} of at least 2"
         )
-    _cut(config, 0.0, (1.0,) * config.model.num_layers, 0.0)  # costs move layers, and refuse none
+    _cut(config, 0.0, (1.0,) * config.model.num_layers, 0.0)  # no cost makes a cut impossible
     for count in micro_batch_counts(config):
         schedule_of(config, count)
 
 
 def _gives_v(p: ParallelConfig) -> str:
-    """Name the flag, with its value, from which the number of virtual stages comes."""
+    """Return the flag, with its value, that gives the number of virtual stages."""
     for flag in (LAYOUT, PER_STAGE, VIRTUAL):
         value = getattr(p, flag[2:].replace("-", "_"))
         if value is not None:
@@ -261,7 +261,7 @@ def _gives_v(p: ParallelConfig) -> str:
 
 
 def _cut_by(p: ParallelConfig) -> str:
-    """Name the flags that the cut follows, with their values."""
+    """Return the flags, with their values, by which the layers are cut."""
     given = [f"{SIZE} {p.pipeline_model_parallel_size}"]
     for flag in CUTS:
         value = getattr(p, flag[2:].replace("-", "_"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out what a rank holds from step to step: no ranks, no memory.
+"""Work out what a rank holds from step to step, without ranks and without that memory.
 
-Parameters by name and shape, the buckets they lie in, the bytes of weights, gradients and optimizer
-state. What comes and goes in a step is in training/plan/buffers.py and
-training/plan/activations.py, what is sent in training/plan/traffic.py.
+That is: parameters by name and shape, their buckets, the bytes of weights, gradients and optimizer
+state. training/plan/buffers.py and training/plan/activations.py work out what comes and goes in a
+step, training/plan/traffic.py what is sent.
 """
 
 from math import prod
@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes(config: Config, provider: ModelProvider, pp_rank: int = 0) -> Shapes:
-    """Return the shapes of what a pipeline rank holds of its parameters, by name."""
+    """Return the local shapes of a pipeline rank's parameters, by name."""
     return {name: p.shape for name, p in parameters(config, provider, pp_rank).items()}
 
 
@@ -36,29 +36,29 @@ def parameters(
 
 
 def count(parameters: Shapes) -> int:
-    """Count the numbers in these parameters."""
+    """Return the number of elements in these parameters."""
     return sum(prod(shape) for shape in parameters.values())
 
 
 def accumulate_bytes(config: Config) -> int:
-    """Return the bytes of a gradient, master or moment."""
+    """Return the bytes of one element of a master, a moment or a sum of gradients."""
     return accumulate_dtype(config).itemsize
 
 
 def gradient_bytes(config: Config) -> int:
-    """Return the bytes of a main gradient, where a rank adds up its micro-batches."""
+    """Return the bytes of one element of a main gradient, a rank's sum over micro-batches."""
     return 2 if config.parallel.main_grads_dtype == "bf16" else accumulate_bytes(config)
 
 
 def level(config: Config) -> int:
-    """Return the ZeRO level in effect: a rank that shares with no one keeps everything."""
+    """Return the ZeRO stage in effect: 0 where a group of sharding ranks has one rank."""
     return config.parallel.zero if config.parallel.shard_size > 1 else 0
 
 
 def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[BucketLayout]:
-    """Lay the parameters of a pipeline rank out in buckets, as ParamAndGradBuffer.attach does.
+    """Return a pipeline rank's parameters laid out in buckets, as ParamAndGradBuffer.attach does.
 
-    Without --ddp-bucket-size the rank with most parameters sets the size for all.
+    Without --ddp-bucket-size the rank with most parameters sets the size of all buckets.
     """
     p = config.parallel
     held = [
@@ -72,11 +72,13 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
 
 
 def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
-    """Return the bytes of parameters, gradients, masters and moments that a rank keeps, wherever
-    these lie: masters in host memory are apart from the weights, whatever the dtype of these."""
+    """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
+
+    Host memory is included; masters there are separate from the weights whatever their dtype.
+    """
     size, p = config.run.dtype.itemsize, config.parallel
     acc = accumulate_bytes(config)
-    shared = level(config) or min(p.zero, 1)  # alone, an owner's sums are of all
+    shared = level(config) or min(p.zero, 1)  # a single rank still keeps owner's sums
     kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
     if offloaded(config):
         kept["masters"] = kept["moments"] // 2
@@ -84,15 +86,15 @@ def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
 
 
 def offloaded(config: Config) -> bool:
-    """True where optimizer state lies in another memory than the weights."""
+    """Return whether optimizer state lies in another memory than the weights."""
     return config.parallel.optimizer_cpu_offload and config.parallel.device != "cpu"
 
 
 def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
-    """Return the bytes in host memory of what --optimizer-cpu-offload keeps there.
+    """Return the bytes that --optimizer-cpu-offload keeps in host memory.
 
-    Of the owned part a gradient, a master and two moments, and where weights are narrower the
-    weights that go up.
+    They are a gradient, a master and two moments of the owned part, and, where weights are
+    narrower, the weights to be copied to the device.
     """
     if not offloaded(config):
         return 0

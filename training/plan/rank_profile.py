@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what one pipeline rank's model keeps and sends in a micro-batch, by running it.
 
-It runs on meta tensors (training/plan/meta.py): forward through each of its chunks, then backward,
-then the weight gradients where the schedule parts these. Nothing is sent: a trace hears what would
-be.
+The model runs on meta tensors (training/plan/meta.py): forward through each of its chunks, then
+backward, in which the weight gradients follow each chunk's B where the schedule separates them.
+Nothing is sent: a trace records each collective instead.
 
     F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
 """
@@ -27,7 +27,7 @@ from training.plan.model_profile import ModelProvider, StagedModel, plannable, r
 
 
 class Collective(NamedTuple):
-    """One collective of a micro-batch: in F, B or W, with the bytes of the whole tensor."""
+    """One collective of a micro-batch. phase: F, B or W. bytes: of the whole tensor."""
 
     axis: str
     verb: str
@@ -39,10 +39,10 @@ class Collective(NamedTuple):
 class StageProfile:
     """What a stage keeps of one micro-batch, in bytes, and what it sends for it.
 
-    for_b, for_w: from F to B and from B to W, the logits apart. Counted are floating-point tensors
-    that autograd saves, or that a weight gradient waits with, each memory once; no weights, and no
-    tables that micro-batches share. logits: kept from F to B; their gradient, of the same size,
-    waits for W. again: kept at once by what runs again in B, its inputs included.
+    for_b, for_w: kept from F to B and from B to W, without the logits: the floating-point tensors
+    that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
+    nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
+    same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
     """
 
     for_b: int
@@ -56,9 +56,9 @@ class StageProfile:
 class RankProfile:
     """What a rank's model does in one micro-batch.
 
-    stages: in the order of its chunks. uses: the parameters in the order in which they are used
-    (GradientSink.acquire), gradients: in the order in which a gradient is done. looked_up:
-    whose gradient comes by rows. hidden_bytes: of what travels between stages.
+    stages: in the order of its chunks. uses: names of parameters in the order of their uses
+    (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
+    parameters whose gradient comes by rows. hidden_bytes: of the tensor sent between stages.
     """
 
     stages: tuple[StageProfile, ...]
@@ -71,9 +71,9 @@ class RankProfile:
 def rank_profile(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
 ) -> RankProfile:
-    """Run a micro-batch of the run's size through a pipeline rank's stages.
+    """Run a micro-batch of the run's size through a pipeline rank's stages; return its profile.
 
-    split: the schedule parts W from B.
+    split: whether the schedule separates W from B.
     """
     return _rank_profile(plannable(config), provider, tuple(stages), pp_rank, split)
 
@@ -119,7 +119,7 @@ class _Run:
         self.size = (config.batch.micro_batch_size, config.model.seq_length)
         self.dtype = config.run.dtype
         self.recomputes = config.parallel.recompute_granularity == "full"
-        # what a micro-batch before this one keeps too is not this one's
+        # a first micro-batch finds the storages that micro-batches share: these are not counted
         self.shared, self.logits = _Saved(), torch.Size()
         self.before = [self._run(chunk, self.shared, labels=False) for chunk in self.chunks]
         for chunk, stage in enumerate(model.stages):
@@ -184,7 +184,7 @@ class _Run:
 
 
 class _Saved:
-    """Tensors that are kept for a while: the memories they lie in, each counted once."""
+    """The storages of tensors that are kept for a while, each counted once."""
 
     def __init__(self, others: "dict[int, _Storage] | None" = None) -> None:
         self.others = others or {}
@@ -192,7 +192,7 @@ class _Saved:
         self.live = self.peak = 0
 
     def pack(self, tensor: Tensor) -> "_Kept":
-        """Keep a tensor for as long as what is returned lives."""
+        """Keep a tensor for as long as the object returned lives."""
         return _Kept(self, tensor)
 
     @staticmethod
@@ -200,13 +200,13 @@ class _Saved:
         return kept.tensor
 
     def bytes(self, logits: torch.Size) -> tuple[int, int]:
-        """Return the bytes kept now, and of these those of tensors of the logits' shape."""
+        """Return the bytes kept now, and how many of them have a tensor of the logits' shape."""
         of_logits = [s.bytes for s in self.storages.values() if logits in s.shapes]
         return self.live, sum(of_logits) if logits else 0
 
 
 class _Storage:
-    """One memory: its bytes, the shapes of the tensors in it, and how many of them are kept."""
+    """One storage: its bytes, the shapes of the tensors in it, and how many of them are kept."""
 
     def __init__(self, nbytes: int) -> None:
         self.bytes, self.users = nbytes, 0
@@ -214,7 +214,7 @@ class _Storage:
 
 
 class _Kept:
-    """One tensor that is kept."""
+    """One tensor that is kept; its storage is counted until this object dies."""
 
     def __init__(self, saved: _Saved, tensor: Tensor) -> None:
         self.tensor, self.saved, self.key = tensor, saved, -1
@@ -239,7 +239,7 @@ class _Kept:
 
 
 class _Sink(GradientSink):
-    """Note the order in which parameters are used, and their gradients done; add nothing."""
+    """Record the order in which parameters are used and their gradients ready; add nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Sink(GradientSink):
 
 
 class _Queue(WeightGradientQueue):
-    """Note what weight gradients that wait hold."""
+    """Record the tensors that deferred weight gradients keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class _Queue(WeightGradientQueue):
 
 
 class _Trace:
-    """Note every collective, by the chunk and the phase it is of."""
+    """Record every collective with its chunk and its phase."""
 
     def __init__(self) -> None:
         self.at = (-1, "")

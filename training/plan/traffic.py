@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out what one rank sends in a step: which collectives, of how many bytes. Scalars and what
-happens at start-up are left out.
+"""Work out what one rank sends in a step: which collectives, of how many bytes.
 
-What a micro-batch sends for its hidden states is measured (training/plan/rank_profile.py); the sums
-of gradients and the gathers of weights follow from the buckets.
+training/plan/rank_profile.py measures what a micro-batch sends for its hidden states; the sums of
+gradients and the gathers of weights follow from the buckets. Scalars and start-up are left out.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ from training.plan.model_profile import ModelProvider, grid_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in one step: how many, and the bytes of the whole tensor of each."""
+    """Collectives of one kind in a step: their number, and the bytes of each whole tensor."""
 
     axis: str
     verb: str
@@ -28,8 +27,10 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Return the bytes one rank sends a step: of a collective, in a ring, (size - 1)/size of
-        the tensor, twice for an all-reduce."""
+        """Return the bytes one rank sends in a step.
+
+        A ring sends (size - 1)/size of the tensor, twice that for an all-reduce.
+        """
         if self.verb == "send":
             return self.times * self.bytes
         factor = 2 if self.verb == "all-reduce" else 1
@@ -37,11 +38,10 @@ class Traffic:
 
 
 def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
-    """List what a rank sends in a step; scalars and start-up are left out.
+    """Return what a rank sends in a step.
 
-    For each micro-batch what its model does in F, B and W, and a stage's output and its input's
-    gradient; once a step the gradients that are summed over another axis than the data-parallel
-    one (of which see `_data`).
+    For each micro-batch: the model's collectives in F, B and W, and between stages outputs and
+    gradients of inputs. Once a step: gradients summed over another axis than dp. `_data`: over dp.
     """
     p, grid = config.parallel, grid_of(config, pp_rank)
     steps = batch_size.micro_batches(config, 0)
@@ -59,8 +59,10 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
 
 
 def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) -> list[Traffic]:
-    """List the sums of gradients over other axes: norms under sequence parallelism over tp, tied
-    embeddings over the two ends of the pipeline."""
+    """Return the sums of gradients over axes other than dp.
+
+    Norms under sequence parallelism are summed over tp, tied embeddings over embd (row "pp").
+    """
     sizes: Counter[str] = Counter()
     for param in rank_memory.parameters(config, provider, pp_rank).values():
         for axis in param.entry.axes:
@@ -73,13 +75,13 @@ def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) 
 
 
 def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
-    """List what a rank sends to those with other samples.
+    """Return what a rank sends over dp.
 
-    Level 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes it a reduce-scatter
-    in bf16 and an all-gather of the sums. From level 1 on gradients are reduce-scattered, once a
-    step or, with --zero-reduce-each-microbatch, once a micro-batch; with several instances of the
-    optimizer the sums of a share are all-reduced across them. Updated weights are all-gathered once
-    a step; at level 3 blocks are gathered when a micro-batch uses them, in a pipeline once a step.
+    ZeRO stage 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes that a
+    reduce-scatter in bf16 and an all-gather of the sums. From stage 1 on gradients are
+    reduce-scattered, once a step or, with --zero-reduce-each-microbatch, once a micro-batch;
+    several instances of the optimizer all-reduce their sums. Updated weights are all-gathered once
+    a step; at stage 3 blocks are gathered when a micro-batch uses them, in a pipeline once a step.
     """
     p, steps = config.parallel, batch_size.micro_batches(config, 0)
     acc, weight = rank_memory.accumulate_bytes(config), config.run.dtype.itemsize

@@ -226,7 +226,7 @@ MISTAKES = [
     ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "the latter is --on-nan skip"),
     ("--use-megatron-fsdp", 1, "is refused: sharding is --zero-stage: no_shard is 0, optim 1"),
     ("--data-parallel-sharding-strategy optim_grads_params", 1, "optim_grads_params 3"),
-    ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances replicates"),
+    ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances shards"),
     ("--megatron-fsdp-grad-comm-dtype bf16", 1, "gradients follow --main-grads-dtype and --grad"),
     ("--fsdp-double-buffer", 1, "with --overlap-param-gather also the next one"),
     ("--optimizer-offload-fraction 0.5", 1, "0.5: only 1.0 is accepted; --optimizer-cpu-offload"),

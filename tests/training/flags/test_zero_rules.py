@@ -113,7 +113,7 @@ NOTES = [
         "--zero-stage 3 --overlap-param-gather --pipeline-model-parallel-size 2",
         4,
         "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a step "
-        "to the last, so they are shared only between steps",
+        "to the last, so they are sharded only between steps",
     ),
     (
         "--optimizer-cpu-offload --device cpu",
@@ -129,7 +129,7 @@ NOTES = [
     (
         f"--zero-stage 2 {INSTANCES} 4",
         4,
-        f"{INSTANCES} 4 leaves groups of one rank: --zero-stage 2 shares nothing",
+        f"{INSTANCES} 4 leaves groups of one rank: --zero-stage 2 shards nothing",
     ),
     (
         "--zero-stage 1",
