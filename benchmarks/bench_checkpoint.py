@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_step import command, output  # noqa: E402
-from mpu.comm.collectives import all_gather, barrier  # noqa: E402
+from mpu.comm.collectives import all_gather, barrier, group_of  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint.stage import Background, Staging  # noqa: E402
@@ -126,7 +126,7 @@ def be_rank(args: argparse.Namespace) -> None:
     if launch.world > 1:
         grid.connect(torch.device("cpu"), dist.PrefixStore("weft", meet(WAIT, launch)), WAIT)
         grid.add_background(WAIT)
-        behind = grid.background.group
+        behind = group_of(grid.background)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         behind = dist.group.WORLD

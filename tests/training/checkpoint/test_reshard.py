@@ -133,7 +133,7 @@ def stop_and_go_on(comm, case: Case, root: str, behind: bool) -> list[float]:
     to the same bits of all that the rank keeps. behind: it is written when the third has changed
     the weights already, during the fourth."""
     grid = comm.grid(case["tp"], pp=case["pp"], instances=case.get("instances", 1))
-    if behind and grid.background.group is None:
+    if behind and grid.background.transport is None:
         grid.add_background(timedelta(seconds=60))
     state, straight = Canonical(case), canonical.build(grid, case)
     with saver_of(straight, root, behind) as saver:
