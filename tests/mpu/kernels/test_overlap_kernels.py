@@ -200,6 +200,7 @@ def test_the_turns_of_gpus(interpreted):
 
 def run_path(comm, shapes):
     """Run a column and a row layer and all gradients over the kernels and by `none`."""
+    import copy
     from dataclasses import replace
 
     from mpu.comm.collectives import group_of
@@ -212,7 +213,7 @@ def run_path(comm, shapes):
     same = []
     with pytest.MonkeyPatch.context() as patch:
         space, axis = gpu_workspace(comm, patch)
-        grid = comm.grid(tp=comm.size)
+        grid = copy.copy(comm.grid(tp=comm.size))
         grid.tp = replace(axis, transport=CudaSymmetricTransport(group_of(axis), space))
         for seed, (n, b, k, o) in enumerate(shapes):
             found = []

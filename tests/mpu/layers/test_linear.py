@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Column and row parallel layers against one matmul; a deferred weight gradient changes no bit."""
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -107,7 +108,7 @@ class Sent:
 
 def rounded(comm) -> None:
     """Another recipe: what travels and is saved is its operand; the twin multiplies the same."""
-    grid, recipe, trace = comm.grid(2), Rounding(), Sent()
+    grid, recipe, trace = copy.copy(comm.grid(2)), Rounding(), Sent()
     grid.tp = replace(grid.tp, trace=trace)
     ctx = LayerContext(grid, True, torch.float64, torch.float64, sink=GradientSink(torch.float64))
     column = ColumnParallelLinear(IN, OUT, ctx=ctx, recipe=recipe)

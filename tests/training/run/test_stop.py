@@ -66,7 +66,7 @@ def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
         calls.append("off it")
 
     empty = torch.empty
-    monkeypatch.setattr(stop_module, "all_reduce", lambda x, axis, async_op: (x, Reduced()))
+    monkeypatch.setattr(stop_module, "all_reduce", lambda x, axis, async_op, label: (x, Reduced()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the step")
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kw: empty(*args, **kw))
