@@ -249,7 +249,7 @@ class Saver:
         return found
 
     def _find(self, flag: str, root: str, fresh: bool) -> tuple[int, int] | None:
-        """Load the checkpoint at `root`, if any; return (iteration, samples). fresh: from (0, 0)."""
+        """Load a checkpoint at `root`; return (iteration, samples), (0, 0) if `fresh`, or None."""
         c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device
         if checkpoint.is_hugging_face(root, grid, device) and not fresh:
             fresh = True
