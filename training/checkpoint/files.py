@@ -145,9 +145,9 @@ def fsync_directory(path: Path) -> None:
 def hold_directory(path: Path, holder: object) -> Path:
     """Open a directory that is no link and belongs to this user or root; return a path to read by.
 
-    On Linux, while `holder` lives, the path leads to this very directory, even if another one takes
-    its name. The mode is not checked: some file systems show everything as writable by everybody.
-    Raises CheckpointError.
+    Raises CheckpointError. On Linux, while `holder` lives, the path leads to this very directory,
+    even if another one takes its name. The mode is not checked: some file systems show everything
+    as writable by everybody.
     """
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:

@@ -186,8 +186,7 @@ def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[s
 def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list[str], list[str]]:
     """Return what might be loaded, newest first, and unfinished saves that are newer than all that.
 
-    Raises CheckpointError where `root` is no directory, holds another program's checkpoint, or
-    lacks `step`.
+    Raises CheckpointError where `root` is no directory, is another program's, or lacks `step`.
     """
     if not os.path.lexists(root):
         if step is not None:

@@ -93,7 +93,7 @@ class HuggingFaceDirectory(Checkpoint):
                 )
 
     def file_of(self, name: str) -> str:
-        """Name the file that holds a tensor."""
+        """Return the name of the file that holds a tensor."""
         return str(self.index[name]["parts"][0][0])
 
     def check_names(self, names: Collection[str]) -> None:
@@ -197,7 +197,7 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         )
     texts = header.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise refuse("its __metadata__ is no table of texts")
+        raise refuse("its __metadata__ is not an object of strings")
     found, spans = {}, []
     for name, entry in header.items():
         try:
@@ -206,7 +206,7 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         except (TypeError, KeyError, ValueError):
             raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
         if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
-            raise refuse(f"shape and data_offsets of {name} are not a few counts")
+            raise refuse(f"shape or data_offsets of {name} are not up to 8 counts")
         if not isinstance(dtype, str) or dtype not in BY_NAME:
             raise CheckpointError(
                 f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"

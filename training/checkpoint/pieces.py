@@ -2,8 +2,7 @@
 """Describe what a rank holds in a checkpoint's terms: rectangles of canonical tensors.
 
 A checkpoint never speaks of ranks, fused sections or padding, so any layout can read what any other
-wrote. Optimizer state stands beside its parameter: `model.norm.weight.exp_avg` has the shape of
-`model.norm.weight`.
+wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ class NamedPiece:
 
     @property
     def key(self) -> str:
-        """Name inside a safetensors file: the canonical one where the tensor is whole."""
+        """The name inside a safetensors file: the canonical one where the tensor is whole."""
         if self.sizes == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.starts))}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report what a run would do before it starts: layout, memory, work, traffic.
 
-WORLD_SIZE may be any: the model is built and run on meta tensors, and no process group, device or
-file is touched.
+It works for any WORLD_SIZE: the model is built and run on meta tensors, and no process group, no
+device and no file is touched.
 """
 
 from dataclasses import replace
@@ -136,11 +136,11 @@ def _memory(
         "moments": "AdamW's two",
         "whole gradients": "for a while in a step, until their sum is with its owner",
         "gathered weights": "for a while in a step",
-        "tied look-ups": "the embedding's gradient of one weight's two uses, until they are added",
+        "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
-    remarks["masters"] = remarks["masters"] or "none: the parameters are their own"
+    remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     if rank_memory.offloaded(config):
         remarks |= {"masters": "in host memory", "moments": "in host memory"}
     for kind in shared_kinds(config):
@@ -154,7 +154,7 @@ def _memory(
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
         remarks["logits"] = (
-            "as many micro-batches as wait; the gradient of one takes the same memory"
+            "all micro-batches that wait; the gradient of one takes the same memory"
         )
         remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())

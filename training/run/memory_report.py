@@ -61,7 +61,7 @@ def lines(
     for kind, found in peaks.items():
         if found or stated[kind]:
             why = (
-                "the formula is of the second step on, with the most micro-batches; "
+                "the formula holds from the second step on, with the most micro-batches; "
                 "a block that mpu.gradients.use has touched is whole until its backward"
             )
             out.append(_line(f"{kind}, at most", found, stated[kind], why))

@@ -25,9 +25,8 @@ class StopSignal:
     `received`, and the run saves and ends after the current step. Later signals change nothing:
     srun, slurmstepd and torchrun each send one, and no save may be cut short. The exception is a
     Ctrl-C more than ECHO seconds after the first, which ends the run at once. (Within ECHO it is
-    the same key press: the terminal signals every process, and torchrun forwards its own.) If the
-    main thread is stuck in a wait and cannot raise, a guard thread ends the process after PATIENCE
-    seconds.
+    the same key press: the terminal signals every process, and torchrun forwards its own.) Where
+    the main thread is stuck in a wait and cannot raise, a guard ends it after PATIENCE seconds.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
     a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
@@ -218,8 +217,7 @@ class Agreement:
     def close(self) -> Heard:
         """Wait for what all ranks reported of the last step and return it, once.
 
-        Call it before a save, which must not hold a skipped step, and before the process group
-        ends.
+        Call it before a save, which must not hold a skipped step, and before the groups end.
         """
         last, self._asked = self._asked, None
         return last.read() if last else Heard()
