@@ -153,9 +153,7 @@ def _memory(
         remarks["activations"] = (
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
-        remarks["logits"] = (
-            "all micro-batches that wait; the gradient of one takes the same memory"
-        )
+        remarks["logits"] = "all micro-batches that wait; the gradient of one takes the same memory"
         remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
     lines = [
