@@ -144,7 +144,7 @@ def _verified(
         loads, mine = [0] * grid.world.size, []
         for name in sorted(files, key=lambda name: -files[name]["size"]):
             ranks = [rank for rank, bit in enumerate(readers[name]) if bit == "1"]
-            if ranks:  # one that reads it later, then from its host's cache
+            if ranks:  # one of those that load it hashes it, and so has it in its host's cache
                 rank = min(ranks, key=loads.__getitem__)
                 loads[rank] += files[name]["size"]
                 mine += [name] if rank == grid.world.rank else []
@@ -184,7 +184,7 @@ def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[s
 
 
 def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list[str], list[str]]:
-    """Return what might be loaded, newest first, and unfinished saves that are newer than all that.
+    """Return the directories that might be loaded, newest first, and newer unfinished saves.
 
     Raises CheckpointError where `root` is no directory, is another program's, or lacks `step`.
     """

@@ -5,8 +5,8 @@ The newest checkpoints stay, down to the K-th that is whole; older ones are remo
 steps to be retained for good. Whole means checked: this run wrote or verified the directory, or
 hashes all its files now, and in both cases its files have their sizes at this moment. A damaged one
 is not counted and, among the newest, stays for whoever wants to look at it. So with fewer than K
-whole ones no step is removed, and the only whole one never is. (A directory set aside for a
-successor of its step is removed where that is counted.)
+whole ones no step is removed, and the only whole one never is. (A directory that was set aside is
+removed where its successor is counted.)
 
 A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed.
 One rank does all this, without a message to the others.
@@ -46,7 +46,7 @@ def prune(
         multiples and the last stay. Both None: nothing is removed.
     good: names known to be whole, because this run wrote or verified them; what is verified here is
         added, so that the next call does not hash it again.
-    note: called with a line for each damaged checkpoint and each failed removal, no error either.
+    note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
     """
     try:

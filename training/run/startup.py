@@ -136,7 +136,7 @@ def refuse(
     """Print what is wrong in one sentence, once a node, and return `code`.
 
     All ranks fail with the same message, so the first rank of a node prints it. alone: the ranks
-    have not compared yet; this rank tells those that wait for it, and prints where it cannot.
+    have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
     text = str(error)
     if isinstance(error, OSError) and error.filename:
