@@ -11,10 +11,10 @@
     python tools/checkpoint.py consolidate runs/llama --save runs/whole
     python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
 
-A place is a run's directory, of which the newest whole checkpoint is taken and named, or a step's
-directory; show and diff also take a Hugging Face directory. Every command holds one tensor in
-memory at most, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff a
-difference; 2 for what cannot be done, with a sentence that says why.
+PLACE is the directory of a step, or of a run, whose newest whole checkpoint is then taken and
+named; show, diff and convert also take a Hugging Face directory. Every command holds at most one
+tensor in memory, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff
+a difference; 2 for an error, with a sentence that says why.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def run_directory(root: Path) -> Path:
-    """Return the directory of a run. Raises ValueError for anything else."""
+    """Return `root` where it is a run's directory. Raises ValueError for anything else."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a directory")
     if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
@@ -64,7 +64,7 @@ def do_list(args: argparse.Namespace) -> int:
 
 
 def do_verify(args: argparse.Namespace) -> int:
-    """Hash; return 1 where something is damaged."""
+    """Hash every file; return 1 where one is damaged."""
     place, damaged = args.place, 0
     if STEP.fullmatch(place.name) or (place / MANIFEST).exists():
         steps = [place]
@@ -77,7 +77,7 @@ def do_verify(args: argparse.Namespace) -> int:
 
 
 def do_show(args: argparse.Namespace) -> int:
-    """Print what a checkpoint is."""
+    """Print what a checkpoint holds."""
     found = open_newest(args.place, hashed=False)
     print(found.directory)
     print("\n".join(show(found, args.tensors)))
@@ -98,7 +98,7 @@ def do_diff(args: argparse.Namespace) -> int:
 
 
 def do_convert(args: argparse.Namespace) -> int:
-    """Bring a model in from Hugging Face's format, or take one out."""
+    """Convert a model from or to Hugging Face's format."""
     if args.from_hf:
         made = import_hf(args.from_hf, args.save)
         print(f"{args.from_hf} -> {made}; train on from it with --load {args.save} --finetune")
@@ -137,21 +137,21 @@ def do_prune(args: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
-    """Read a count of at least 1."""
+    """Parse a count of at least 1. Raises ValueError."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
 def gigabytes(text: str) -> float:
-    """Read a positive size."""
+    """Parse a positive size. Raises ValueError."""
     if not 0 < float(text) < 1e9:
         raise ValueError
     return float(text)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the commands' flags."""
+    """Build the parser of all commands and their flags."""
     shape = argparse.RawDescriptionHelpFormatter
     main = argparse.ArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
     commands = main.add_subparsers(required=True, metavar="COMMAND")

@@ -24,24 +24,24 @@ Say = Callable[[str], None]
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Spell a Hugging Face config.json as our checkpoints do."""
+    """Convert a Hugging Face config.json to the form of our checkpoints."""
     return hf_config(from_hf_config(config))
 
 
 def warn(line: str) -> None:
-    """Tell what was passed over, apart from the tool's own output."""
+    """Print a warning or an error to stderr, apart from the tool's own output."""
     print(f"checkpoint: {line.removeprefix('checkpoint ')}", file=sys.stderr)
 
 
 class Room:
-    """Memory that one tensor after another uses: a C library's malloc, asked for thousands of a few
-    MB each, would leave holes that add up to the whole model."""
+    """Memory that one tensor after another reuses. With a malloc for each of thousands of tensors
+    of some MB, the holes in the heap would add up to the whole model."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor, of arbitrary values, in the place of the one before."""
+        """Return an uninitialized tensor in the memory of the one before."""
         size = prod(shape) * dtype.itemsize
         if size > len(self._bytes):
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -49,9 +49,9 @@ class Room:
 
 
 def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
-    """Open a step's directory, the newest whole one of a run's, or a Hugging Face directory.
+    """Open a step's directory, the newest whole step of a run, or a Hugging Face directory.
 
-    hashed: every file is hashed first, and one that is damaged is passed over, as at a resume.
+    hashed: hash every file first and pass over a damaged checkpoint, as a resume does.
     Raises CheckpointError where there is none.
     """
 
@@ -68,8 +68,10 @@ def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
 def stream(
     checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None = None
 ) -> list[NamedPiece]:
-    """List whole tensors, each read when it is written, in `dtype` or the stored one; what is read
-    lasts until the next one is."""
+    """Return whole tensors as pieces that are read when they are written, in `dtype` or as stored.
+
+    A tensor that was read is valid until the next one is read.
+    """
     read, converted = Room(), Room()
 
     def piece(name: str) -> NamedPiece:
@@ -89,13 +91,13 @@ def stream(
 
 
 def check_empty(root: Path) -> None:
-    """Raise ValueError where checkpoints are already: a resume could not tell whose is whose."""
+    """Raise ValueError where `root` has checkpoints: a resume could not tell whose is whose."""
     if root.is_dir() and candidates(root, None)[0]:
         raise ValueError(f"--save {root} already holds checkpoints; choose another directory")
 
 
 def attached(checkpoint: Checkpoint, names: Container[str] | None = None) -> dict[str, bytes]:
-    """Read the small files that a checkpoint keeps beside its tensors, all or those in `names`."""
+    """Return {name: bytes} of a checkpoint's small files beside its tensors: all or of `names`."""
     files = checkpoint.manifest["files"]
     return {
         name: read_checked(checkpoint.directory / name, files[name])
@@ -108,7 +110,7 @@ def attached(checkpoint: Checkpoint, names: Container[str] | None = None) -> dic
 def consolidate(place: Path, root: Path, file_bytes: int) -> tuple[Path, Path]:
     """Write the newest whole checkpoint again as one writer would have: whole tensors, few files.
 
-    Returns the directories read and written. Raises CheckpointError, SaveError.
+    Return the directories read and written. Raises CheckpointError, SaveError, ValueError.
     """
     found = open_newest(place, hashed=True)
     if isinstance(found, HuggingFaceDirectory):

@@ -15,12 +15,16 @@ from training.checkpoint.huggingface import BY_NAME
 
 BLOCK = 1 << 20  # elements of each side in memory
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element
-OF_A_SAVE = ("layout", "torch_version")  # who wrote it, not what
+OF_A_SAVE = ("layout", "torch_version")  # keys that say who wrote it, not what; not compared
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors of one shape differ: bits, values, and where first (row-major)."""
+    """How two tensors of one shape differ: in how many elements, by how much, and where first.
+
+    largest: the largest absolute difference. first: the row-major first index that differs; here
+    and there are the values at it.
+    """
 
     elements: int
     largest: float
@@ -39,8 +43,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def compare_states(a: Checkpoint, b: Checkpoint) -> list[tuple[str, Any, Any]]:
-    """List (key, value in a, value in b) where their states differ, the config's keys among them;
-    None where one has no such key."""
+    """List (key, value in a, value in b) where the states differ; None for a missing key."""
     left, right = dict(flatten(a.state)), dict(flatten(b.state))
     return [
         (key, left.get(key), right.get(key))
@@ -52,8 +55,10 @@ def compare_states(a: Checkpoint, b: Checkpoint) -> list[tuple[str, Any, Any]]:
 def compare_tensors(
     a: Checkpoint, b: Checkpoint, name: str, rooms: Sequence[Room]
 ) -> Difference | None:
-    """Compare a tensor that both have in the same shape; None where all bits are equal (or, between
-    two dtypes, all values)."""
+    """Compare a tensor that both have in one shape; return None where it is equal.
+
+    Equal is to the bit, or between two dtypes in value.
+    """
     shape = a.index[name]["shape"]
     dtypes = [BY_NAME[side.index[name]["dtype"]] for side in (a, b)]
     count, largest, found = 0, 0.0, None
@@ -83,7 +88,7 @@ def compare_tensors(
 
 
 def blocks(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape, into (starts, sizes) of some rows, about BLOCK elements or one row."""
+    """Yield blocks (starts, sizes) of whole rows of a shape: at most BLOCK elements, or one row."""
     rest = (0,) * (len(shape) - 1)
     rows = max(1, BLOCK // max(1, prod(shape[1:])))
     if not shape:
@@ -100,7 +105,7 @@ def read(side: Checkpoint, name: str, starts: tuple[int, ...], target: Tensor) -
 
 
 def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
-    """Yield a line for each difference; none where there is none."""
+    """Yield a line for each difference."""
     if not tensors_only:
         for key, left, right in compare_states(a, b):
             yield f"state   {key}: {left!r} | {right!r}"

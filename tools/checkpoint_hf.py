@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a Hugging Face Llama in as a checkpoint, or take a checkpoint out as a Hugging Face
-directory. One tensor is in memory at a time; what is written is complete or absent."""
+"""Convert a Hugging Face Llama to a checkpoint, or a checkpoint to a Hugging Face directory.
+
+One tensor is in memory at a time. What is written is complete or absent.
+"""
 
 import os
 import secrets
@@ -60,7 +62,7 @@ def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> Non
 
 
 def tokenizer_files(root: Path) -> dict[str, bytes]:
-    """Read the tokenizer's files of a directory."""
+    """Return {name: bytes} of the tokenizer's files in a directory."""
     found = {}
     for name in TOKENIZER_FILES:
         if os.path.lexists(root / name):
@@ -70,7 +72,7 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
 
 
 def import_hf(source: Path, root: Path) -> Path:
-    """Write a Hugging Face directory as the checkpoint of step 0. Returns its directory."""
+    """Write a Hugging Face directory as a checkpoint of step 0; return the new directory."""
     if not source.is_dir():
         raise ValueError(f"--from-hf {source} is not a directory")
     found = HuggingFaceDirectory(source, from_hf)
@@ -95,7 +97,7 @@ def import_hf(source: Path, root: Path) -> Path:
 def export_hf(
     place: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int, tokenizer: Path | None
 ) -> Path:
-    """Write the newest whole checkpoint as a Hugging Face directory. Returns the one read."""
+    """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to-hf {target} exists and is not an empty directory")
     found = open_newest(place, hashed=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what stands in a directory of checkpoints, what is whole, and what is in one of them."""
+"""List the checkpoints of a run, verify them, and show what is in one of them."""
 
 import re
 import time
@@ -21,7 +21,7 @@ PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Yield rows as lines, cells under one another; the columns in `right` end flush."""
+    """Yield rows as lines of aligned columns; the columns in `right` are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     for row in rows:
         cells = [
@@ -32,7 +32,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterato
 
 
 def size_of(n: int) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes as text in decimal units."""
     for unit, bytes_ in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if n >= bytes_:
             return f"{n / bytes_:.1f} {unit}"
@@ -40,7 +40,7 @@ def size_of(n: int) -> str:
 
 
 def layout_of(state: dict[str, Any]) -> str:
-    """Write the layout that saved: the world and its axes of more than one rank."""
+    """Return the layout of the run that saved: its ranks, and its axes of more than one rank."""
     layout = state.get("layout", {})
     axes = [f"{axis} {n}" for axis, n in layout.items() if axis != "world_size" and n > 1]
     ranks = layout.get("world_size", 1)
@@ -48,7 +48,7 @@ def layout_of(state: dict[str, Any]) -> str:
 
 
 def saved_at(directory: Path) -> str:
-    """Tell when a checkpoint's manifest, or a Hugging Face config, was written."""
+    """Return when a checkpoint's manifest, or a Hugging Face config, was written."""
     for name in (MANIFEST, "config.json"):
         if (directory / name).exists():
             when = time.localtime((directory / name).stat().st_mtime)
@@ -81,18 +81,18 @@ def list_steps(root: Path) -> Iterator[str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Name what killed saves and removals left."""
+    """Return the names of what killed saves and removals left."""
     names = (path.name for path in root.iterdir())
     return sorted(name for name in names if UNFINISHED.fullmatch(name) or TRASH.fullmatch(name))
 
 
 def bytes_of(found: Checkpoint) -> int:
-    """Add up the sizes of a checkpoint's files."""
+    """Return the total size of a checkpoint's files in bytes."""
     return sum(info["size"] for info in found.manifest["files"].values())
 
 
 def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
-    """Hash every file of each checkpoint; yield (whole, a line) for one after the other."""
+    """Hash every file of each checkpoint; yield (whether it is whole, a line about it)."""
     for directory in directories:
         try:
             found = Checkpoint(directory)
@@ -113,7 +113,7 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
 
 
 def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
-    """Yield what a checkpoint is: progress, layout, config and, if asked, each tensor."""
+    """Yield lines on a checkpoint: progress, layout, config and, if asked, each tensor."""
     state = found.state
     weights: list[dict[str, Any]] = []
     optimizer: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ def _summary(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def _writers(entry: dict[str, Any]) -> str:
-    """Say which ranks wrote the parts of a tensor, as ranges; the files where no rank did."""
+    """Return which ranks wrote the parts of a tensor, as ranges, or the files if no ranks did."""
     files = sorted({part[0] for part in entry["parts"]})
     matches = [WRITER.fullmatch(file) for file in files]
     if not all(matches):

@@ -5,9 +5,8 @@
 
 For each step: the samples consumed before it, its batch size, and a SHA-256 of the (sample,
 dataset, document, offset) of all its rows, as the loaders of all data-parallel ranks hand them out.
-The lines depend on data, seed, sequence length and batch size only: whatever the number of ranks,
-the micro-batch, the workers and the point of resumption, they must be the same. `--rows` also lists
-the rows.
+The lines depend on data, seed, sequence length and batch size only. They must be the same for every
+number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows.
 """
 
 import argparse
@@ -69,7 +68,7 @@ def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags and print the ledger; returns the exit status."""
+    """Read the flags and print the ledger; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--first-step", type=int, default=1, help="step to begin with, from 1")
     parser.add_argument("--steps", type=int, default=10, help="number of steps")

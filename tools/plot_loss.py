@@ -54,7 +54,7 @@ def smooth(curve: Curve, share: float = 0.04) -> Curve:
 def draw(
     curves: dict[str, Curve], output: Path, title: str, references: list[tuple[float, str]]
 ) -> None:
-    """Write the picture."""
+    """Draw the curves and write the picture to `output`."""
     import matplotlib
 
     matplotlib.use("Agg")

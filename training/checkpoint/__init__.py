@@ -7,10 +7,10 @@
       state.json        all that is not a tensor: progress, config, tokenizer, model sizes
       rank_00000-000.safetensors ...
 
-pieces       what a rank holds, as rectangles of canonical tensors; which holder writes one
-files        bytes that are on disk when the call returns, with their sums
+pieces       what a rank holds, as rectangles of canonical tensors, and which holder writes each
+files        bytes that are on disk when the call returns, with their checksums
 manifest     what the three JSON files say, checked when read
-agree        one failure on one rank becomes everybody's
+agree        a failure on one rank becomes a failure on all
 lock         one writer a directory
 save         write aside, then rename
 stage        copy, and save in a thread while training goes on

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do something on every rank and know on every rank how it went everywhere.
+"""Run something on every rank and let every rank know how it went on all of them.
 
-A disk fills on one rank; the others must not go on to a collective that it will never reach. So
-each phase ends with an exchange of what happened, and what is decided from it is the same
-everywhere.
+When a disk fills on one rank, the others must not go on to a collective that it never reaches. So
+each phase ends with an exchange of outcomes, from which every rank decides the same.
 """
 
 import json
@@ -34,7 +33,7 @@ def together(
     """Run work() here and return every rank's outcome, in rank order. Values travel as JSON.
 
     world: the axis of all ranks. device: where its collectives need their tensors (nccl: the rank's
-    GPU). An Exception becomes an outcome; anything harsher (KeyboardInterrupt) goes on its way.
+    GPU). An Exception becomes an outcome; any other BaseException (KeyboardInterrupt) is raised.
     """
     try:
         mine = {"value": work()}
@@ -50,6 +49,6 @@ def together(
 
 
 def first_error(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the first failure, those of another model before those of a bad file."""
+    """Return the failure of the lowest rank, mismatches before all others, or None."""
     failed = [o for o in outcomes if o.error]
     return min(failed, key=lambda o: (not o.mismatch, o.rank), default=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name what can go wrong with a checkpoint. Each message is one sentence for whoever started us."""
+"""Define what can go wrong with a checkpoint. Each message is one sentence for the user."""
 
 
 class CheckpointError(ValueError):
@@ -11,4 +11,4 @@ class MismatchError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint was not written. What was there before still is."""
+    """A checkpoint was not written. Earlier ones are untouched."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put bytes on disk so that they are there after a crash, and know their sums.
+"""Put bytes on disk so that they survive a crash, and compute their checksums.
 
 Files are made with mode 0600 and never through a link or over an existing file. A safetensors file
-is 8 bytes of header length, a JSON header, then the tensors one after another; it is written here
-piece by piece, summed on the way, so that a save holds one tensor in host memory at a time. Reading
+is 8 bytes of header length, a JSON header, then the tensors one after another. It is written and
+checksummed here piece by piece, so that a save holds one tensor in host memory at a time. Reading
 uses the safetensors library.
 
-There are two sums. XXH3-128 (https://xxhash.com) runs as fast as memory: it is what a load
-compares, and an accident escapes it once in 2^128. SHA-256, several times slower, is what
-`tools/checkpoint.py verify` and sha256sum compare, where somebody might have wanted to deceive.
+There are two checksums. XXH3-128 (https://xxhash.com) runs as fast as memory: a load compares it,
+and an accident escapes it once in 2^128. SHA-256 is several times slower but hard to forge:
+`tools/checkpoint.py verify` and sha256sum compare it.
 """
 
 import errno
@@ -30,20 +30,20 @@ from training.checkpoint.errors import CheckpointError
 from training.checkpoint.pieces import NamedPiece, dtype_name
 
 Hook = Callable[[str], None]
-SUMS: dict[str, tuple[Any, str]] = {  # as they stand in a manifest
+SUMS: dict[str, tuple[Any, str]] = {  # by their keys in a manifest
     "sha256": (hashlib.sha256, "SHA-256"),
     "xxh3_128": (xxhash.xxh3_128, "XXH3-128"),
 }
 
 
 class _Hashed:
-    """A new file that sums what goes through it; leaving the block without error fsyncs it.
+    """A new file that checksums what is written; leaving the block without error fsyncs it.
 
-    Of large data SHA-256 is computed in a thread while it is written, and another one lets the
-    disk begin with it before the end.
+    One thread computes the SHA-256 of large data while it is written. Another calls fsync from
+    time to time, so that the disk begins before the end.
     """
 
-    CHUNK, AHEAD = 16 << 20, 64 << 20  # bytes: of a write; written between two syncs
+    CHUNK, AHEAD = 16 << 20, 64 << 20  # bytes in one write; bytes between two fsyncs
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -94,14 +94,14 @@ class _Hashed:
 
 
 def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
-    """Write a new file. Returns its size and sums."""
+    """Write a new file; return its size and checksums."""
     with _Hashed(path) as out:
         out.write(data)
     return out.info()
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Write a new JSON file. Returns its size and sums."""
+    """Write a new JSON file; return its size and checksums."""
     return write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
@@ -111,7 +111,7 @@ def write_safetensors(
     hook: Hook = lambda phase: None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Write pieces under their keys. Returns size and sums; calls hook("piece") before each."""
+    """Write pieces under their keys, hook("piece") before each; return size and checksums."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for piece in pieces:
@@ -143,11 +143,11 @@ def fsync_directory(path: Path) -> None:
 
 
 def hold_directory(path: Path, holder: object) -> Path:
-    """Open a directory, no link, that belongs to us or to root; return a path to read it by.
+    """Open a directory that is no link and belongs to this user or root; return a path to read by.
 
-    While `holder` lives that path leads to this very directory (on Linux), also when another one
-    takes its name. Its mode is not looked at: some file systems show all as everybody's to write.
-    Raises CheckpointError.
+    Raises CheckpointError. On Linux, while `holder` lives, the path leads to this very directory,
+    even if another one takes its name. The mode is not checked: some file systems show everything
+    as writable by everybody.
     """
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -171,9 +171,9 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """Open a file to read: a plain one, reached by no link of its own name, ours or root's.
+    """Open a plain file to read, which must be no link and belong to this user or to root.
 
-    Raises CheckpointError naming the file. Never waits, as opening a pipe would.
+    Raises CheckpointError naming the file. It never blocks, as opening a pipe would.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -193,12 +193,12 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def check_size(path: Path, size: int) -> None:
-    """Raise CheckpointError unless `path` is a plain file of that many bytes."""
+    """Raise CheckpointError unless `path` is a plain file of `size` bytes."""
     open_sized(path, size).close()
 
 
 def open_sized(path: Path, size: int) -> BufferedReader:
-    """Open a plain file that has so many bytes. Raises CheckpointError."""
+    """Open a plain file of `size` bytes to read. Raises CheckpointError."""
     file = open_plain(path)
     found = os.fstat(file.fileno()).st_size
     if found != size:
@@ -208,15 +208,17 @@ def open_sized(path: Path, size: int) -> BufferedReader:
 
 
 def check_file(path: Path, info: dict[str, Any], sha256: bool = False) -> None:
-    """Raise CheckpointError unless `path` has the size of `info` and its XXH3-128 or, where that is
-    asked for or the only one there, its SHA-256."""
+    """Raise CheckpointError unless `path` has the size and the checksum of `info`.
+
+    The checksum is SHA-256 where `sha256` is set or `info` has no other, else XXH3-128.
+    """
     kind = "sha256" if sha256 or "xxh3_128" not in info else "xxh3_128"
     with open_sized(path, info["size"]) as file:
         _check_sum(path, hashlib.file_digest(file, SUMS[kind][0]), kind, info)
 
 
 def read_checked(path: Path, info: dict[str, Any]) -> bytes:
-    """Return the bytes of a small file after checking size and SHA-256."""
+    """Return the bytes of a small file after checking size and SHA-256. Raises CheckpointError."""
     with open_sized(path, info["size"]) as file:
         data = file.read(info["size"] + 1)
     _check_sum(path, hashlib.sha256(data), "sha256", info)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the newest checkpoint that is whole, the same on every rank, and say why newer ones are not.
+"""Find the newest whole checkpoint, the same on every rank, and print why newer ones are not whole.
 
-What counts is what stands in the directories: a name under which a save was renamed, a manifest,
-sizes and hashes that agree. The ranks share the hashing, each file once. A checkpoint that is sound
-but of another model is refused, not skipped: an older one would be of that model too.
+A whole one has a name that only finished saves get, a manifest, and files of the sizes and hashes
+that it lists. The ranks share the hashing, each file once. A checkpoint that is sound but of
+another model is refused, not skipped: an older one would be of that model too.
 """
 
 import os
@@ -41,13 +41,13 @@ def find_latest(
 ) -> Checkpoint | None:
     """Return the newest whole checkpoint under `root` (or at `root`, a step's directory), or None.
 
-    flag: what named `root`, for messages.
+    flag: the flag that named `root`, for messages.
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
         (`cast` lets dtypes differ).
     expect: the model's hf_config; its fields are compared.
-    suits: what else is asked of it; raises MismatchError.
-    from_hf: reads the sizes from a foreign config.json as hf_config has them.
-    step: only that one.
+    suits: a further check; raises MismatchError, or CheckpointError to pass it over.
+    from_hf: converts any Llama's config.json to the form of our hf_config.
+    step: consider this step only.
     note: called on rank 0 with a line for each newer directory that is passed over.
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
     checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
@@ -95,8 +95,10 @@ def find_latest(
 def open_checkpoint(
     directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Checkpoint:
-    """Open a directory of ours, or of Hugging Face's. Raises CheckpointError, which for the latter
-    is a MismatchError."""
+    """Open a directory of ours or of Hugging Face's.
+
+    Raises CheckpointError, which is a MismatchError for the latter.
+    """
     if not (directory / CONFIG).exists() or (directory / MANIFEST).exists():
         return Checkpoint(directory)
     try:
@@ -111,9 +113,9 @@ def _verified(
     pieces: Sequence[NamedPiece],
     device: torch.device | None,
 ) -> Checkpoint | Outcome:
-    """Read a checkpoint and hash what any rank will load of it, each file once, all ranks at it.
+    """Read a checkpoint and hash the files that any rank will load, each on one of the ranks.
 
-    Returns the same on every rank: the checkpoint, or the first failure.
+    Return the same on every rank: the checkpoint, or the first failure.
     """
     opened: list[Checkpoint] = []
 
@@ -137,12 +139,12 @@ def _verified(
     if failed is None:
         (checkpoint,) = opened
         files = checkpoint.manifest["files"]
-        asked = zip(*(o.value[0] for o in outcomes), strict=True)  # a column a file
+        asked = zip(*(o.value[0] for o in outcomes), strict=True)  # one column a file
         readers = dict(zip(sorted(files), asked, strict=True))
         loads, mine = [0] * grid.world.size, []
         for name in sorted(files, key=lambda name: -files[name]["size"]):
             ranks = [rank for rank, bit in enumerate(readers[name]) if bit == "1"]
-            if ranks:  # of those who read it, so that it is in their host's cache by then
+            if ranks:  # one of those that load it hashes it, and so has it in its host's cache
                 rank = min(ranks, key=loads.__getitem__)
                 loads[rank] += files[name]["size"]
                 mine += [name] if rank == grid.world.rank else []
@@ -166,7 +168,10 @@ def is_hugging_face(
 
 
 def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[str]:
-    """Name the directories of later steps whose files all have their sizes, oldest first."""
+    """Return the names of later steps' directories with files of the right sizes, oldest first.
+
+    apart_from: directories to leave out.
+    """
     found, known = [], {Path(name).resolve() for name in apart_from}
     for name in reversed(candidates(root, None, "--save")[0]):
         match = STEP.fullmatch(Path(name).name)
@@ -179,10 +184,9 @@ def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[s
 
 
 def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list[str], list[str]]:
-    """List what might be loaded, newest first, and the directories of saves that never finished.
+    """Return the directories that might be loaded, newest first, and newer unfinished saves.
 
-    Raises CheckpointError where `root` is no directory, holds another program's checkpoint, or
-    lacks `step`.
+    Raises CheckpointError where `root` is no directory, is another program's, or lacks `step`.
     """
     if not os.path.lexists(root):
         if step is not None:
@@ -217,7 +221,7 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
 
 
 def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
-    """Raise CheckpointError for a directory that Megatron-LM wrote, naming the way here."""
+    """Raise CheckpointError for a directory that Megatron-LM wrote; it says how to convert it."""
     megatron = [
         name
         for name in entries

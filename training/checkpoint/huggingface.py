@@ -2,9 +2,9 @@
 """Open a Hugging Face directory as if a run had saved it, without trusting it.
 
 It is a Checkpoint whose index is made from the headers of its safetensors files, so that any layout
-reads the slices it needs and no more. There are no hashes to verify: what can be checked is that
-the files are plain, ours, of the sizes that their headers ask for, and hold what the index lists
-and the model needs. Files that are pickles are not read.
+reads only the slices it needs. There are no hashes to verify. Instead it is checked that the files
+are plain, belong to this user or root, have the sizes that their headers ask for, and hold what the
+index lists and the model needs. Pickles are not read.
 """
 
 import os
@@ -35,9 +35,9 @@ ROWS = 1024  # of two embeddings, compared at a time
 class HuggingFaceDirectory(Checkpoint):
     """The weights of a Hugging Face directory. Raises CheckpointError naming the file and the rule.
 
-    from_hf: spells any Llama's config.json as our checkpoints do. state: {"hf_config": the config
-    so spelt, "iteration": 0, "consumed_samples": 0}. config: config.json as it is. The second copy
-    of tied embeddings is in no index; verify() compares it.
+    from_hf: converts any Llama's config.json to the form of our checkpoints. state: {"hf_config":
+    the result, "iteration": 0, "consumed_samples": 0}. config: config.json as it is. A second copy
+    of tied embeddings is not in the index; verify() compares it.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class HuggingFaceDirectory(Checkpoint):
                 )
 
     def file_of(self, name: str) -> str:
-        """Name the file that holds a tensor."""
+        """Return the name of the file that holds a tensor."""
         return str(self.index[name]["parts"][0][0])
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raise CheckpointError for a tensor that is not among the model's: nobody would read it.
+        """Raise CheckpointError for a tensor that the model lacks, which nobody would read.
 
         names: the canonical names of the whole model, of all its pipeline stages.
         """
@@ -110,7 +110,7 @@ class HuggingFaceDirectory(Checkpoint):
     def verify(self, names: Iterable[str]) -> None:
         """Check that files still have the sizes that their headers asked for.
 
-        Who is given the embedding's file also compares the second copy of tied embeddings with it.
+        With the embedding's file in `names`, also compare the second copy of tied embeddings.
         """
         names = list(names)
         for name in names:
@@ -119,7 +119,7 @@ class HuggingFaceDirectory(Checkpoint):
             self._compare(self.index[EMBEDDING], self._copy)
 
     def _compare(self, entry: dict[str, Any], copy: dict[str, Any]) -> None:
-        """Raise CheckpointError unless two tensors are equal, read some rows at a time."""
+        """Raise CheckpointError unless two tensors are equal. Read ROWS rows at a time."""
         same = (entry["dtype"], entry["shape"]) == (copy["dtype"], copy["shape"])
         files = [str(self.directory / e["parts"][0][0]) for e in (entry, copy)]
         try:
@@ -157,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read which file holds which tensor. Raises CheckpointError for a file elsewhere."""
+    """Return {tensor: file} of an index. Raises CheckpointError for a file not beside it."""
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
@@ -197,7 +197,7 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         )
     texts = header.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise refuse("its __metadata__ is no table of texts")
+        raise refuse("its __metadata__ is not an object of strings")
     found, spans = {}, []
     for name, entry in header.items():
         try:
@@ -206,7 +206,7 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         except (TypeError, KeyError, ValueError):
             raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
         if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
-            raise refuse(f"shape and data_offsets of {name} are not a few counts")
+            raise refuse(f"shape or data_offsets of {name} are not up to 8 counts")
         if not isinstance(dtype, str) or dtype not in BY_NAME:
             raise CheckpointError(
                 f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"

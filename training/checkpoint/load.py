@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill local tensors from whatever files hold their rectangles, whoever wrote them.
 
-A checkpoint knows tensors and rectangles, not ranks: a wanted rectangle is met with every stored
-one of the same tensor, and only what they share is read. In the layout that saved, the bits come
-back as they were.
+A checkpoint knows tensors and rectangles, not ranks. A wanted rectangle is intersected with every
+stored one of the same tensor, and only what they share is read. In any layout the bits come back as
+they were saved, unless the dtype changes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.pieces import KINDS, NamedPiece, dtype_name
 
-# What may differ between a checkpoint's model and the one that loads it: no tensor depends on it.
+# Fields that may differ between a checkpoint's model and the run's: no tensor depends on them.
 FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")
 FLAGS = {
     "vocab_size": "--vocab-size or the tokenizer",
@@ -47,7 +47,7 @@ FLAGS = {
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
 }
-# what the state's entries are where a run goes on from them
+# types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
 STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
@@ -56,8 +56,8 @@ STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
 class Checkpoint:
     """One directory, its JSON files read and checked. Raises CheckpointError where it is not whole.
 
-    state: what save() was given. index: {tensor: {"dtype", "shape", "parts"}}. passed_over: newer
-    directories that were not whole.
+    state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
+    newer directories that were not whole.
     """
 
     passed_over: Sequence[str] = ()
@@ -75,11 +75,11 @@ class Checkpoint:
         for name, kind in STATE_TYPES.items():
             value = self.state.get(name, kind())
             if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise CheckpointError(f"{STATE}: {name} is no {kind.__name__} that can be")
+                raise CheckpointError(f"{STATE}: {name} must be {kind.__name__}, not negative")
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
-        """Compare every file's size with the manifest: cheap, so one rank does it for all files."""
+        """Raise CheckpointError where a file's size is not the manifest's. One rank checks all."""
         for name, info in self.manifest["files"].items():
             check_size(self._at / name, info["size"])
 
@@ -94,8 +94,7 @@ class Checkpoint:
                 )
 
     def check_tensors(self, pieces: Iterable[NamedPiece], cast: bool) -> None:
-        """Raise MismatchError at the first piece that is missing, has another shape or, unless
-        `cast`, dtype."""
+        """Raise MismatchError where a piece is missing, of another shape or (no `cast`) dtype."""
         for piece in pieces:
             entry = self.index.get(piece.name)
             if entry is None:
@@ -120,7 +119,7 @@ class Checkpoint:
                 )
 
     def parts(self, piece: NamedPiece) -> list[list[Any]]:
-        """List the stored rectangles that meet a piece: [file, key, starts, sizes]."""
+        """List the stored rectangles that overlap a piece: [file, key, starts, sizes]."""
         parts = self.index[piece.name]["parts"]
         if piece.name not in self._boxes:
             table = np.array([part[2:] for part in parts], np.int64)  # [parts, 2, dimensions]
@@ -144,8 +143,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def read(self, pieces: Iterable[NamedPiece]) -> None:
-        """Fill the pieces' tensors, converting dtype where they differ. Files must be verified
-        before."""
+        """Fill the pieces' tensors, converting dtypes that differ. Call verify() before."""
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for piece in pieces:
@@ -192,8 +190,7 @@ def load(
     grid: Grid,
     device: torch.device | None = None,
 ) -> None:
-    """Fill the pieces of every rank. Collective: raises CheckpointError everywhere if one rank
-    fails."""
+    """Fill the pieces of every rank. Collective: all raise CheckpointError if one rank fails."""
     failed = first_error(together(lambda: checkpoint.read(pieces), grid.world, device))
     if failed is not None:
         raise CheckpointError(f"rank {failed.rank}: {failed.error}")

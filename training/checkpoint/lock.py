@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let one run at a time write to a directory.
 
-Two runs that save under one name would delete each other's unfinished saves, and leave a row of
-steps of which nobody knows whose they are. A POSIX record lock on the file `lock` keeps the second
-one out. The kernel frees it when the process dies, however that happens, and it works over NFS; a
-file system that knows no locks is told of, and the run goes on without.
+Two runs that save under one name would delete each other's unfinished saves, and mix their steps so
+that nobody knows whose is whose. A POSIX record lock on the file `lock` keeps the second run out.
+The kernel frees it when the process dies, however that happens, and it works over NFS. On a file
+system without locks a warning is printed, and the run goes on without one.
 """
 
 import errno
@@ -21,15 +21,15 @@ from training.checkpoint.errors import SaveError
 NAME = "lock"
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 HELD = (errno.EACCES, errno.EAGAIN)
-PATIENCE = 120.0  # seconds: a job that was put back may begin while its old ranks still save
+PATIENCE = 120.0  # seconds: a requeued job may begin while its old ranks still save
 
 
 class DirectoryLock:
-    """The right to write to `root`, from here to close() or the process's end. One a directory and
-    process: the kernel drops all of a process's locks on a file when any of its handles closes.
+    """The right to write to `root`, held until close() or the end of the process.
 
-    Waits for another process for so many seconds. Raises SaveError naming it; OSError where `root`
-    cannot be written.
+    A process may have only one for a directory: the kernel drops all of a process's locks on a file
+    when any of its handles closes. Waits up to `patience` seconds for another process, then raises
+    SaveError naming it. Raises OSError where `root` cannot be written.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DirectoryLock:
         os.pwrite(self._fd, json.dumps(about).encode(), 0)
 
     def _try(self) -> int | None:
-        """Ask for the lock; return None or what stood in the way."""
+        """Try to take the lock; return None, or the errno of the failure."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,7 +68,7 @@ class DirectoryLock:
         return None
 
     def close(self, undo: bool = False) -> None:
-        """Give the right back; with `undo`, leave no file that was not there."""
+        """Release the lock; with `undo`, also remove the lock's file if it was not there before."""
         if undo and self._new and self._fd >= 0:
             self._path.unlink(missing_ok=True)
         if self._fd >= 0:
@@ -77,9 +77,9 @@ class DirectoryLock:
 
 
 def _told(data: bytes) -> str:
-    """Say who holds a lock, by what stands in its file."""
+    """Return who holds a lock, as its file says."""
     try:
         who = json.loads(data)
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
     except (ValueError, KeyError, TypeError):
-        return "its file `lock` does not say by which"
+        return "its file `lock` does not say which"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what a checkpoint's JSON files hold, and read them back without trusting them.
+"""Define what a checkpoint's JSON files hold, and read them back without trusting them.
 
-The manifest names every other file with its size and sums (files.py) and carries a SHA-256 of
-itself, so an edit, a flipped bit or a lost tail anywhere is found. (Sums beside the data prove that
-it is whole, not who wrote it.)
+The manifest names every other file with its size and checksums (files.py) and carries a SHA-256 of
+itself, so an edit, a flipped bit or a lost tail anywhere is found. (Checksums beside the data prove
+that it is whole, not who wrote it.)
 """
 
 import hashlib
@@ -23,16 +23,16 @@ MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 STEP = re.compile(r"step_(\d{8,})(\.old-[0-9a-f]+)?")
 # a file's name: no separator, no leading dot
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-LIMIT = 1 << 28  # bytes of JSON anyone may make us read
+LIMIT = 1 << 28  # most bytes of a JSON file that are read
 
 
 def step_name(step: int) -> str:
-    """Name the directory of a step."""
+    """Return the name of a step's directory."""
     return f"step_{step:08d}"
 
 
 def plain_name(path: Path, otherwise: str) -> str:
-    """Name a file as it can be named in a checkpoint, which knows plain names only."""
+    """Return a file's name for use in a checkpoint: its own if plain and free, or `otherwise`."""
     taken = path.name in (MANIFEST, INDEX, STATE) or path.suffix == ".safetensors"
     if PLAIN.fullmatch(path.name) and not taken:
         return path.name
@@ -40,7 +40,7 @@ def plain_name(path: Path, otherwise: str) -> str:
 
 
 def self_digest(manifest: dict[str, Any]) -> str:
-    """Hash a manifest without its own digest."""
+    """Return the SHA-256 of a manifest without its own digest."""
     rest = {k: v for k, v in manifest.items() if k != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -73,7 +73,7 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
     manifest = parse(data, MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
-    # before the version, so that a flipped bit there is no newer format: every version has a digest
+    # checked before the version, where a flipped bit would look like a newer format
     if manifest.get("digest") != self_digest(manifest):
         raise CheckpointError(f"{MANIFEST} was changed after it was written (its digest differs)")
     if manifest.get("version") != VERSION:
@@ -120,8 +120,7 @@ def check_index(index: dict[str, Any], manifest: dict[str, Any]) -> None:
 
 
 def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
-    """Merge what each rank wrote, rows [name, dtype, shape, file, key, starts, sizes], into one
-    index.
+    """Merge each rank's rows [name, dtype, shape, file, key, starts, sizes] into one index.
 
     Raises CheckpointError unless the rectangles of each tensor tile it exactly.
     """
@@ -141,8 +140,8 @@ def merge_index(parts: list[list[list[Any]]]) -> dict[str, Any]:
 def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
     """Return whether rectangles (starts, sizes) cover `shape`, each element once.
 
-    They do if they lie inside, their volumes add up and no two meet. In order of their first row,
-    each is held only against those before it that reach down to it: few, of however many there are.
+    They do if they lie inside, their volumes add up and no two overlap. In order of their first
+    row, each is compared only with the earlier ones that reach down to it, which are few.
     """
     reaching: list[tuple[Any, Any]] = []
     total = 0
@@ -159,7 +158,7 @@ def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
 
 
 def volume(sizes: Any) -> int:
-    """Count the elements of a rectangle."""
+    """Return the number of elements of a rectangle."""
     return prod(sizes)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what a rank holds in the terms of a checkpoint: rectangles of canonical tensors.
+"""Describe what a rank holds in a checkpoint's terms: rectangles of canonical tensors.
 
 A checkpoint never speaks of ranks, fused sections or padding, so any layout can read what any other
-wrote. Optimizer state stands beside its parameter: `model.norm.weight.exp_avg` has the shape of
-`model.norm.weight`.
+wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ class NamedPiece:
 
     @property
     def key(self) -> str:
-        """Name inside a safetensors file: the canonical one where the tensor is whole."""
+        """The name inside a safetensors file: the canonical one where the tensor is whole."""
         if self.sizes == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.starts))}"
@@ -60,7 +59,7 @@ class NamedPiece:
 
 
 def whole(name: str, tensor: Tensor, fetch: Callable[[], Tensor] | None = None) -> NamedPiece:
-    """Make the piece that is all of its tensor."""
+    """Return the piece that covers a whole tensor."""
     shape = tuple(tensor.shape)
     return NamedPiece(name, shape, (0,) * len(shape), shape, tensor, fetch=fetch)
 
@@ -93,7 +92,7 @@ def state_pieces(
 
     named_state: (parameter name, kind, first, values), kind one of KINDS, or "" for the parameter
     itself: elements [first, first + n) of the flattened local parameter. holders: the data-parallel
-    ranks that have the same; None: all of them.
+    ranks that hold the same elements; None: all of them.
     """
     by_name = dict(parameters)
     found = []
@@ -158,9 +157,7 @@ def _cut(
 
 
 def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
-    """Choose the pieces that this rank writes: each exactly once over its holders, bytes in
-    balance.
-
+    """Return the pieces that this rank writes: each has one writer, and bytes are in balance.
     Every holder walks the same list and gives each piece to whoever has the fewest bytes so far, so
     no message is needed. Pieces with the same holders must come in the same order on all of them.
     """
@@ -180,8 +177,7 @@ def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
 
 
 def into_files(pieces: Sequence[NamedPiece], limit: int) -> list[list[NamedPiece]]:
-    """Group pieces, in order, into files of at most `limit` bytes; a larger piece has a file of its
-    own."""
+    """Group pieces, in order, into files of at most `limit` bytes; a larger piece stands alone."""
     files: list[list[NamedPiece]] = []
     room = 0
     for piece in pieces:
@@ -194,7 +190,7 @@ def into_files(pieces: Sequence[NamedPiece], limit: int) -> list[list[NamedPiece
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as safetensors does."""
+    """Return safetensors' name of a dtype."""
     return DTYPES[dtype]
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which checkpoints stay, and remove the others so that a kill in the middle harms nothing.
 
-Seen from the newest to the oldest, a window ends at the K-th checkpoint that is whole; what lies
-beyond it goes, apart from the steps that are to be retained for good. Whole means checked, not
-hoped: a directory counts because this run wrote or verified it, or because every file of it is
-hashed now, and in both cases because its files have their sizes at this moment. A damaged one
-counts as none and, inside the window, is left for whoever wants to look at it. So with fewer than K
-whole ones nothing goes, the only whole one never goes, and nothing goes that is newer than one.
+The newest checkpoints stay, down to the K-th that is whole; older ones are removed, apart from the
+steps to be retained for good. Whole means checked: this run wrote or verified the directory, or
+hashes all its files now, and in both cases its files have their sizes at this moment. A damaged one
+is not counted and, among the newest, stays for whoever wants to look at it. So with fewer than K
+whole ones no step is removed, and the only whole one never is. (A directory that was set aside is
+removed where its successor is counted.)
 
 A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed.
 One rank does all this, without a message to the others.
@@ -27,8 +27,8 @@ from training.checkpoint.manifest import STEP
 Note = Callable[[str], None]
 
 UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
-TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal was
-SMALL = re.compile(r"\.(latest|probe)-[0-9a-f]+")  # a file of a few bytes that was to be renamed
+TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal was killed
+SMALL = re.compile(r"\.(latest|probe)-[0-9a-f]+")  # a small file that was to be renamed or removed
 
 
 def prune(
@@ -42,11 +42,11 @@ def prune(
     """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
 
     keep_last: how many whole ones stay, the newest. retain_interval: steps that are multiples of it
-        stay besides; given alone it stands beside a keep_last of 1, Megatron's meaning: what is no
-        multiple goes, except the last. Both None: nothing goes.
+        stay too; without keep_last, which then is 1, it means what it means in Megatron-LM: only
+        multiples and the last stay. Both None: nothing is removed.
     good: names known to be whole, because this run wrote or verified them; what is verified here is
         added, so that the next call does not hash it again.
-    note: told of what does not count and of what could not be removed; neither is an error.
+    note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
     """
     try:
@@ -75,7 +75,7 @@ def prune(
 def choose(
     root: Path, keep_last: int | None, retain_interval: int | None, good: set[str], note: Note
 ) -> list[str]:
-    """Name what prune() would remove, oldest first."""
+    """Return the names of what prune() would remove, oldest first."""
     if keep_last is None and retain_interval is None:
         return []
     window = 1 if keep_last is None else keep_last
@@ -107,8 +107,10 @@ def step_directories(root: Path) -> list[tuple[int, bool, str]]:
 
 
 def check_whole(directory: Path, good: set[str]) -> None:
-    """Raise CheckpointError unless a checkpoint's files have their sizes and, where it is not in
-    `good`, their hashes; then it is added there."""
+    """Raise CheckpointError unless a checkpoint's files have their sizes and hashes.
+
+    A directory named in `good` is not hashed; one that passes is added to `good`.
+    """
     checkpoint = Checkpoint(directory)
     checkpoint.check_sizes()
     if directory.name not in good:
@@ -117,7 +119,7 @@ def check_whole(directory: Path, good: set[str]) -> None:
 
 
 def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
-    """Remove what a killed save or prune left under `root`. Only for who alone writes there.
+    """Remove what a killed save or prune left under `root`. Nobody else may be writing there.
 
     A directory set aside (.old-) is rubbish where its successor is whole; without one it is the
     checkpoint of its step.

@@ -48,7 +48,7 @@ from training.checkpoint.manifest import (
 from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
 from training.checkpoint.retain import clear_rubbish
 
-FILE_BYTES = 4 << 30  # a file's limit: hashing and reading go by files, so several can go at once
+FILE_BYTES = 4 << 30  # a file's limit: several files can be hashed and read at the same time
 
 
 def save(
@@ -66,12 +66,12 @@ def save(
 ) -> Path:
     """Save collectively; return the new directory.
 
-    pieces: all that this rank holds (parameter_pieces + state_pieces); of what several ranks hold
-        one writes.
+    pieces: all that this rank holds (parameter_pieces + state_pieces); a piece that several ranks
+        hold is written by one of them.
     state: JSON, the same on every rank; rank 0's is written, with step, layout, torch version.
     device: where the world's collectives need their tensors (nccl: the rank's GPU).
-    world: the axis of all ranks over which they agree; None: grid.world.
-    attach: small files to keep beside, as rank 0 has them.
+    world: the axis of all ranks over which they exchange outcomes; None: grid.world.
+    attach: {name: bytes} of small files to store too; rank 0's are written.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
     Raises SaveError, on every rank, naming the rank, the path and the cause.
@@ -110,7 +110,7 @@ def save(
 
 
 def layout(grid: Grid) -> dict[str, int]:
-    """Return the sizes of the grid, to be told, never to be needed."""
+    """Return the sizes of the grid, for people: no load needs them."""
     return {
         "world_size": grid.world_size,
         "tp": grid.tp_size,
@@ -121,8 +121,7 @@ def layout(grid: Grid) -> dict[str, int]:
 
 
 def _begin(root: Path, step: int, need: int) -> str:
-    """Make the directory to write aside in; clear away what a killed save left. One run, one
-    directory."""
+    """Clear away what killed saves left, make the directory to write aside in, return its name."""
     _make_root(root)
     clear_rubbish(root, set(), lambda line: None)
     _check_room(root, need)
@@ -148,7 +147,7 @@ def _size(n: int) -> str:
 
 
 def _write(directory: Path, files: list[list[NamedPiece]], rank: int, hook: Hook) -> dict[str, Any]:
-    """Write this rank's files. Returns {"files": {name: info}, "rows": rows of the index}."""
+    """Write this rank's files; return {"files": {name: info}, "rows": rows of the index}."""
     infos, rows = {}, []
     for i, pieces in enumerate(files):
         name = f"rank_{rank:05d}-{i:03d}.safetensors"
@@ -169,7 +168,7 @@ def _commit(
     attach: Mapping[str, bytes],
     hook: Hook,
 ) -> None:
-    """Write index, state and manifest, then make the directory exist under its name."""
+    """Write index, state and manifest, then rename the directory to its final name."""
     aside = root / name
     files = {file: info for answer in answers for file, info in answer["files"].items()}
     for file, info in files.items():
@@ -214,7 +213,7 @@ def _commit(
 
 
 def _hint(root: Path, name: str) -> None:
-    """Tell people which directory is the newest. Failing at it harms nothing."""
+    """Write the newest directory's name to `latest`, for people. A failure harms nothing."""
     try:
         aside = root / f".latest-{secrets.token_hex(8)}"
         write_bytes(aside, f"{name}\n".encode())
@@ -229,10 +228,10 @@ def check_writable(
     pieces: Sequence[NamedPiece] = (),
     device: torch.device | None = None,
 ) -> list[Path]:
-    """Find out before the first step whether a checkpoint of `pieces` could be saved under `root`.
+    """Check, before the first step, that a checkpoint of `pieces` can be saved under `root`.
 
-    Rank 0 makes the directory; one rank a node makes and removes a file in it. Where that fails,
-    nothing is left. Collective. Returns the directories that this rank made. Raises SaveError.
+    Rank 0 makes the directory; one rank a node makes and removes a file in it. Collective. Return
+    the directories that this rank made. Raises SaveError, and then nothing is left.
     """
     directory = Path(root)
     made: list[Path] = []

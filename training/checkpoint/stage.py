@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save while training goes on: copy what this rank will write, then write the copy in a thread.
 
-The copy is all that a step waits for. It goes to memory that is taken and touched once, at the
-start, so that no save finds the host without it or waits for its pages. The thread does what a save
-in the foreground does, over a process group of its own: collectives of two threads on one group
-would meet in another order on another rank.
+A step waits only for the copy. Its memory is allocated and touched once, at the start, so that no
+save finds the host without memory or waits for page faults. The thread does what a save in the
+foreground does, over a process group of its own: two threads would start collectives on one group
+in different orders on different ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
-        """Return this rank's share of the pieces with their values of now, nobody else's to write.
+        """Return copies of the pieces that this rank writes, with this rank as the only holder.
 
         The pieces must be those the memory was made for, as they are in every step of a run.
         """
@@ -62,17 +62,17 @@ class Background:
         return self._future is not None and not self._future.done()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin with `work`; what was begun before must have been waited for."""
+        """Start `work`; any earlier work must have been waited for."""
         assert self._future is None
         self._future = self._pool.submit(work)
 
     def wait(self) -> None:
-        """Wait for its end and raise what it raised, once."""
+        """Wait for the work to end and raise its error, once."""
         future, self._future = self._future, None
         if future is not None:
             future.result()
 
     def poll(self) -> None:
-        """Raise what it raised, if it is over; never wait."""
+        """Raise the error of the work if that has ended; never wait."""
         if self._future is not None and self._future.done():
             self.wait()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what a run would do before it starts: layout, memory, work, traffic. For any WORLD_SIZE.
+"""Report what a run would do before it starts: layout, memory, work, traffic.
 
-The model is built and run on meta tensors; no process group, no device, no file is touched.
+It works for any WORLD_SIZE: the model is built and run on meta tensors, and no process group, no
+device and no file is touched.
 """
 
 from dataclasses import replace
@@ -14,13 +15,12 @@ from training.plan.model_profile import ModelProvider, model_profile
 from training.plan.rank_memory import Shapes
 from training.plan.traffic import Traffic
 
-GPU_BYTES = 80e9  # of an H100 or A100
+GPU_BYTES = 80e9  # memory of an H100 or A100
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
 def report(config: Config, provider: ModelProvider) -> str:
-    """Return the report of --dry-run. In a pipeline each rank has its own share, and the report is
-    of the fullest."""
+    """Return the report of --dry-run. In a pipeline it details the rank that needs most memory."""
     size = config.parallel.pipeline_model_parallel_size
     shapes = [rank_memory.shapes(config, provider, rank) for rank in range(size)]
     held = activations.held(config, provider)
@@ -39,7 +39,7 @@ def report(config: Config, provider: ModelProvider) -> str:
             f"Traffic of one step{f', {rank}' if size > 1 else ''}",
             _traffic(traffic.traffic(config, provider, fullest)),
         ),
-        ("Said of the flags", list(config.notes)),
+        ("Notes on the flags", list(config.notes)),
         (
             "Differs from Megatron-LM",
             [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES],
@@ -86,7 +86,7 @@ def _few(ranks: range) -> str:
 
 
 def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> list[str]:
-    """One line a shape: the first layer stands for all that look like it."""
+    """Return one line a name and shape, a count where layers share it, and the totals."""
     lines: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, shape in parameters.items():
         parts = name.split(".")
@@ -107,7 +107,7 @@ def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> 
 
 
 def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) -> list[str]:
-    """One line a rank of a pipeline; of the activations, also what waits for B's and for W's."""
+    """Return a line for each rank of a pipeline; "for B", "for W": activations kept for those."""
     if len(shapes) == 1:
         return []
     columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
@@ -124,7 +124,7 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
 def _memory(
     config: Config, provider: ModelProvider, held: list[Held], kinds: dict[str, int], rank: int
 ) -> list[str]:
-    """One line a kind, the total, and whether it fits."""
+    """Return one line a kind of memory, the total, and advice where it does not fit a GPU."""
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
     acc = "fp64" if dtype == "float64" else "fp32"
     remarks = {
@@ -136,11 +136,11 @@ def _memory(
         "moments": "AdamW's two",
         "whole gradients": "for a while in a step, until their sum is with its owner",
         "gathered weights": "for a while in a step",
-        "tied look-ups": "the embedding's gradient of one weight's two uses, until they are added",
+        "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
     }
-    remarks["masters"] = remarks["masters"] or "none: the parameters are their own"
+    remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     if rank_memory.offloaded(config):
         remarks |= {"masters": "in host memory", "moments": "in host memory"}
     for kind in shared_kinds(config):
@@ -153,9 +153,7 @@ def _memory(
         remarks["activations"] = (
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
-        remarks["logits"] = (
-            "as many micro-batches as wait; the gradient of one takes the same memory"
-        )
+        remarks["logits"] = "all micro-batches that wait; the gradient of one takes the same memory"
         remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
     lines = [
@@ -179,7 +177,7 @@ def _memory(
 
 
 def shared_kinds(config: Config) -> list[str]:
-    """Name the kinds of memory that the ZeRO level shares; no masters where there are none."""
+    """Return the kinds of memory that the ZeRO stage shards; no masters where there are none."""
     zero, acc = rank_memory.level(config), rank_memory.accumulate_bytes(config)
     since = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
     own = [] if acc > config.run.dtype.itemsize else ["masters"]
@@ -187,7 +185,7 @@ def shared_kinds(config: Config) -> list[str]:
 
 
 def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
-    """Name the lowest --zero-stage above the run's that fits, or say how far the best one gets."""
+    """Return advice: the lowest higher --zero-stage that fits, or else the one that needs least."""
     p, found = config.parallel, {}
     if p.data_parallel_size == 1:
         return "; with one data-parallel rank --zero-stage has no one to share with"
@@ -246,7 +244,7 @@ def _traffic(rows: list[Traffic]) -> list[str]:
 
 
 def _bytes(value: float) -> str:
-    """Write bytes in decimal units, as memory and networks are sold."""
+    """Return bytes as text in decimal units, as memory and networks are sold."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.4g} {unit}"

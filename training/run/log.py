@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of a run: lines on the terminal, a JSON file, TensorBoard events, Weights & Biases.
 
-Every value arrives as a plain Python float that is already true for the whole run; nothing here
-talks to another rank. Rank 0 writes; on any other rank every method returns at once.
+Every value arrives as a plain Python float that already holds for all ranks; nothing here talks to
+another rank. Rank 0 writes; on any other rank every method returns at once.
 """
 
 import json
@@ -25,8 +25,8 @@ class Log:
 
     `config` is LogConfig. `flops_per_token`: model FLOPs of forward and backward for one token.
     `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
-    estimate of the time left. `start_iteration`: the last one of the checkpoint, 0 for a new run;
-    TensorBoard events after it, left by a run that went further, are hidden.
+    estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
+    later TensorBoard events, left by a run that went further, are hidden.
     Raises ValueError where a file cannot be written or a package that was asked for is missing.
     """
 
@@ -85,9 +85,9 @@ class Log:
     ) -> None:
         """Count one step; every --log-interval iterations, write what was counted since.
 
-        loss, grad_norm and lr are those of this very step, not a mean over the interval, and are
-        read only where due(iteration). step_seconds and data_wait_seconds are means a step over
-        the interval; tokens_per_second is over all ranks.
+        loss, grad_norm and lr belong to this very step, not to the interval, and are read only
+        where due(iteration). step_seconds and data_wait_seconds are means over the steps of the
+        interval; tokens_per_second counts all ranks.
         """
         if not self.writes:
             return
@@ -146,7 +146,7 @@ class Log:
             self.print(text)
 
     def print(self, line: str) -> None:
-        """Print a line where the run is watched."""
+        """Print a line above the live bar, or simply where there is none."""
         if self.bar:
             self.bar.print(line)
         else:
@@ -171,7 +171,7 @@ class Log:
             self.wandb.log(numbers, step=record["iteration"])
 
     def close(self) -> None:
-        """Finish every output; the terminal is given back as it was found."""
+        """Close every output and give the terminal back as it was found."""
         if self.bar:
             self.bar.stop()
         if self.json:
@@ -198,7 +198,7 @@ class Bar:
 
         self.console = Console()
         columns = BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn()
-        # No refresh thread: it would take turns with the training for the interpreter.
+        # No refresh thread: it would compete with training for the interpreter's lock.
         self.progress = Progress(*columns, console=self.console, auto_refresh=False, expand=True)
         self.task = self.progress.add_task("", total=total)
         self.progress.start()
@@ -236,12 +236,12 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
 
 
 def flops(value: float) -> str:
-    """Return FLOP/s in the unit one reads most easily."""
+    """Return FLOP/s as text, in TFLOP/s or GFLOP/s."""
     return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return the value, or None for an infinity or NaN, which JSON cannot say."""
+    """Return the value, or None for an infinity or NaN, which JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

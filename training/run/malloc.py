@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the C library from giving memory back: a step frees what the next one takes."""
+"""Keep the C library from returning memory to the system: a step frees what the next one takes."""
 
 import ctypes
 
@@ -10,8 +10,8 @@ LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
 def keep_freed_memory() -> bool:
     """Tell glibc to keep freed blocks; return False where the C library has no such switch.
 
-    Else every block of some megabytes is unmapped when freed and its pages are faulted in again,
-    zeroed, at the next use: thousands of page faults a step.
+    Otherwise every block of some megabytes is unmapped when freed, and its pages are faulted in
+    again, zeroed, at the next use: thousands of page faults a step.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

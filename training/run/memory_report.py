@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell how much memory a rank was measured to hold, beside what the dry run states.
+"""Report how much memory a rank was measured to hold, beside what the dry run states.
 
-What stays from step to step is in training/plan/rank_memory.py, the most that comes and goes in a
-step in training/plan/buffers.py.
+The dry run's formulas are in training/plan/rank_memory.py, for what stays from step to step, and in
+training/plan/buffers.py, for the most that a step allocates on top.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from training.plan.model_profile import ModelProvider
 def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank and return the lines: the buckets, then one a kind of memory.
 
-    For after a run's second step: the first one learns the order in which level 3 uses its blocks,
-    so that it gathers none ahead. Waits for nothing on the device.
+    Call it after a run's second step: in the first, ZeRO stage 3 still learns the order of its
+    blocks and gathers none ahead. It does not wait for the device.
     """
     sink = optimizer.sink
     peaks = transient(sink)
@@ -33,7 +33,7 @@ def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[st
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
-    """Return the most bytes that a step has allocated on top, by the names of buffers.transient."""
+    """Return the peak bytes that a step allocated on top, named as in buffers.transient."""
     gathered = sink.gatherer.peak if sink.gatherer else 0
     return {"whole gradients": sink.live.peak, "gathered weights": gathered}
 
@@ -47,12 +47,12 @@ def lines(
 ) -> list[str]:
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
-    measured: Optimizer.memory(). peaks: of what a step allocates on top, by the names of
-    buffers.transient; a kind that is neither measured nor stated has no line.
+    measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
+    nor stated has no line.
     """
     kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
     stated = dict.fromkeys(peaks, 0)
-    if rank_memory.level(config) >= 2:  # below, a step allocates neither
+    if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
         stated = buffers.transient(config, provider, pp_rank)
     out = []
     for kind, found in measured.items():
@@ -61,7 +61,7 @@ def lines(
     for kind, found in peaks.items():
         if found or stated[kind]:
             why = (
-                "the formula is of the second step on, with the most micro-batches; "
+                "the formula holds from the second step on, with the most micro-batches; "
                 "a block that mpu.gradients.use has touched is whole until its backward"
             )
             out.append(_line(f"{kind}, at most", found, stated[kind], why))

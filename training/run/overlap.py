@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose, before the first step, the overlap method of each linear layer, and print it.
 
-With --tp-comm-overlap none, ring or symmetric the flag says it; with auto it is what the checkpoint
-recorded, or what --tp-comm-overlap-cache holds for this machine, or what is measured now
-(mpu/layers/tune.py). All ranks come to the same. docs/overlap.md has the whole story.
+--tp-comm-overlap names one method for all layers (none, ring, symmetric), or is auto. With auto the
+methods come from the checkpoint, else from --tp-comm-overlap-cache if it has this machine, else
+from a measurement (mpu/layers/tune.py). All ranks reach the same choice. See docs/overlap.md.
 """
 
 import json
@@ -29,7 +29,7 @@ Note = Callable[[str], None]
 
 
 def projections(model: nn.Module, tokens: int) -> dict[str, Projection]:
-    """List the linear layers by name, as a micro-batch of so many tokens passes through them."""
+    """Return the linear layers by name, with their sizes for a micro-batch of `tokens` tokens."""
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -47,7 +47,7 @@ class Overlap:
         self._noted = 0
 
     def unmeasured(self) -> list[str]:
-        """Return a line, once, for each matmul that came with a shape that nobody had measured."""
+        """Return a line, once, for each matmul that ran with a shape that was not measured."""
         if not isinstance(self._method, Auto):
             return []
         new = list(self._method.unmeasured)[self._noted :]
@@ -63,11 +63,9 @@ def settle(
     note: Note,
     recorded: Mapping[str, str] | None = None,
 ) -> Overlap:
-    """Choose for every linear layer and print one line a projection. Every rank of the world calls
-    it.
-
-    recorded: the choices of the checkpoint that the run goes on from. Raises UsageError, on every
-    rank, where the cache file holds something else.
+    """Choose the method of every linear layer and print one line a matmul. All ranks call it.
+    recorded: the choices of the checkpoint that the run resumes. Raises UsageError, on every rank,
+    where the cache file cannot be read as one.
     """
     mode, world = config.parallel.tp_comm_overlap, ctx.grid.world
     if not ctx.sp:
@@ -103,7 +101,7 @@ def settle(
 
 
 def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
-    """List (name, matmul) of both directions; layers of a number are told together."""
+    """Return the keys (name, matmul) of both directions; numbered layers share one name."""
     out: dict[tuple[str, str], None] = {}
     for name, p in layers.items():
         stars = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
@@ -112,7 +110,7 @@ def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
 
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
-    """Return why the ranks of tp share no memory; nothing where they do."""
+    """Return why the ranks of tp share no memory, or "" where they do."""
     if ctx.tp.symmetric:
         return ""
     if config.parallel.no_shared_memory:
@@ -121,11 +119,11 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
 
 
 def _machine(ctx: LayerContext) -> str:
-    """Name all that times depend on."""
+    """Return a text that names everything the measured times depend on."""
     if ctx.device.type == "cuda":
         name = torch.cuda.get_device_name(ctx.device)
     else:
-        cpuinfo = Path("/proc/cpuinfo")  # of Linux alone
+        cpuinfo = Path("/proc/cpuinfo")  # Linux only
         text = cpuinfo.read_text() if cpuinfo.exists() else ""
         model = re.search(r"model name\s*: (.*)", text)
         name = f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
@@ -138,7 +136,7 @@ def _machine(ctx: LayerContext) -> str:
 
 
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
-    """Return why these choices are not for this run; nothing where they are."""
+    """Return why these choices do not fit this run, or "" where they do."""
     for key in sorted(needed):
         if key not in choices:
             return f"it says nothing of {key}"
@@ -199,9 +197,9 @@ def _cached(ctx: LayerContext, file: str, machine: str) -> dict[str, Any]:
 
 
 def read(file: str) -> dict[str, dict[str, Any]]:
-    """Return {machine: {"choices": ..., "seconds": ...}}; nothing where there is no file.
+    """Return {machine: {"choices": ..., "seconds": ...}}; {} where there is no file.
 
-    Raises UsageError, naming file and reason, where it is not one of ours.
+    Raises UsageError, naming file and reason, where the file is not such a cache.
     """
     said = f"--tp-comm-overlap-cache {file}: "
     try:
@@ -216,10 +214,10 @@ def read(file: str) -> dict[str, dict[str, Any]]:
             raise ValueError(f"format {found['format']!r}")
         for held in found["machines"].values():
             if not set(held["choices"].values()) <= set(METHODS):
-                raise ValueError("a path that does not exist")
+                raise ValueError("a method that does not exist")
             for times in held["seconds"].values():
                 if not all(path in METHODS and spent > 0 for path, spent in times.items()):
-                    raise ValueError("a time that is none")
+                    raise ValueError("a time that is not positive, or of no method")
         return found["machines"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         why = f"it is not what {FORMAT} looks like ({type(error).__name__}: {error})"
@@ -227,7 +225,7 @@ def read(file: str) -> dict[str, dict[str, Any]]:
 
 
 def _write(file: str, machine: str, held: dict[str, Any], note: Note) -> None:
-    """Put this machine's entry beside the others', written aside and renamed."""
+    """Add this machine's entry to the cache file, which is written aside and renamed."""
     aside = f"{file}.{os.getpid()}"
     try:
         whole = {"format": FORMAT, "machines": read(file) | {machine: held}}
@@ -243,7 +241,7 @@ def _write(file: str, machine: str, held: dict[str, Any], note: Note) -> None:
 def _lines(
     mode: str, chosen: OverlapMap, names: Mapping[tuple[str, str], None], why: str
 ) -> Iterator[str]:
-    """Yield each projection's method, the reason, and what it gains."""
+    """Yield each matmul's method, the reason, and the expected gain."""
     for name, key in names:
         begin = f"overlap: {name} ({key}): "
         if mode == "auto":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed that model FLOP/s are held against: a GPU's data sheet, or a measured matmul.
+"""The peak that model FLOP/s are compared with: from a GPU's data sheet, or a measured matmul.
 
 Model FLOP/s utilization (MFU) = model FLOP/s / (peak of one rank * ranks).
 """

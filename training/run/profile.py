@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what --profile asks for: torch's trace, and what each pipeline rank did when.
+"""Write what --profile asks for: torch's trace, and a timeline of each pipeline rank's actions.
 
-`python tools/draw_schedule.py --profile DIR` draws the second.
+`python tools/draw_schedule.py --profile DIR` draws the timelines.
 """
 
 import json
@@ -56,7 +56,7 @@ class Profile:
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None:
             self._trace.__exit__(*error)
-        if self._recorded:  # also of a run that ended before --profile-step-end
+        if self._recorded:  # also where the run ended before --profile-step-end
             self._write()
 
     def step(self) -> None:

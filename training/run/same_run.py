@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in what a checkpoint is of another run than this one: seed, tokenizer, data, batch.
+"""Find what must not change between a checkpoint and its resume: seed, tokenizer, data, batch.
 
-Layout, micro-batch, workers, learning-rate flags and length may change; these would repeat samples
-or leave some out.
+A change of these would repeat samples or leave some out. Layout, micro-batch, workers,
+learning-rate flags and the length of the run may change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ SHARED = {
 def changes(
     found: Checkpoint, config: Config, digests: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (what changed, a sentence about it)."""
+    """Yield (what changed, as --allow-change names it, and a sentence about it)."""
     there = {**found.state.get("config", {}), **found.state}
     here = {**config.flat(), **digests}
     for what, keys in SHARED.items():
@@ -37,7 +37,7 @@ def changes(
 
 
 def _told(key: str, there: Any, here: Any) -> str:
-    """Say how a checkpoint differs from this run."""
+    """Return how a checkpoint differs from this run, as the rest of a sentence about it."""
     if key == "tokenizer_digest":
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":

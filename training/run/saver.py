@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a run and take it up again: what stands in a checkpoint beside the tensors, and what is
-asked of one.
-"""
+"""Save and resume a run: what a checkpoint holds beside tensors, and which one may be loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,11 +23,12 @@ from training.run.same_run import changes
 
 
 class Saver:
-    """Knows how a run's model and optimizer are called in a checkpoint; writes and reads them.
+    """Write a run's model and optimizer to checkpoints, and read them back.
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
-    Hugging Face's terms; from_hf_config: the way back. digests: hashes of the tokenizer and of the
-    data, kept with the state. As a context manager it ends with no save under way.
+    Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
+    data, kept with the state. As a context manager it waits for the save under way, except after
+    an error that other ranks may not share.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Saver:
         self.names, self.hf_config = names, hf_config(model.config, dtype)
         self.from_hf = lambda foreign: hf_config(from_hf_config(foreign), dtype)
         self.digests, self.note = digests, note
-        self.failed: checkpoint.SaveError | None = None  # and the run is to end for it
+        self.failed: checkpoint.SaveError | None = None  # the failure that is to end the run
         self._good: set[str] = set()  # directories known to be whole
         self._later: Sequence[str] = ()  # directories under --load that were passed over
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
@@ -78,11 +77,11 @@ class Saver:
         )
 
     def begin(self) -> tuple[int, int]:
-        """Find out whether --save can be written, take its lock, load; return (iteration, samples).
+        """Check that --save can be written, take its lock, load; return (iteration, samples).
 
-        The lock comes before the look at what is there: who held it may have been saving. Raises
-        what load() does, and SaveError, also where --save holds whole checkpoints of later steps
-        than this run begins at: a resume would take one of those for its own.
+        The lock is taken before the load: another run that held it may have been saving. Raises
+        what load() does, and SaveError. That includes a --save with whole checkpoints of later
+        steps than this run begins at: a resume would load one of those.
         """
         c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
         if c.save is None:
@@ -130,9 +129,9 @@ class Saver:
     def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
         """Save, in the background with --async-save unless it is the last one (`must`).
 
-        A failure is told and training goes on, unless --on-save-failure or `must` say otherwise.
-        One save is under way at a time: this waits for the one before. hurry: nothing is to follow
-        it, as a signal's grace may be short.
+        A failure is printed and training goes on, unless --on-save-failure or `must` say otherwise.
+        One save is under way at a time: this waits for the one before. hurry: prune nothing
+        afterwards, as a signal's grace may be short.
         """
         self._hurry = hurry
         self._settle(self._background.wait)
@@ -150,7 +149,7 @@ class Saver:
             self._prune()
 
     def poll(self) -> None:
-        """Learn whether the save under way has failed; never wait for it."""
+        """Print the failure of a background save that has ended; never wait for one."""
         self._settle(self._background.poll)
 
     def _settle(self, work: Callable[[], None], must: bool = False) -> None:
@@ -170,7 +169,7 @@ class Saver:
         state: Mapping[str, Any],
         behind: bool,
     ) -> None:
-        """Write a checkpoint, in whichever thread."""
+        """Write a checkpoint. behind: from the background thread, over its own process group."""
         c, grid = self.config.checkpoint, self.ctx.grid
         assert c.save is not None, "there is no --save"
         path = checkpoint.save(
@@ -187,9 +186,9 @@ class Saver:
         self._good.add(path.name)
 
     def _prune(self) -> None:
-        """Let a thread remove the checkpoints that need not stay: there may be much to hash first.
+        """Remove the checkpoints that need not stay, in a thread: there may be much to hash first.
 
-        No save waits for it; while one is at it, and where the run is to end, none begins.
+        No save waits for it. It is left out while an earlier removal still works, and in a hurry.
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
@@ -227,9 +226,9 @@ class Saver:
     def load(self) -> tuple[int, int]:
         """Resume from --load, or take weights only; return (iteration, samples).
 
-        Weights only: --finetune, a Hugging Face directory, or --pretrained-checkpoint while --load
-        holds none. Raises CheckpointError, or UsageError where nothing is there and that was not
-        allowed.
+        Weights only, from sample 0: --finetune, a Hugging Face directory, or
+        --pretrained-checkpoint while --load has no checkpoint. Raises CheckpointError; UsageError
+        where a checkpoint is required and there is none.
         """
         c = self.config.checkpoint
         found = self._find("--load", c.load, c.finetune) if c.load else None
@@ -250,7 +249,7 @@ class Saver:
         return found
 
     def _find(self, flag: str, root: str, fresh: bool) -> tuple[int, int] | None:
-        """Load what stands at `root`; return (iteration, samples), None where nothing does."""
+        """Load a checkpoint at `root`; return (iteration, samples), (0, 0) if `fresh`, or None."""
         c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device
         if checkpoint.is_hugging_face(root, grid, device) and not fresh:
             fresh = True
@@ -298,8 +297,8 @@ class Saver:
         return iteration, consumed
 
     def _check_resume(self, found: checkpoint.Checkpoint) -> None:
-        """Raise MismatchError where going on would not be the same run, unless that was allowed;
-        CheckpointError where it is not known at what point to go on."""
+        """Raise MismatchError where the checkpoint is of another run, unless --allow-change names
+        the difference, and CheckpointError where its state lacks a count to resume from."""
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what is wrong, once and to everybody: to the person, to the ranks that wait, to the launcher.
+"""Start together, or report once why not: to the user, to the ranks that wait, to the launcher.
 
-A mistake is answered before anything is computed. Mostly every rank makes the same one; where only
-one does (a file that is missing on one machine, flags that differ), it tells the others through the
-store at which ranks meet. What goes wrong later is the business of mpu/comm/failure_monitor.py.
+A mistake is reported before anything is computed. Mostly every rank makes the same one. Where only
+one rank does (a file is missing on one machine, flags differ), it tells the others through the
+store at which the ranks meet. Later failures are the business of mpu/comm/failure_monitor.py.
 """
 
 import json
@@ -26,19 +26,19 @@ from training.flags.table import known_flags
 
 
 class MeetingError(UsageError):
-    """The ranks did not all come."""
+    """Not all ranks came to MASTER_ADDR:MASTER_PORT in time."""
 
 
-SHORT = timedelta(seconds=5)  # how long a refused rank looks for others
-HEARD = 5.0  # seconds that rank 0 stays, at most, so that all others can read why nothing starts
+SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
+HEARD = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
 
 
 def compare(
     config: Config, digests: dict[str, str], rank: int, world: int, store: dist.Store
 ) -> None:
-    """Refuse flags or data that differ between ranks, on all of them, before the first collective.
+    """Raise UsageError, on every rank, where flags or data differ between ranks.
 
-    digests: {what a person calls it: hash} of whatever else must be the same everywhere.
+    It needs no collective. digests: {name in messages: hash} of whatever else must be the same.
     """
     settings = json.loads(config.canonical_json()) | digests
     try:
@@ -49,7 +49,7 @@ def compare(
 
 
 def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
-    """Bring every rank's text to rank 0, which says on all ranks what is wrong with them."""
+    """Send every rank's text to rank 0; raise UsageError, on every rank, if it finds a mistake."""
     store.set(f"weft/start/{rank}", mine)
     if rank == 0:
         verdict = (
@@ -70,7 +70,7 @@ def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
 
 
 def _difference(mine: str, theirs: str, other: int) -> str:
-    """Say how rank `other` differs from rank 0, in one sentence; nothing where it does not."""
+    """Return how rank `other` differs from rank 0, in one sentence, or "" where it does not."""
     answer = json.loads(theirs)
     if "refused" in answer:
         return f"rank {other}: {answer['refused']}"
@@ -87,7 +87,7 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Name the settings in which two ranks differ: {name: (in a, in b)}."""
+    """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
@@ -110,8 +110,10 @@ def connect(
     timeout: timedelta,
     note: Callable[[str], None],
 ) -> None:
-    """Join the process groups and the memory that ranks share: on a CPU that of one host, on GPUs
-    what the overlap kernels write through, where they are asked for.
+    """Join the process groups, then set up memory that ranks share. Raises CommunicationError.
+
+    On a CPU it is the host's shared memory; on GPUs it is what the overlap kernels write through,
+    if --tp-comm-overlap asks for them. note: called with a line about each axis.
     """
     try:
         grid.connect(device, store, timeout)
@@ -131,10 +133,10 @@ def connect(
 def refuse(
     error: Exception, launch: Launch, code: int, error_file: str | None, alone: bool = False
 ) -> int:
-    """Say what is wrong in one sentence, once a node, and return `code`.
+    """Print what is wrong in one sentence, once a node, and return `code`.
 
-    Every rank fails with the same words, or has been told whose they are, so the first of a node
-    speaks for it. alone: nobody has compared anything yet, and the others may wait for this rank.
+    All ranks fail with the same message, so the first rank of a node prints it. alone: the ranks
+    have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
     text = str(error)
     if isinstance(error, OSError) and error.filename:
@@ -148,7 +150,7 @@ def refuse(
 
 
 def _tell(text: str, launch: Launch) -> bool:
-    """Let the ranks that wait in `compare` know; return whether they do."""
+    """Tell the ranks that wait in `compare`; return whether they were reached."""
     try:
         _exchange(json.dumps({"refused": text}), launch.rank, launch.world, meet(SHORT, launch))
     except UsageError as error:  # it comes back as everybody's verdict
@@ -159,9 +161,7 @@ def _tell(text: str, launch: Launch) -> bool:
 
 
 def tell_launcher(text: str, error_file: str | None) -> None:
-    """Leave the cause where torchrun looks for it (TORCHELASTIC_ERROR_FILE), so that its report
-    ends with it.
-    """
+    """Write the cause to TORCHELASTIC_ERROR_FILE, if any, for the end of torchrun's report."""
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
         with open(error_file, "w", encoding="utf-8") as file:
@@ -169,11 +169,11 @@ def tell_launcher(text: str, error_file: str | None) -> None:
 
 
 def as_process(main: Callable[[], int], error_file: str | None) -> None:
-    """Run main() and end the process at once, flushed: a bug leaves its traceback.
+    """Run main(), print the traceback of a bug, flush, and end the process at once.
 
-    The interpreter's own end is left out. There a failed run may wait for ranks that are gone, and
-    a good one may abort: a gloo thread that wants Python's lock then is unwound through C++ code
-    that cannot be ("terminate called without an active exception").
+    The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
+    a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
+    that forbids it ("terminate called without an active exception").
     """
     try:
         code = main()

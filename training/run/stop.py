@@ -21,16 +21,16 @@ class StopSignal:
     """Turn SIGTERM, SIGUSR1 and Ctrl-C into an orderly end, while it is open as a context manager.
 
     Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
-    shell's exit code for that signal, 128 + its number. While training, the first one sets
-    `received`, and the run ends after the current step, saved. What follows changes nothing,
-    however late: srun, slurmstepd and torchrun each send one, and no save may be cut short. Only a
-    Ctrl-C more than ECHO seconds after another ends the run at once. (Within ECHO it is the same
-    one: the terminal sends it to every process, and torchrun passes on its own.) A main thread that
-    is stuck in a wait and cannot raise is ended by a guard after PATIENCE seconds.
+    shell's exit code for that signal, 128 + its number. While training, the first signal sets
+    `received`, and the run saves and ends after the current step. Later signals change nothing:
+    srun, slurmstepd and torchrun each send one, and no save may be cut short. The exception is a
+    Ctrl-C more than ECHO seconds after the first, which ends the run at once. (Within ECHO it is
+    the same key press: the terminal signals every process, and torchrun forwards its own.) Where
+    the main thread is stuck in a wait and cannot raise, a guard ends it after PATIENCE seconds.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
     a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
-    stopped early; `code` is that of this run.
+    stopped early. code: the exit code of this run.
     """
 
     ECHO, PATIENCE = 1.0, 3.0
@@ -41,7 +41,7 @@ class StopSignal:
         self.code, self._stopped = 0, stopped
         self._name = "a signal to another rank"
         self._launcher = launcher
-        self._first: float | None = None  # when the first Ctrl-C came, or what ends at once
+        self._first: float | None = None  # time of the first Ctrl-C, or of an end at once
         self._ending = threading.Event()
 
     def __enter__(self) -> "StopSignal":
@@ -61,13 +61,13 @@ class StopSignal:
         self._sockets[0].close()
 
     def begin(self, speak: bool) -> None:
-        """Training begins. speak: let this rank say that the first signal was heard."""
+        """Begin training: signals now wait for the step. speak: this rank prints the first one."""
         self.training, self._speak = True, speak
 
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig) -> str:
-        """Settle the exit code of a run that ends early, and return what to say of it.
+        """Set the exit code of a run that ends early, and return the line to print about it.
 
-        by_signal: a signal is why. done: how far it came.
+        by_signal: whether a signal ends it. done: how far the run came.
         """
         if not by_signal:
             return f"stopped after {done}"
@@ -81,7 +81,7 @@ class StopSignal:
         return f"stopped by {self._name} after {done}; {rest}"
 
     def _at_once(self, number: int, first: float | None) -> bool:
-        """Return whether a signal ends the run now, where the first Ctrl-C came at `first`."""
+        """Return whether a signal ends the run now. first: the time of the first Ctrl-C."""
         return not self.training or (
             number == signal.SIGINT and first is not None and time.monotonic() - first > self.ECHO
         )
@@ -126,20 +126,20 @@ class StopSignal:
 
 
 class Heard(NamedTuple):
-    """What at least one rank said of a step; all ranks hear the same."""
+    """What at least one rank reported of a step; the same on every rank."""
 
     signal: bool = False  # a signal asks to stop
-    over: bool = False  # time is up, or a save failed that must not
+    over: bool = False  # time is up, or a save failed and --on-save-failure is stop
     skipped: bool = False  # the update was skipped: the gradient norm was not finite
 
     def __or__(self, other: tuple[bool, ...]) -> "Heard":
-        """Return what was said in one of the two."""
+        """Return what either of the two reports."""
         return Heard(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Due:
-    """What the flags ask for after a step, whatever the ranks say of it."""
+    """What the flags ask for after a step, whatever the ranks report."""
 
     end: bool  # it is the last one, or --exit-interval's
     save: bool  # by --save-interval
@@ -151,7 +151,7 @@ class Due:
 class Decision:
     """What follows a step; the same on every rank.
 
-    A signal's grace may be short, so what it stops is saved before anything else is done.
+    A signal's grace may be short, so a run that it stops is saved before it is evaluated.
     """
 
     stop: bool  # this step is the last one
@@ -173,7 +173,7 @@ def due_after(config: Config, iteration: int, total: int) -> Due:
 
 
 def decide(asked: Due, heard: Heard) -> Decision:
-    """Decide what follows a step from what the flags ask for and what the ranks said."""
+    """Decide what follows a step from what the flags ask for and what the ranks reported."""
     stop = asked.end or heard.signal or heard.over
     return Decision(
         stop=stop,
@@ -185,7 +185,7 @@ def decide(asked: Due, heard: Heard) -> Decision:
 
 
 def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
-    """End the run where every rank skipped an update, unless --on-nan says to go on."""
+    """Raise FloatingPointError where an update was skipped and --on-nan is stop."""
     if skipped and on_nan == "stop":
         raise FloatingPointError(
             f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
@@ -202,7 +202,7 @@ class Agreement:
         self._stream: torch.cuda.Stream | None = None
 
     def ask(self, signal: bool, over: bool, found_inf: Tensor) -> Heard:
-        """Say this rank's part of this step; return what was heard of the step before.
+        """Send this rank's flags of this step; return what all reported of the step before.
 
         found_inf: 1 where the update was skipped.
         """
@@ -215,10 +215,9 @@ class Agreement:
         return last.read() if last else Heard()
 
     def close(self) -> Heard:
-        """Return what is heard of the last step, once, and wait for it.
+        """Wait for what all ranks reported of the last step and return it, once.
 
-        For before a save, which must not hold a step that was skipped, and before the process group
-        goes.
+        Call it before a save, which must not hold a skipped step, and before the groups end.
         """
         last, self._asked = self._asked, None
         return last.read() if last else Heard()
@@ -227,8 +226,8 @@ class Agreement:
 class _Flags:
     """One step's flags, summed over all ranks, on their way to the host.
 
-    On CUDA they go by a stream of their own: neither the device's work nor the host waits for them
-    until they are read, and then only for what was queued before they were asked for.
+    On CUDA they travel on a stream of their own: neither the device nor the host waits for them
+    before read(), which waits only for work that was queued before ask().
     """
 
     def __init__(self, flags: Tensor, world: Axis, stream: torch.cuda.Stream | None) -> None:
@@ -252,13 +251,16 @@ class _Flags:
 
 
 def due(interval: int | None, iteration: int, last: bool = False) -> bool:
-    """Return whether what is done every `interval` steps, and perhaps after the last, is now."""
+    """Return whether what is done every `interval` steps (None: never) is due after this one.
+
+    last: it is the last step, after which it is done too.
+    """
     if not interval:
         return False
     return last or iteration % interval == 0
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:
-    """Apply --exit-duration-in-mins by this rank's clock; `started` is a time.monotonic()."""
+    """Return whether --exit-duration-in-mins have passed since `started`, a time.monotonic()."""
     minutes = settings.exit_duration_in_mins
     return minutes is not None and time.monotonic() - started > 60 * minutes

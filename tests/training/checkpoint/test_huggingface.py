@@ -232,7 +232,7 @@ ABSURD = {
     "no object": (raw(b"[]"), "its header does not hold a JSON object"),
     "a deep header": (raw(b'{"a":' * 50_000), "its header is not JSON"),
     "a NaN": (raw(b'{"a":NaN}'), "its header is not JSON"),
-    "metadata with a number": (raw({"__metadata__": {"a": 1}}), "__metadata__ is no table"),
+    "metadata with a number": (raw({"__metadata__": {"a": 1}}), "__metadata__ is not an object"),
     "overlap": (raw({"a": tensor(0, 8), "b": tensor(4, 12)}, 12), "b overlaps another tensor"),
     "the same bytes": (raw({"a": tensor(0, 8), "b": tensor(0, 8)}, 8), "b overlaps another"),
     "a hole": (raw({"a": tensor(0, 8), "b": tensor(12, 20)}, 20), "b leaves a hole before it"),
@@ -242,18 +242,18 @@ ABSURD = {
     "data beyond the end": (raw({"a": tensor(0, 8)}, 7), "its tensors end at 8 of 7 bytes"),
     "too many bytes": (raw({"a": tensor(0, 12)}, 12), "takes 8 bytes and has 12"),
     "backwards": (raw({"a": tensor(8, 0)}, 8), "takes 8 bytes and has -8"),
-    "negative offsets": (raw({"a": tensor(-8, 0)}, 8), "of a are not a few counts"),
-    "negative sizes": (raw({"a": tensor(0, 8, [-2, -1])}, 8), "of a are not a few counts"),
+    "negative offsets": (raw({"a": tensor(-8, 0)}, 8), "of a are not up to 8 counts"),
+    "negative sizes": (raw({"a": tensor(0, 8, [-2, -1])}, 8), "of a are not up to 8 counts"),
     "more than 2^64": (raw({"a": tensor(0, 8, [1 << 62, 4])}, 8), "takes 73786976294838206464"),
-    "half offsets": (raw({"a": tensor(0, 8.0)}, 8), "of a are not a few counts"),
-    "true": (raw({"a": tensor(0, 4, [True])}, 4), "of a are not a few counts"),
+    "half offsets": (raw({"a": tensor(0, 8.0)}, 8), "of a are not up to 8 counts"),
+    "true": (raw({"a": tensor(0, 4, [True])}, 4), "of a are not up to 8 counts"),
     "no shape": (raw({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8), "a needs dtype, shape"),
     "no table": (raw({"a": 7}, 8), "a needs dtype, shape"),
     "a dtype of its own": (raw({"a": tensor(0, 8, dtype="X9")}, 8), "a is X9; only F64"),
     "a dtype that is a list": (raw({"a": tensor(0, 8, dtype=[])}, 8), r"a is \[\]; only F64"),
 }
 OURS_ALONE = {
-    "a million dimensions": (raw({"a": tensor(0, 8, [1] * 10**6 + [2])}, 8), "not a few counts"),
+    "a million dimensions": (raw({"a": tensor(0, 8, [1] * 10**6 + [2])}, 8), "not up to 8"),
     "integers": (raw({"a": tensor(0, 8, dtype="I32")}, 8), "a is I32; only F64"),
 }
 

@@ -126,7 +126,7 @@ def test_the_memory_of_a_level():
         "  gradients          491.5 kB  fp32\n",
         "  masters            61.44 kB  fp32, a share of 1/8\n",
         "  moments            122.9 kB  AdamW's two, a share of 1/8\n",
-        "  tied look-ups      77.82 kB  the embedding's gradient of one weight's two uses",
+        "  tied look-ups      77.82 kB  gradient of a tied embedding's look-ups",
         "  dp  reduce-scatter        1 of  491.5 kB; a rank sends 430.1 kB\n",
         "  dp  all-gather            1 of  245.8 kB; a rank sends 215 kB\n",
     ):

@@ -40,7 +40,7 @@ def test_a_line_a_kind():
     number = f"{116 * 1024 * 2:,}"
     assert found["parameters"] == f"241,664 bytes, 4,096 more than the formula's {number}: {FORK}"
     assert "bytes, 8 fewer than the formula's" in found["moments"] and FORK in found["moments"]
-    assert "of the second step on, with the most micro-batches" in found["whole gradients, at most"]
+    assert "from the second step on, with the most" in found["whole gradients, at most"]
     assert found["gradients"].endswith("equal to the formula")
 
 

@@ -180,7 +180,7 @@ def test_the_cache_is_read_by_the_machine_that_wrote_it(world, tmp_path):
         (
             '{"format": "weft tp-comm-overlap 1", "machines": {"a": {"choices": {"x": "fast"}, '
             '"seconds": {}}}}',
-            "a path that does not exist",
+            "a method that does not exist",
         ),
         (
             '{"format": "weft tp-comm-overlap 1", "machines": {"a": {"choices": {}, '
