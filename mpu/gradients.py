@@ -82,9 +82,9 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
-        whole = sink.acquire(param)
+        full_weight = sink.acquire(param)
         # autograd may keep what it is given, so a weight that may be freed is copied
-        given = whole.clone() if sink.is_sharded(param) else whole.view_as(param)
+        given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)
         return given
 

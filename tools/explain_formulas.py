@@ -129,7 +129,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     held = rank_memory.parameters(config, model_provider, pp_rank)
     every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
-    whole = rank_parameters(config, model_provider, every, 0)
+    parameters = rank_parameters(config, model_provider, every, 0)
     sp = int(p.sequence_parallel and t > 1)
     return {
         "s": m.seq_length,
@@ -151,8 +151,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "e": config.run.dtype.itemsize,
         "g": rank_memory.accumulate_bytes(config),
         "q": rank_memory.gradient_bytes(config),
-        "P": len(held.keys() & whole.keys()),
-        "Q": len(whole),
+        "P": len(held.keys() & parameters.keys()),
+        "Q": len(parameters),
         **_buckets(config, pp_rank),
     }
 

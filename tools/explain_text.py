@@ -147,24 +147,24 @@ def _why(event: Seen) -> list[str]:
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
         return [needs, f"the outbox waits for it, the rank goes on: {actions[event.action + 1]}"]
-    told = [needs, _hidden(event)] if event.is_async else [needs]
-    return told if event.place.bucket is None else _why_bucket(event, told)
+    reasons = [needs, _hidden(event)] if event.is_async else [needs]
+    return reasons if event.place.bucket is None else _why_bucket(event, reasons)
 
 
-def _why_bucket(event: Seen, told: list[str]) -> list[str]:
+def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
     """Say why a bucket's gradients leave, or its weights come."""
     place, buckets = event.place, event.explainer.buckets
     assert buckets is not None and place.bucket is not None
     if place.phase == "grad sum":
         if not place.during or event.verb != "reduce_scatter":
-            return told
+            return reasons
         before = f", before {event.pending}" if event.pending else ""
-        return [f"leaves as a gradient of {place.during} is done{before}", *told]
+        return [f"leaves as a gradient of {place.during} is done{before}", *reasons]
     if place.phase == "update":
-        return [f"the new weights of {buckets.contents(place.bucket)}", *told[1:]]
+        return [f"the new weights of {buckets.contents(place.bucket)}", *reasons[1:]]
     whole = " and ".join(f"bucket {other}" for other in event.whole)
     asked = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
-    return [f"{asked}; whole beside it: {whole or 'nothing'}", *told[1:]]
+    return [f"{asked}; whole beside it: {whole or 'nothing'}", *reasons[1:]]
 
 
 def _short(action: str) -> str:
@@ -175,12 +175,12 @@ def _hidden(event: Seen) -> str:
     """Say who waited, and what ran between the start of a collective and the wait."""
     stories = list(dict.fromkeys(event.meanwhile))
     matmuls = [story for story in stories if "matmul of" in story]
-    told = matmuls or stories
-    if len(told) > 2:
+    under = matmuls or stories
+    if len(under) > 2:
         what = "matmuls" if matmuls else "operations"
-        hidden = f"hidden under {len(told)} {what}, {told[0]} to {told[-1]}"
+        hidden = f"hidden under {len(under)} {what}, {under[0]} to {under[-1]}"
     else:
-        hidden = f"hidden under: {' and '.join(told)}" if told else "nothing ran meanwhile"
+        hidden = f"hidden under: {' and '.join(under)}" if under else "nothing ran meanwhile"
     if not event.waited_at:
         return "still on its way at the end: the next step waits for it before the first use"
     return f"waited for at {event.waited_at}; {hidden}"

@@ -77,10 +77,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
         saved_ctx.layer = layer
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        whole = layer.ctx.sink.acquire(weight)
-        if fits(x, whole, accumulate=kind):
+        full_weight = layer.ctx.sink.acquire(weight)
+        if fits(x, full_weight, accumulate=kind):
             y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
-            call("norm_forward", x.dtype, x, whole, y, inverse, x.numel() // h, h, layer.eps)
+            rows = x.numel() // h
+            call("norm_forward", x.dtype, x, full_weight, y, inverse, rows, h, layer.eps)
             layer.ctx.sink.end_use(weight)
             saved_ctx.save_for_backward(x, inverse)
             return y
@@ -88,7 +89,7 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
         saved_ctx.save_for_backward(x, inverse)
-        y = (up * inverse).mul_(whole)
+        y = (up * inverse).mul_(full_weight)
         layer.ctx.sink.end_use(weight)
         return y.to(x.dtype)
 

@@ -162,11 +162,11 @@ def memory(
     Where main gradients are narrower, stage 1 also has share accumulate of sums. At stage 3 buckets
     that are summed over another axis keep whole weights (docs/design.md says why).
     """
-    whole = sum(layout.length for layout in layouts)
-    own = whole // ranks if zero_stage else whole
+    elements = sum(layout.length for layout in layouts)
+    own = elements // ranks if zero_stage else elements
     kept = sum(layout.length for layout in layouts if layout.axes)
-    parameters = own + kept - kept // ranks if zero_stage == 3 else whole
-    gradients = own * accumulate if zero_stage >= 2 else whole * gradient
+    parameters = own + kept - kept // ranks if zero_stage == 3 else elements
+    gradients = own * accumulate if zero_stage >= 2 else elements * gradient
     if zero_stage == 1 and gradient < accumulate:
         gradients += own * accumulate
     return {

@@ -285,7 +285,7 @@ class _Trace:
     def issued(
         self, verb: str, axis: Axis, tensor: Tensor, sent: int, async_op: bool, label: Any
     ) -> None:
-        whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+        nbytes = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
         chunk, phase = self.at
         name = verb.replace("_", "-")
-        self.collectives.append((chunk, Collective(axis.name, name, phase, whole)))
+        self.collectives.append((chunk, Collective(axis.name, name, phase, nbytes)))

@@ -228,10 +228,10 @@ def _write(file: str, machine: str, held: dict[str, Any], note: Note) -> None:
     """Add this machine's entry to the cache file, which is written aside and renamed."""
     aside = f"{file}.{os.getpid()}"
     try:
-        whole = {"format": FORMAT, "machines": read(file) | {machine: held}}
+        content = {"format": FORMAT, "machines": read(file) | {machine: held}}
         os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
         with open(aside, "w", encoding="utf-8") as out:
-            json.dump(whole, out, indent=1)
+            json.dump(content, out, indent=1)
         os.replace(aside, file)
         note(f"overlap: kept in {file}")
     except (OSError, UsageError) as error:
