@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero gpu-check slurm-check
+.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,12 @@ bench-pipeline: setup ## the pipeline schedules against torch's own and our simu
 
 bench-zero: setup ## the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CASES="tiny-fp32-2 ..." DEEPSPEED=/path/to/python that has it)
 	$(RUN) benchmarks/bench_zero.py $(call flag,CASES,--cases) $(call flag,LEVELS,--levels) $(call flag,DEEPSPEED,--deepspeed-python)
+
+same-bits: setup ## hold losses, norms, checkpoints and resumes to another commit's, bit for bit (BASE=commit RUNS="tp2-sp forked ...")
+	$(RUN) benchmarks/compare_bits.py $(or $(call given,BASE),HEAD) $(call flag,RUNS,--runs)
+
+bench-commit: setup ## hold the speed to another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
+	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
 gpu-check: setup ## the whole trainer on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu
