@@ -81,10 +81,6 @@ class Job:
     def _over(self) -> bool:
         return self.state() in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-    def wait_state(self, state: str, seconds: float) -> None:
-        """Wait until SLURM says so of the job."""
-        wait_for(f"{self.folder.name} is {state}", seconds, lambda: self.state() == state)
-
     def put_back(self, times: int, seconds: float) -> None:
         """Wait until the job is in the queue again, and spare it the two minutes in there."""
 
