@@ -9,8 +9,8 @@ ranks, which share out the cores. Both sides write one file a rank and fsync it.
 what it writes and checks every hash before it loads; the peer has no hashes. A round has three
 parts, in each of which the sides take turns: save; load, first from the host's page cache, then
 without it; save in the background, where the time is how long the call keeps the trainer waiting.
-A time is the slowest rank's, a figure the median over rounds. What was loaded is compared bit for
-bit.
+A time is the slowest rank's, a figure the median over rounds. Loaded tensors must be equal, bit for
+bit, to those saved.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def rows(ranks: int, found: dict[str, Any]) -> list[str]:
 
 
 def be_rank(args: argparse.Namespace) -> None:
-    """Be one rank: save and load, each side in turn."""
+    """Run one rank: save and load, each side in turn."""
     launch = Launch.from_env()
     grid = Grid(launch.world, launch=launch)
     if launch.world > 1:

@@ -8,8 +8,7 @@ Two ranks of one thread run the projections of Llama 3 8B at tp 2. `bare` is the
 whole inputs, on both ranks at once. Each overlap method is given in milliseconds and as a ratio to
 `bare`. The sides take turns; a figure is the median over the rounds, of the slower rank.
 
-Over a link the full tensor is 16 MiB (fp32, 1024 rows of 4096), and three more numbers are printed
-for each method:
+Over a link the full tensor is 16 MiB (fp32, 1024 rows of 4096), and a method has 3 more numbers:
 
     hidden = 1 - (method - bare) / communication      communication: the collective alone
     E      = 1 - (method - bare) / (none - bare)      none: one after the other

@@ -16,8 +16,8 @@ Two data-parallel ranks of one thread run in two network namespaces, joined by a
 Figures are seconds: medians over the timed steps of alternating launches, and in brackets the
 least. The hidden share is given for both, since a noisy machine adds more to the longer sides. In
 `perfect` the ranks still agree on the loss and the norm, so the faster rank waits for the slower
-there too. From level 1 on, communication includes the gather of updated weights, which overlaps
-too (--overlap-param-gather).
+there too. From level 1 on, communication includes the gather of updated weights, which runs under
+the next forward (--overlap-param-gather).
 """
 
 import argparse

@@ -113,7 +113,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         def in_place() -> Tensor:
             gathering = Symmetric(axis, axis.transport.workspace).gather(x, None)
             whole = gathering.whole()
-            gathering.close()  # whoever reads longer closes later
+            gathering.close()  # a longer reader would close later
             return whole
 
         return {

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="timed steps a launch (0: 10 tiny, 2 small)"
     )
-    parser.add_argument("--bound", help=argparse.SUPPRESS)  # what a bound's process is told
+    parser.add_argument("--bound", help=argparse.SUPPRESS)  # of a bound's process
     args = parser.parse_args()
     if args.bound:
         print(bound_of_this_process(*args.bound.split("-")))

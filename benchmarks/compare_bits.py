@@ -166,8 +166,7 @@ def compare_all(
 def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, str]:
     """Make one run three times in folders of `at`, with the scripts `base` and `new`.
 
-    Returns the first difference, or "", in losses and norms, in checkpoints, and in the run resumed
-    from base's checkpoint.
+    Returns the first difference, or "", in losses and norms, checkpoints, and the resumed run.
     """
     shutil.rmtree(at, ignore_errors=True)
     first, last = (f"step_{step:08d}" for step in (STEPS, STEPS + MORE))

@@ -25,8 +25,7 @@ def watch(
 ) -> dict[int, float]:
     """Wait for the launcher; return each rank's peak in megabytes since `due()` was first true.
 
-    A rank is read every `pause` seconds, so a peak in its last moments, after the training, may be
-    missed.
+    A rank is read every `pause` seconds, so a peak after the training, as it ends, may be missed.
     """
     peaks: dict[int, float] = {}
     since = False

@@ -6,8 +6,7 @@
 writes train.jsonl and heldout.jsonl, one JSON object {"text", "path"} a source file, and
 corpus.json, which says what they hold. They have about 10 MB; nothing is downloaded. Tests, the
 tables of encodings/ and generated files are left out: they are long and teach a model little. A
-hash of its path decides whether a file is held out, so every machine and every Python holds out the
-same files.
+file is held out by a hash of its path, so every machine and every Python hold out the same files.
 
 With --input FILES (.txt or .jsonl, also .gz) the corpus is made of those instead. A long text is
 cut at line ends into pieces of about 16,000 characters, and a piece is held out by its own hash.

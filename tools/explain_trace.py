@@ -75,7 +75,7 @@ class Seen:
 
     def waiting(self) -> None:
         """Count operations from now on, until `waited`, as a part of the collective."""
-        if self.verb != "send":  # a thread of the outbox waits for those
+        if self.verb != "send":  # a thread of the outbox waits for sends
             self.explainer.finishing.append(self)
 
     def waited(self) -> None:
@@ -146,7 +146,7 @@ class Explainer:
     def _begins(self, words: str) -> None:
         if self.layers is not None:
             self.layers.new_action()
-        if not words.startswith("waiting for"):  # that is told of the message
+        if not words.startswith("waiting for"):  # `waited` records that
             self.actions.append(words)
 
     def issued(

@@ -244,7 +244,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             grid.connect(device, store, timeout)
         run(args, grid, device)
     except ValueError as error:
-        who = f"rank {launch.rank}: " if launch.rank else ""  # each rank says its own, mostly alike
+        who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
         print(f"generate: {who}{error}", file=sys.stderr)
         sys.exit(2)
     finally:

@@ -143,7 +143,7 @@ class Task:
     def run(self) -> int:
         """Tokenize the shard; return the number of tokens."""
         tokenizer = self.job.tokenizer()
-        eod = tokenizer.eod if self.job.append_eod else None  # append_eod: an id
+        eod = tokenizer.eod if self.job.append_eod else None  # not None: see preprocess
         tokens = 0
         for key in self.job.json_keys:
             with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:

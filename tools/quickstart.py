@@ -86,7 +86,7 @@ def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> 
             said = child.communicate()[0]
         except KeyboardInterrupt:
             number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
-            while child.poll() is None:  # once more after a second Ctrl-C: no time to save
+            while child.poll() is None:  # a second Ctrl-C signals once more: no time to save
                 for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
                     os.kill(process, number)
                 with contextlib.suppress(KeyboardInterrupt):
@@ -186,7 +186,7 @@ def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     command = [PYTHON, "pretrain_llama.py"]
     if tp * pp > 1:
-        torchrun = Path(PYTHON).with_name("torchrun")  # not where torch is borrowed from outside
+        torchrun = Path(PYTHON).with_name("torchrun")  # absent if torch is the interpreter's
         command = [str(torchrun)] if torchrun.exists() else [PYTHON, "-m", "torch.distributed.run"]
         command += ["--standalone", "--nproc-per-node", str(tp * pp), "pretrain_llama.py"]
     if tp > 1:
