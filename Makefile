@@ -1,28 +1,28 @@
 # The commands of Weft. `make` alone lists them; everything runs from this checkout, in .venv.
 PYTHON ?= python3
 RUN    := .venv/bin/python
-# Take a variable only when it was given on make's own command line, so that a DATA or TP that happens to
-# stand in somebody's environment changes nothing.
+# A variable counts only if it is given on make's own command line, so that a DATA or TP in somebody's
+# environment changes nothing.
 given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero gpu-check slurm-check
+.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
-setup: ## make .venv (PYTHON=... chooses the interpreter; a torch 2.11 to 2.13 in it is kept) and the native library
+setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used if 2.11 to 2.13) and the native library
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 
 train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt b.jsonl" ...)
 	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
-test: setup lint ## lint, and every test that needs neither a GPU nor patience
+test: setup lint ## lint, and run the short form of every test that needs no GPU
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs
 
-prove: setup ## every proof in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
+prove: setup ## run every test in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
 	@OMP_NUM_THREADS=1 $(RUN) tests/prove.py $(call given,PART)
 
 explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
@@ -30,26 +30,32 @@ explain: setup ## print every collective and message of one tiny step (TP=2 DP=2
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
 
-lint: setup ## ruff everywhere, mypy strict on all of the product
+lint: setup ## run ruff on all files, and mypy --strict on all of the product
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-bench: setup ## measure the claims of the README on this machine, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
+bench: setup ## measure training steps against PyTorch's own parallel stack, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
 	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)
 
-bench-overlap: setup ## tensor parallel 2: shared memory against gloo, the overlapped matmuls, a whole step against a peer, 30 minutes
+bench-overlap: setup ## measure tensor parallel 2: shared memory against gloo, overlapped matmuls, a step against a peer, 30 minutes
 	$(RUN) benchmarks/bench_shared_memory.py
 	$(RUN) benchmarks/bench_matmul.py --dtype fp32 bf16
 	$(RUN) benchmarks/bench_tp.py
 
-bench-pipeline: setup ## the pipeline schedules against torch's own and our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
+bench-pipeline: setup ## measure pipeline schedules against torch's and against our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
 	$(RUN) benchmarks/bench_pipeline.py $(call flag,CASES,--cases)
 
-bench-zero: setup ## the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CASES="tiny-fp32-2 ..." DEEPSPEED=/path/to/python that has it)
+bench-zero: setup ## measure the ZeRO levels against FSDP2 and DeepSpeed, 60 minutes (CASES="tiny-fp32-2 ..." LEVELS="1 3" DEEPSPEED=/path/to/python that has it)
 	$(RUN) benchmarks/bench_zero.py $(call flag,CASES,--cases) $(call flag,LEVELS,--levels) $(call flag,DEEPSPEED,--deepspeed-python)
 
-gpu-check: setup ## the whole trainer on one GPU
+same-bits: setup ## compare losses, norms, checkpoints and resumes with another commit's, bit for bit (BASE=commit RUNS="tp2-sp forked ...")
+	$(RUN) benchmarks/compare_bits.py $(or $(call given,BASE),HEAD) $(call flag,RUNS,--runs)
+
+bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
+	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
+
+gpu-check: setup ## test the trainer, the overlap kernels and offload on one GPU
 	$(RUN) -m pytest tests/gpu -q -rs -m gpu
 
-slurm-check: setup ## a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
+slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tools/slurm_check.py

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what is installed and build the native library; everything else stands in pyproject.toml.
+"""Name the packages and build the native library; everything else is in pyproject.toml.
 
 Weft runs from its checkout. `pip install -e .` is a convenience; a wheel is refused, because the
 import name `mpu` also belongs to an unrelated package on PyPI, and pip overwrites silently.
 
-The native library is every csrc/*.cpp in ONE shared object with a plain C interface, loaded with
-ctypes: no Python.h, no torch headers, so one file serves every Python and every torch.
-`python setup.py build_native` builds it alone. Without a compiler the reason is printed, and the
-code that would use the library falls back to PyTorch.
+The native library is one shared object, compiled from every csrc/*.cpp. It has a plain C interface
+and is loaded with ctypes. It needs no Python.h and no torch headers, so one file serves every
+Python and every torch.
+`python setup.py build_native` builds it alone. Without a compiler the reason is printed, and Weft
+falls back to PyTorch.
 """
 
 import os
@@ -41,7 +42,7 @@ PACKAGES = [
 
 
 def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
-    """Compile csrc/*.cpp into build/weft_native.so where a source is newer; say what was done.
+    """Compile csrc/*.cpp into build/weft_native.so if a source is newer; return what was done.
 
     `compiler` is the user's choice (the CXX variable); None takes c++, g++ or clang++.
     """
@@ -69,8 +70,8 @@ def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
             [found, *FLAGS, *_openmp(found), "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
-        # Linked without OpenMP's library: its names are found in torch's, so that the process has
-        # one pool of threads.
+        # Linked without OpenMP's library: its symbols are found in torch's, so the process has one
+        # thread pool.
         commands.append([found, "-shared", "-pthread", *map(str, objects), "-o", str(output)])
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True)
@@ -82,7 +83,7 @@ def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
 
 
 def _openmp(compiler: str) -> list[str]:
-    """Return GCC's flag for threads; clang's OpenMP is another library, so it does without."""
+    """Return GCC's OpenMP flag; clang, whose OpenMP is another library, does without."""
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     return [] if "clang" in said else ["-fopenmp"]
 
@@ -105,7 +106,7 @@ class BuildNative(Command):
 
 
 class BuildPy(build_py):
-    """Build the native library on the way of an editable install."""
+    """Build the native library as a part of an editable install."""
 
     def run(self) -> None:
         """Build the library, then let setuptools do its part."""
@@ -114,7 +115,7 @@ class BuildPy(build_py):
 
 
 class RefuseWheel(bdist_wheel):
-    """Refuse a wheel in one sentence."""
+    """Refuse to build a wheel."""
 
     def run(self) -> None:
         """Stop with the reason."""

@@ -4,13 +4,13 @@
 
     python benchmarks/bench_checkpoint.py [--ranks 1 2] [--gigabytes 1.5] [--dir DIR]
 
-The state is that of a Llama in fp32: weights and both moments, every tensor cut by rows over the
-ranks, which share out the cores. Both sides write one file a rank and fsync it. Ours also sums what
-it writes and, before it loads, sums it all again; the peer keeps no sums. A round saves with each
-side in turn, then loads what was saved, first from the host's page cache, then without it, then
-saves with each side in the background and notes how long the call kept the trainer waiting. A time
-is that of the slowest rank, a figure the median over rounds. What was loaded is compared to the
-bit.
+The state is a Llama's in fp32: weights and both moments. Every tensor is cut by rows over the
+ranks, which share out the cores. Both sides write one file a rank and fsync it. Weft also hashes
+what it writes and checks every hash before it loads; the peer has no hashes. A round has three
+parts, in each of which the sides take turns: save; load, first from the host's page cache, then
+without it; save in the background, where the time is how long the call keeps the trainer waiting.
+A time is the slowest rank's, a figure the median over rounds. Loaded tensors must be equal, bit for
+bit, to those saved.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SIDES = ("weft", "torch")
 
 
 def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama whose state in fp32 takes about so many GB."""
+    """Return {name: shape} of a Llama whose state in fp32 takes about so many GB."""
     found: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCAB, HIDDEN)}
     while sum(12 * torch.Size(s).numel() for s in found.values()) < gigabytes * 1e9:
         layer = len(found) // len(BLOCK)
@@ -120,7 +120,7 @@ def rows(ranks: int, found: dict[str, Any]) -> list[str]:
 
 
 def be_rank(args: argparse.Namespace) -> None:
-    """Be one rank: save and load, each side in turn."""
+    """Run one rank: save and load, each side in turn."""
     launch = Launch.from_env()
     grid = Grid(launch.world, launch=launch)
     if launch.world > 1:

@@ -4,8 +4,8 @@
     pip install --no-deps --target /tmp/megatron megatron-core==0.16.1 pybind11
     python benchmarks/bench_index.py --megatron /tmp/megatron
 
-Both get the lengths and one shuffled order of documents and return where every sample starts; the
-results are compared. The two (and our numpy twin) take turns, and medians are printed.
+Both take the lengths and one shuffled order of documents, and return where every sample starts. The
+results are compared. The two and our numpy twin take turns; medians are printed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ HINT = "pip install --no-deps --target /tmp/megatron megatron-core==0.16.1 pybin
 
 
 def load_megatron(place: Path) -> ModuleType:
-    """Load megatron-core's helpers_cpp from a folder; compile its source where it does not load."""
+    """Load megatron-core's helpers_cpp from a folder; compile its source if it does not load."""
     folder = place / "megatron" / "core" / "datasets"
     if not (folder / "helpers.cpp").exists():
         sys.exit(f"bench_index.py: {place} holds no megatron-core; get it with\n    {HINT}")

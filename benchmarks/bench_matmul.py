@@ -4,15 +4,14 @@
     python benchmarks/bench_matmul.py [--rows 1024] [--dtype fp32 bf16] [--shapes qkv proj ...]
     sudo python benchmarks/bench_matmul.py --link 1gbit       over a slow link (Linux, iproute2)
 
-Two ranks of one thread and the projections of Llama 3 8B at tp 2. `bare` is the matmul alone on
-inputs that are whole, on both ranks at once. Each path is given in milliseconds and as a ratio to
-it; sides take turns, medians over the rounds, of the slower rank.
+Two ranks of one thread run the projections of Llama 3 8B at tp 2. `bare` is the matmul alone, on
+whole inputs, on both ranks at once. Each overlap method is given in milliseconds and as a ratio to
+`bare`. The sides take turns; a figure is the median over the rounds, of the slower rank.
 
-Over a link the message is 16 MiB of full tensor (fp32, 1024 rows of 4096), and there is more to
-say of a path:
+Over a link the full tensor is 16 MiB (fp32, 1024 rows of 4096), and a method has 3 more numbers:
 
-    hidden = 1 - (path - bare) / communication        communication: the collective alone
-    E      = 1 - (path - bare) / (none - bare)        none: one after the other
+    hidden = 1 - (method - bare) / communication      communication: the collective alone
+    E      = 1 - (method - bare) / (none - bare)      none: one after the other
     ideal  = max(bare, communication + bare / 2)      two ranks, one chunk a rank, the own one first
 """
 
@@ -86,7 +85,7 @@ def main() -> None:
 
 
 def tell(row: dict[str, Any], link: bool) -> None:
-    """Print one projection: a line, and one more for each path over a link."""
+    """Print one projection: a line, and over a link one more for each method."""
     ms = {side: 1e3 * s for side, s in row["seconds"].items()}
     bare, message = ms["bare"], ms["communication"]
     sides = [f"{p} {ms[p]:.1f} ({ms[p] / bare:.2f})" for p in METHODS if p in ms]
@@ -100,7 +99,7 @@ def tell(row: dict[str, Any], link: bool) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Be one rank: time every side of every projection in turn."""
+    """Run one rank: time every side of every projection in turn."""
     torch.set_num_threads(1)
     grid, wait = Grid(2, 2, launch=Launch.from_env()), timedelta(minutes=5)
     grid.connect(torch.device("cpu"), None, wait)
@@ -130,7 +129,7 @@ def measure(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def sides(grid: Grid, name: str, dtype: torch.dtype, rows: int) -> dict[str, Callable[[], Any]]:
-    """Return what is timed: the bare matmul, its collective, and both together on each path."""
+    """Return what is timed: the bare matmul, its collective, and both together by each method."""
     op, k, o = SHAPES[name]
     torch.manual_seed(grid.rank)
     x, w = torch.randn(rows, k).to(dtype), torch.randn(o, k).to(dtype)

@@ -4,8 +4,8 @@
 
     sudo python benchmarks/bench_overlap.py [--link 1gbit] [--levels 0] [--buckets 4000000 1000000]
 
-Two data-parallel ranks of one thread, in two network namespaces joined by a link of that rate
-(Linux, root, iproute2); fp32, --micro-batch sequences a rank in one micro-batch.
+Two data-parallel ranks of one thread run in two network namespaces, joined by a link of that rate
+(Linux, root, iproute2). The run is fp32, with --micro-batch sequences a rank in one micro-batch.
 
     hidden = 1 - (overlapped - perfect) / communication
     overlapped      a step with --overlap-grad-reduce
@@ -13,11 +13,11 @@ Two data-parallel ranks of one thread, in two network namespaces joined by a lin
     perfect         the overlapped step, with the collectives replaced by local copies (perfect.py)
     communication   the same buckets' collectives back to back, while nothing else runs
 
-Seconds, medians over the timed steps of alternating launches, and in brackets the least; the share
-that is hidden is given by both, as a noisy machine adds more to the longer sides. In `perfect` the
-ranks still agree on the loss and the norm, so that the faster one waits there too for the slower
-one. At levels 1 and up communication is that of gradients and of updated weights (gathered with
---overlap-param-gather).
+Figures are seconds: medians over the timed steps of alternating launches, and in brackets the
+least. The hidden share is given for both, since a noisy machine adds more to the longer sides. In
+`perfect` the ranks still agree on the loss and the norm, so the faster rank waits for the slower
+there too. From level 1 on, communication includes the gather of updated weights, which runs under
+the next forward (--overlap-param-gather).
 """
 
 import argparse
@@ -112,7 +112,7 @@ def run(link: Link, side: str, level: int, bucket: int, args: argparse.Namespace
 
 
 def communicate(file: Path, steps: int, flags: list[str]) -> None:
-    """Be one rank: build the run that the flags say, and time a step's collectives alone."""
+    """Run one rank: build the run that the flags describe, and time a step's collectives alone."""
     launch = Launch.from_env()
     config = parse(flags, launch.world)
     grid = make_grid(config, launch)
@@ -133,7 +133,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
 
 
 def collectives_of_a_step(run: Run) -> None:
-    """Sum every bucket, though no gradient was written, and gather every weight that is shared."""
+    """Sum every bucket, though no gradient was written, and gather every sharded weight."""
     run.sink.begin_step()
     run.sink.finish_grad_sync()
     run.optimizer.weights_from_masters()

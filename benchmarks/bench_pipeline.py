@@ -5,16 +5,16 @@
     python benchmarks/bench_pipeline.py [--cases tiny/1f1b/4 ...] [--peer PATH]
     sudo python benchmarks/bench_pipeline.py --link 200mbit [--cases tiny/1f1b/8 tiny/zb-h1/8]
 
-Two ranks, one thread each. Weft runs as its users run it (pretrain_llama.py, its own log is read);
-the peer runs the same sizes, micro-batches and precision through torch's own schedule classes (for
-zb-h1, which torch lacks, InterleavedZeroBubble with two stages a rank).
-Launches alternate, so that a machine whose speed drifts is fair to both; a figure is the median
-over the timed steps of all launches. Beside the two stand
+Two ranks have one thread each. Weft runs as its users run it: pretrain_llama.py, whose log is read.
+The peer runs the same sizes, micro-batches and precision through torch's own schedule classes. For
+zb-h1, which torch lacks, it takes InterleavedZeroBubble with two stages a rank. Launches alternate,
+so that a machine whose speed drifts is fair to both; a figure is the median over the timed steps of
+all launches. Three more columns are printed:
 
-    bound      the slowest rank's matmuls and attention alone, over 1 - bubble (bubble: of the
-               schedule itself, all stages equal, F = B = W)
-    pipeline   what the schedule's own part of our step took (--profile), and what
-               mpu/pipeline/simulate.py says it takes, given each stage's median F, B and W
+    bound      the slowest rank's matmuls and attention alone, divided by 1 - bubble (bubble: of
+               the schedule itself, all stages equal, F = B = W)
+    pipeline   what the schedule's part of Weft's step took (--profile)
+    simulated  the same from mpu/pipeline/simulate.py, given each stage's median F, B and W
 
 --link RATE runs Weft alone, the cases in turn, with the two ranks in two network namespaces joined
 by a link of that rate (Linux, root, iproute2).
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def against_the_peer(args: argparse.Namespace) -> None:
-    """Print one line a case."""
+    """Print one line a case: Weft, the peer, the bound and the simulation."""
     print("p = 2, fp32, micro-batch 1; seconds a step, medians of alternating launches")
     print(f"{'case':<22}{'Weft':>8}{'peer':>8}{'ratio':>7}{'bound':>8}{'of bound':>9}"
           f"{'pipeline':>10}{'simulated':>10}{'off by':>8}{'bubble':>8}  layers")  # fmt: skip
@@ -231,7 +231,7 @@ def run_peer(peer: Path, case: str, steps: int) -> list[float]:
 
 
 def run_products(size: str) -> tuple[float, float]:
-    """Return the seconds of a layer's and of the head's products, both cores at it."""
+    """Return the seconds of a layer's and of the head's products, two processes at once."""
     words = [sys.executable, __file__, "--products", size]
     ranks = [
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(P))
@@ -255,7 +255,7 @@ def bound_of(case: str, seconds: list[float]) -> tuple[float, float]:
 
 
 def predict(case: str, runs: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the pipeline's part of a step: the median measured, and the simulated from medians."""
+    """Return the seconds of a step's pipeline part: the measured median, and the simulation's."""
     schedule = schedule_of(case)
     took: dict[tuple[str, int], list[float]] = {}
     lasted = []

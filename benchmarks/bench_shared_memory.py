@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure collectives through memory that the ranks share against those through gloo.
+"""Measure collectives through shared memory against the same through gloo.
 
     python benchmarks/bench_shared_memory.py [--ranks 2] [--sizes 64 1024 4096 16384 65536]
 
-Ranks of one host, one thread each, results written to tensors that are there already.
+The ranks are on one host, with one thread each. Results go to tensors that exist already.
 
     gloo      the process group's own verb (all_gather_into_tensor, reduce_scatter_tensor,
               all_reduce)
     ordered   ours through gloo: the same gather; sums by an all-to-all and additions in rank order
     memory    ours through shared memory (mpu/comm/shared_memory.py): the same bits as `ordered`
 
-`all_gather in place` is what the path `symmetric` does in front of a matmul: nothing is copied out,
-the gathered tensor is read where the ranks wrote it.
+`all_gather in place` is what the overlap method `symmetric` does in front of a matmul: nothing is
+copied out, the gathered tensor is read where the ranks wrote it.
 
-The three take turns, call by call, and so do the launches. A call's time is that of its slowest
-rank, from a barrier on; a figure is the median over the calls of all launches, in milliseconds.
-The size is that of the full tensor: gathered, or to be summed. Last comes the barrier itself, of
---barrier-ranks ranks, in microseconds.
+The three take turns, call by call. A call's time is its slowest rank's, from a barrier on; a figure
+is the median over the calls of all launches, in milliseconds. A size is the full tensor's, gathered
+or to be summed. The last lines give a barrier of --barrier-ranks ranks, in microseconds.
 """
 
 import argparse
@@ -102,7 +101,7 @@ def table(found: Found, sizes: list[int]) -> list[str]:
 
 
 def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Return each side's call of a verb on a full tensor of so many KiB; it returns the result."""
+    """Return {side: call} for a verb on a full tensor of so many KiB; a call returns the result."""
     rows = kib * 1024 // dtype.itemsize
     part = rows // axis.size
     full = torch.randn(part * axis.size, generator=torch.Generator().manual_seed(axis.rank))
@@ -114,7 +113,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         def in_place() -> Tensor:
             gathering = Symmetric(axis, axis.transport.workspace).gather(x, None)
             whole = gathering.whole()
-            gathering.close()  # whoever reads longer closes later
+            gathering.close()  # a longer reader would close later
             return whole
 
         return {
@@ -141,7 +140,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
 
 
 def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> Found:
-    """Call the sides in turn; return the seconds that each call takes its slowest rank."""
+    """Call the sides in turn; return each side's seconds of every call, on the slowest rank."""
     buffer = SymmetricBuffer(collectives.by_process_group(axis), 64, WAIT)
     seconds: Found = {side: [] for side in sides}
     for _ in range(WARM + times):
@@ -156,7 +155,7 @@ def measure(axis: Axis, sides: dict[str, Callable[[], Tensor]], times: int) -> F
 
 
 def be_rank(args: argparse.Namespace) -> None:
-    """Be one rank of a launch: time what its number of ranks is asked for."""
+    """Run one rank of a launch: time what is asked for at its number of ranks."""
     torch.set_num_threads(1)
     launch, found = Launch.from_env(), {}
     grid = Grid(launch.world, launch.world, launch=launch)

@@ -3,13 +3,13 @@
 
     python benchmarks/bench_step.py [--peer PATH] [--cases tiny-fp32-1 ...]
 
-Weft runs as its users run it (pretrain_llama.py under torchrun, its own log is read); the peer is a
-script that takes --size, --dtype, --tp, --steps and prints `JSON {...}` with its times a step, such
-as a torchtitan-style trainer (DTensor TP with SP, loss parallel, fused AdamW, clipping). Same
-sizes, same global batch of 4 sequences, same number of threads. Launches of the two alternate, so
-that a machine whose speed drifts is fair to both; a figure is the median over all timed steps of
-all launches. Beside each stands the bound: the same step's matmuls and attention alone, on the same
-number of processes and threads.
+Weft runs as its users run it: pretrain_llama.py under torchrun, whose log is read. The peer is a
+script that takes --size, --dtype, --tp, --warmup and --steps, and prints `JSON {...}`
+with the times of its steps. The default is a torchtitan-style trainer (DTensor TP with SP, loss
+parallel, fused AdamW, clipping). Both have the same sizes, global batch of 4 sequences and number
+of threads. Launches of the two alternate, so that a machine whose speed drifts is fair to both; a
+figure is the median over all timed steps of all launches. The bound is the same step's matmuls and
+attention alone, on the same number of processes and threads.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="timed steps a launch (0: 10 tiny, 2 small)"
     )
-    parser.add_argument("--bound", help=argparse.SUPPRESS)  # what a bound's process is told
+    parser.add_argument("--bound", help=argparse.SUPPRESS)  # of a bound's process
     args = parser.parse_args()
     if args.bound:
         print(bound_of_this_process(*args.bound.split("-")))
@@ -87,7 +87,7 @@ class Side:
 
 
 def command(ranks: int, python: str = sys.executable) -> list[str]:
-    """Start one process directly, several by torchrun."""
+    """Return the words that start so many ranks: one process directly, several by torchrun."""
     if ranks == 1:
         return [python]
     return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -151,15 +151,16 @@ def run_peer(peer: Path, case: str, steps: int) -> tuple[list[float], float]:
 
 
 def report(words: list[str], ranks: int) -> dict[str, Any]:
-    """Run a peer; return what it printed behind `JSON `."""
+    """Run a peer; return the object that it printed after `JSON `."""
     text = output(words, ranks)
     return json.loads(text[text.index("JSON ") + 5 :].splitlines()[0])
 
 
 def run_bound(case: str, dp: int = 1) -> float:
-    """Return seconds of a step's matmuls and attention alone, on as many processes at once.
+    """Return the seconds of a step's matmuls and attention alone, on all ranks at once.
 
-    Ranks that outnumber the cores share them: then one process a core, and their times in turn.
+    If ranks outnumber the cores, one process a core runs, and its time counts once for each rank
+    that shares the core.
     """
     ranks = int(case.split("-")[2]) * dp
     at_once = min(ranks, len(os.sched_getaffinity(0)))
@@ -178,8 +179,9 @@ def bound_of_this_process(size: str, dtype: str, tp: str, dp: str) -> float:
 
 
 def products(size: str, dtype: str, t: int, batch: int) -> tuple[float, float]:
-    """Time forward, dgrad and wgrad matmuls, and attention both ways, for `batch` sequences on one
-    rank: seconds of a layer, and of the head. The best of five.
+    """Time forward, dgrad and wgrad matmuls, and attention both ways, for `batch` sequences.
+
+    Returns one rank's seconds of a layer, and of the head: the best of five.
     """
     h, _, heads, groups, ffn, vocab, s = SIZES[size]
     d, n = h // heads, batch * s

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a training step at tensor parallel 2: against a peer, one process, and no wire at all.
+"""Measure a training step at tensor parallel 2 against a peer, one process and no communication.
 
     python benchmarks/bench_tp.py [--cases tiny-fp32 ...] [--paths none auto]
 
     peer      PyTorch's own parallel stack (benchmarks/peers/native.py), tp 2
     one       Weft in one process with two threads
-    a path    Weft, tp 2 + sequence parallelism, --tp-comm-overlap PATH
+    PATH      Weft, tp 2 + sequence parallelism, --tp-comm-overlap PATH (an overlap method)
     gloo      the same with --tp-comm-overlap none and --no-shared-memory
     perfect   the same with every collective replaced by a local copy (benchmarks/perfect.py)
 
-Tokens/s, medians over the timed steps of launches that take turns; in brackets what a path makes of
-the peer's, of one process' and of perfect's speed. The batch is 4 sequences.
+Figures are tokens/s: medians over the timed steps of launches that take turns. One more line a PATH
+has the ratios of its speed to peer, one and perfect. The batch is 4 sequences.
 """
 
 import argparse

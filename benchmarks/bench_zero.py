@@ -5,22 +5,22 @@
     python benchmarks/bench_zero.py [--cases tiny-fp32-2 ...] [--levels 1 3]
                                     [--deepspeed-python PATH]
 
-Weft runs as its users run it (pretrain_llama.py under torchrun, its own log is read); FSDP2 is
-peers/native.py, DeepSpeed is peers/deepspeed_zero.py in an interpreter that has it. All start from
+Weft runs as its users run it: pretrain_llama.py under torchrun, whose log is read. FSDP2 is
+peers/native.py; DeepSpeed is peers/deepspeed_zero.py in an interpreter that has it. All start from
 the same weights, see the same tokens and take the same step: 4 sequences, 4 / dp of them on a rank
 in one micro-batch, AdamW, clipping at 1.0. Their losses are compared before their times. Launches
 alternate, so that a machine whose speed drifts is fair to all; a figure is the median over the
-timed steps of all launches. A rank has one thread; 4 ranks share the cores.
+timed steps of all launches. The ranks divide the cores, with at least one thread each.
 
-FSDP2 gives weights back after forward, as ZeRO-3 does, and is held against level 3. "FSDP2 kept"
-holds them until backward is done (reshard_after_forward=False); levels 0 to 2 are held against it.
+FSDP2 reshards weights after forward, as ZeRO-3 does, and is compared with level 3. "FSDP2 kept"
+keeps them until backward is done (reshard_after_forward=False) and is compared with levels 0 to 2.
 DeepSpeed's stage 0 is left out: in bf16 it has no fp32 masters.
 
 bound   the step's matmuls and attention alone, on as many ranks
-peak    the largest rank's resident memory in the timed steps, the whole process. The peers trim
-        their heap (malloc_trim) and reset the kernel's mark (VmHWM) before the last warm-up step.
-        Weft's mark is reset from outside at that step and its heap is not trimmed: what its start
-        left behind counts.
+peak    the largest rank's resident memory in the timed steps, of the whole process. The peers trim
+        their heap (malloc_trim) and reset the kernel's peak (VmHWM) before the last warm-up step.
+        Weft's peak is reset from outside at that step and its heap is not trimmed, so memory that
+        its start left behind counts.
 """
 
 import argparse
@@ -120,9 +120,7 @@ def missing_deepspeed(python: str | None) -> str:
 def run_all(
     case: str, args: argparse.Namespace, with_deepspeed: bool
 ) -> tuple[dict[tuple[str, int], tuple[Side, list[float]]], float]:
-    """Launch the sides of a case in turn; return {(side, level): (its steps, its losses)}, and the
-    seconds of the bound.
-    """
+    """Launch a case's sides in turn; return {(side, level): (steps, losses)} and bound seconds."""
     size, dtype, dp = case.split("-")
     steps = args.steps or STEPS[size]
     sides: dict[tuple[str, int], tuple[Side, list[float]]] = {}
@@ -149,7 +147,7 @@ def run_all(
 def rows(
     case: str, sides: dict[tuple[str, int], tuple[Side, list[float]]], bound: float
 ) -> list[tuple[str, str]]:
-    """Return (table, row) for each level and peer; under UNLIKE those whose losses differ."""
+    """Return (table, row) for each level and peer; the table is UNLIKE where losses differ."""
     size, dtype, dp = case.split("-")
     tokens = BATCH * SIZES[size][-1]
     made = []
@@ -179,8 +177,10 @@ def rows(
 
 
 class Start:
-    """What all sides of a case start from: a checkpoint for Weft, of the weights that the peers
-    draw, and a file for the peers, of the tokens that Weft makes up (--mock-data).
+    """Write what all sides of a case start from.
+
+    Weft gets a checkpoint of the weights that the peers draw; the peers get a file of the tokens
+    that Weft makes up (--mock-data).
     """
 
     def __init__(self, size: str, steps: int, folder: Path) -> None:
@@ -245,7 +245,7 @@ def run_weft(case: str, level: int, start: Start) -> tuple[list[float], float, l
 def run_peer(
     case: str, name: str, level: int, start: Start, python: str
 ) -> tuple[list[float], float, list[float]]:
-    """Run FSDP2 or DeepSpeed; return the same."""
+    """Run FSDP2 or DeepSpeed; return the same as run_weft."""
     size, dtype, dp = case.split("-")
     flags = f"--size {size} --dtype {dtype} --warmup {WARM} --steps {start.steps} --rope half "
     flags += f"--data {start.tokens} "

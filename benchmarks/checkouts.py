@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put another commit of this repository beside this checkout, ready to run.
 
-Nothing of either tree is imported: a tree is driven by its command line.
+Nothing is imported from either tree: a tree is driven by its command line.
 """
 
 import io
@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class NoCheckout(Exception):
-    """A commit that cannot be taken out or built, and why."""
+    """A commit cannot be checked out or built; the text says why."""
 
 
 def checkout(base: str, folder: Path) -> Path:
     """Write the files of a commit to `folder` and build its native library; return its root.
 
-    base: anything git takes for a commit of this repository, or a directory that holds a checkout
-    already, which is then used where it stands. The files come from `git archive`, so a killed
-    comparison leaves nothing in .git. Raises NoCheckout.
+    base: any name of a commit of this repository, or a directory that holds a checkout already,
+    which is then used in place. The files come from `git archive`, so a killed comparison leaves
+    nothing in .git. Raises NoCheckout.
     """
     tree = Path(base)
     if (tree / "pretrain_llama.py").exists():
@@ -40,9 +40,9 @@ def checkout(base: str, folder: Path) -> Path:
 
 
 def build(tree: Path) -> None:
-    """Build a tree's native library where a source is newer than it.
+    """Build a tree's native library if a source is newer.
 
-    Raises NoCheckout where there is none afterwards: its fallbacks are slower and round otherwise.
+    Raises NoCheckout if there is none afterwards: the fallbacks are slower and round differently.
     """
     words = [sys.executable, "setup.py", "--quiet", "build_native"]
     done = subprocess.run(words, cwd=tree, capture_output=True, text=True)
@@ -58,7 +58,7 @@ def describe(base: str) -> str:
 
 
 def describe_here() -> str:
-    """Return what this checkout stands at, and whether files differ from that commit."""
+    """Return this checkout's commit, and whether files differ from it."""
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return describe("HEAD") + (", with uncommitted changes" if changed else "")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold this checkout to another commit, bit for bit: losses, gradient norms, checkpoints, resumes.
+"""Compare losses, gradient norms, checkpoints and resumes with another commit's, bit for bit.
 
     python benchmarks/compare_bits.py BASE [--runs tp2-sp dp2-zero3 ...] [--keep FOLDER]
 
@@ -10,16 +10,16 @@ Each run of RUNS is trained three times on the CPU, by the command line of pretr
     resumed   this checkout goes on from the checkpoint that BASE saved after STEPS, to the end
 
 `new` must log the same losses, gradient norms and learning rates as `base`, to the last bit, and
-write the same files, byte for byte. So must `resumed` for the steps it makes, held to those that
-`base` made without stopping. Every run starts in a folder of its own with the same relative paths,
-so nothing in its files is excused. A row of the table is a run, the first difference stands below
-it. Exit code 1 where anything differs or fails.
+write the same files, byte for byte. `resumed` must do so for the steps after STEPS, which `base`
+made without stopping. Every run starts in a folder of its own with the same relative paths, so no
+difference between files is excused. A row of the table is a run; its first differences are below
+it. The exit code is 1 if anything differs or fails.
 
-BASE is a commit, or a directory with a checkout. The forked run trains a copy of model/llama.py of
-each tree with another activation and one more norm (see FORK), as a person would fork it.
+BASE is a commit, or a directory with a checkout. The run `forked` trains, in each tree, a copy of
+its model/llama.py with another activation and one more norm (see FORK), as a user would fork it.
 
-A rank is forked from this process, which has imported torch (benchmarks/differences.py does) and
-nothing of either tree: importing torch takes longer than such a run.
+A rank is forked from this process, which has imported torch (through benchmarks/differences.py) and
+nothing from either tree, because importing torch takes longer than such a run.
 """
 
 import argparse
@@ -67,7 +67,7 @@ COMMON = f"""
 
 @dataclass(frozen=True)
 class Run:
-    """A run that both trees make; forked: of the forked model, tied: one matrix at both ends."""
+    """A run that both trees make. forked: train the forked model. tied: tie head and embedding."""
 
     ranks: int
     flags: str
@@ -98,7 +98,7 @@ RUNS = {
     "tied": Run(2, PP, tied=True),
     "forked": Run(2, SP, forked=True),
 }
-FORK = {  # what is edited in a copy of model/llama.py: each stands there once, in both trees
+FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches once
     r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)": "self.down(gated(self.gate_up(x)))",
     r"\Z": (
         "\n\ndef gated(gate_up):\n"
@@ -164,10 +164,9 @@ def compare_all(
 
 
 def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, str]:
-    """Make one run three times in folders of `at`; return the first difference, or "", of the
-    losses and norms, of the checkpoints, and of going on from the checkpoint of `base`.
+    """Make one run three times in folders of `at`, with the scripts `base` and `new`.
 
-    base, new: the scripts.
+    Returns the first difference, or "", in losses and norms, checkpoints, and the resumed run.
     """
     shutil.rmtree(at, ignore_errors=True)
     first, last = (f"step_{step:08d}" for step in (STEPS, STEPS + MORE))
@@ -190,10 +189,10 @@ def compare_run(run: Run, base: Path, new: Path, at: Path) -> tuple[str, str, st
 
 
 def fork(tree: Path, folder: Path) -> None:
-    """Make a fork of a tree: its files by links, alpaca.py (a changed copy of model/llama.py), and
-    pretrain_alpaca.py, a copy of the program that trains it.
+    """Make a fork of a tree in `folder`, with links to the tree's files.
 
-    Raises NoCheckout where the text to be changed is not there once.
+    alpaca.py is a changed copy of model/llama.py, pretrain_alpaca.py the program that trains it.
+    Raises NoCheckout unless each text to be changed is there exactly once.
     """
     folder.mkdir()
     for path in tree.iterdir():
@@ -213,7 +212,7 @@ def fork(tree: Path, folder: Path) -> None:
 
 
 def train(script: Path, folder: Path, run: Run) -> str:
-    """Run a program in a folder on all its ranks; return "", or how it failed."""
+    """Train a run in a folder, on all its ranks; return "", or how it failed."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -246,7 +245,7 @@ def train(script: Path, folder: Path, run: Run) -> str:
 
 
 def be_rank(script: Path, folder: Path, run: Run, rank: int, port: int) -> None:
-    """Become one rank of a run; does not return."""
+    """Run one rank in this forked process; never return."""
     try:
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold this checkout's speed to another commit's, side by side in one call.
+"""Compare this checkout's speed with another commit's, side by side in one call.
 
     python benchmarks/compare_speed.py BASE [--cases tiny-fp32-1 ...] [--pairs 9] [--quick]
 
-The measurement is that of `make bench` and `make bench-overlap`, Weft's side of it at size tiny
-(benchmarks/bench_step.py, run_weft), made in three trees: this checkout (new), BASE, and a second
-checkout of BASE (again). A round launches each once; two rounds in a row have base and the others
+The measurement is Weft's side of `make bench` and `make bench-overlap` at size tiny (run_weft of
+benchmarks/bench_step.py). It is made in three trees: this checkout (new), BASE (base), and a second
+checkout of BASE (again). A round launches each once. Two rounds in a row have base and the others
 in opposite order, so that a machine whose speed drifts is fair to all. A launch gives the median of
-its timed steps, a round the ratios of tokens/s
+its timed steps, a round two ratios of tokens/s:
 
-    new/base        what this call is for
+    new/base        what is asked
     again/base      A/A: what two checkouts of one commit differ by on this machine, so noise
 
-and a row the median ratio over the rounds with its 95% interval, from bootstrap samples of the
-rounds. Exit code 1 where an interval of new/base lies wholly below 1.00.
+A row has each ratio's median over the rounds, with a 95% interval from bootstrap samples of the
+rounds. The exit code is 1 if an interval of new/base lies wholly below 1.00.
 
 BASE is a commit, or a directory with a checkout (again is then the same directory).
 """
@@ -50,7 +50,7 @@ CASES = {  # a case of bench_step.py, and flags after its own
     "tiny-bf16-tp2-overlap": ("tiny-bf16-2", "--tp-comm-overlap auto"),
 }
 USUAL = list(CASES)[:5]
-ORDERS = (  # of the launches of a round; base and each other take turns to be first
+ORDERS = (  # of a round's launches: base is first in every second round, last in the others
     ("base", "new", "again"),
     ("new", "again", "base"),
     ("base", "again", "new"),
@@ -121,9 +121,9 @@ def row(name: str, seconds: dict[str, list[float]]) -> tuple[str, bool]:
 def median_interval(
     values: list[float], confidence: float = 0.95, resamples: int = 10_000
 ) -> tuple[float, float]:
-    """Return the interval that holds this share of the medians of bootstrap samples of the values.
+    """Return the bootstrap percentile interval of the median (Efron, Tibshirani 1993, chapter 13).
 
-    A sample draws as many values with replacement; the draws are the same in every call.
+    A resample draws as many values with replacement; the draws are the same in every call.
     """
     drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
     tail = (1 - confidence) / 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the first difference between two runs' logs and checkpoints, without the product's code.
 
-What is called ..._differ(s) returns it as a text, base's value first, and "" where there is none.
+A function ..._differ or ..._differs returns the difference as text, base's value first, or "".
 """
 
 import json
@@ -15,7 +15,7 @@ LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what a run logged of each step, without times and speeds; JSON keeps every bit."""
+    """Return what a run logged at each step, without times and speeds; JSON keeps every bit."""
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [{key: line[key] for key in LOGGED} for line in lines]
 
@@ -33,7 +33,7 @@ def rows_differ(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> str:
 def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
     """Return the first difference between the checkpoints in two directories, or "".
 
-    First numbers, then JSON, then bytes; the manifest, which has a hash of every other file, last.
+    Tensor files come first, then JSON; the manifest, which hashes every other file, comes last.
     """
     for folder in (want, got):
         saved = sorted(path.name for path in folder.glob("step_*"))
@@ -79,7 +79,7 @@ def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def value_differs(one: Any, other: Any, at: str = "") -> str:
-    """Return where two values of JSON differ first, and how, or ""."""
+    """Return where two JSON values first differ, and how, or ""."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             if key not in one or key not in other:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the peak memory of ranks from outside, while they run as their users run them (Linux).
 
-The kernel keeps each process's largest resident memory (VmHWM in /proc/PID/status) and forgets it
-when "5" is written to /proc/PID/clear_refs. The peers of the benchmarks do both themselves, before
-their last warm-up step; here it is done to processes that know nothing of it, at the same step.
+The kernel keeps each process's largest resident memory (VmHWM in /proc/PID/status) and resets it
+when "5" is written to /proc/PID/clear_refs. The peers reset and read it themselves, before their
+last warm-up step; this module does so for other processes, at the same step.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def ranks_of(launcher: int, script: str) -> list[int]:
-    """Return the processes that the launcher runs `script` in: its children, or else itself."""
+    """Return the process ids of the launcher's children that run `script`, or else its own."""
     found = []
     for pid in _children(launcher):
         if any(word.endswith(script) for word in _read(pid, "cmdline").split("\0")):
@@ -23,10 +23,9 @@ def ranks_of(launcher: int, script: str) -> list[int]:
 def watch(
     launcher: subprocess.Popen, script: str, due: Callable[[], bool], pause: float = 0.05
 ) -> dict[int, float]:
-    """Wait for the launcher; return each rank's peak megabytes since the time `due()` was true.
+    """Wait for the launcher; return each rank's peak in megabytes since `due()` was first true.
 
-    A rank is read every `pause` seconds, so what it takes in its last moments, after the training,
-    may be missed.
+    A rank is read every `pause` seconds, so a peak after the training, as it ends, may be missed.
     """
     peaks: dict[int, float] = {}
     since = False

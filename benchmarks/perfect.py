@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run pretrain_llama.py as if nothing took time on the wire: what arrives is a copy of one's own.
+"""Run pretrain_llama.py without communication: ranks copy their own data instead of receiving.
 
     torchrun --nproc-per-node 2 benchmarks/perfect.py FLAGS OF pretrain_llama.py
 
-The numbers it trains on are wrong, and the time of a step is what perfect communication would give:
-every matmul, every sum and every copy is made, and the ranks still agree on the loss and the norm.
-Only messages of MESSAGE numbers or more are replaced.
+The numbers are wrong; the time of a step is what perfect communication would give. Every matmul and
+every copy is made. Only messages of MESSAGE numbers or more are replaced, so the ranks still agree
+on the loss and the norm.
 """
 
 import sys
@@ -25,7 +25,7 @@ MESSAGE = 4096
 
 
 def main(flags: list[str]) -> int:
-    """Replace the process group's verbs, then run."""
+    """Replace the process group's collectives, then train."""
     gather, exchange, reduce = collectives._all_gather, dist.all_to_all_single, dist.all_reduce
 
     def gathered(out: Tensor, x: Tensor, **how: Any) -> Any:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give tests a world of ranks: `world(2).run(fn, *args)` returns what fn(comm, *args) returned on
-each rank.
+"""Give tests a world of ranks: `world(2).run(fn, *args)` returns each rank's fn(comm, *args).
 
-The ranks are spawned once a size and serve every test of the session (importing torch costs more
-than a test). `fn` is a module-level function; it runs in the child from its own file, over an
-initialised gloo group. When a rank raises, the test fails with that rank's traceback and the next
-test gets a fresh world.
+The ranks are spawned once for each world size and serve every test of the session, since importing
+torch takes longer than a test. `fn` is a module-level function; it runs in the child from its own
+file, over an initialised gloo group. When a rank raises, the test fails with that rank's traceback
+and the next test gets a fresh world.
 """
 
 import importlib.util

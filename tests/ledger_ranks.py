@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/run_ranks.py, whose ranks also write down every batch before they train on it: a script.
+"""Run tests/run_ranks.py with ranks that record every batch before they train on it: a script.
 
 Each rank appends a line to ledger.R in the job's folder for each step: updates before it, samples
 consumed, and its rows as [sample, token, ..., token], in order.

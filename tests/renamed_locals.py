@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain steps by a product whose local variables all have other names.
+"""Run tools/explain.py's steps with every local variable of the trainer renamed.
 
     python -m tests.renamed_locals PORT RANK
 
 The modules of mpu/, model/, training/ and pretrain_llama.py are changed as they are imported: each
-local variable of each function gets a suffix. Line numbers stay. Parameters keep their names, since
-callers use them.
+local variable of each function gets a suffix. Line numbers and the names of parameters stay.
 """
 
 import ast

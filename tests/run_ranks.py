@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run pretrain_llama.py on several ranks at a time, with a fault on demand: a script, not a test.
+"""Run pretrain_llama.py on several ranks at a time, if asked with a fault: a script, not a test.
 
 Importing torch takes longer than a tiny run, so this process imports the program once and forks the
 ranks of each job. A job is a JSON line on stdin; the answer is a JSON line on stdout, once all of

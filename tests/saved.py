@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a test's run saved, whatever layout saved it, and compare it to the bit."""
+"""Read what a test's run saved, in whatever layout, and compare it bit for bit."""
 
 import json
 from pathlib import Path

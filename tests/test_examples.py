@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example dry-runs as it stands, and the arithmetic it opens with is the dry run's."""
+"""Every example dry-runs unchanged, and the arithmetic in its opening is the dry run's."""
 
 import os
 import subprocess

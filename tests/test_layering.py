@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the walls of the house: who may import whom, where collectives and the environment are.
+"""Check the layering: which module may import which, and where collectives and os.environ are used.
 
-MAY and FLOORS are that as data: what each room may import, and which rooms stand above which.
+MAY lists what each room may import, FLOORS which rooms are above which.
 """
 
 import ast

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common mistakes of a user: one readable sentence, a non-zero exit, soon, nothing written.
+"""A user's mistake gives one readable sentence and a non-zero exit, soon; nothing is written.
 
-Each is made in this process, through main(); the long form makes each once more with the program
-started as a user starts it, where the import of torch counts, too.
+Each is made in this process, through main(). The long form also starts the program as a user does,
+where the time to import torch counts too.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program over a pipeline: what it logs and saves is, to the bit, what one rank logs and saves.
+"""The program over a pipeline logs and saves the bits that one rank logs and saves.
 
 Every run here trains on the same small documents, with masks that follow them, a batch that grows
 and evaluations on the way. tests/launcher.py starts the ranks. fp32, one thread.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make prove` in parts: every test file is in one of them, and a part that fails is told."""
+"""`make prove` in parts: every test file is in one part, and a part that fails is reported."""
 
 from tests import prove
 

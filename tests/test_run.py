@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that steer the loop, each by what a run leaves behind: one process, a few steps."""
+"""Flags that steer the loop, each tested by what a run of a few steps on one process writes."""
 
 import gc
 import json

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that each step trains on are the same however the run is laid out and interrupted.
 
-Not what a formula says (tests/tools/test_ledger.py), but the tokens that reach `train_step`: at
-other data-parallel sizes, micro-batches and workers, over kill -9 and resumes into other layouts,
-across the epochs of small files, blends and a batch that grows. The oracle asks the data set for
-one sample after the other, and holds each to the document that it is said to begin in.
+The tokens are those that reach `train_step`; tests/tools/test_ledger.py tests the formula. The runs
+have other data-parallel sizes, micro-batches and workers, kill -9 and resumes into other layouts,
+several epochs of small files, blends and a batch that grows. The oracle reads the data set one
+sample after another, and checks each against the document that it should begin in.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under SLURM: who srun says a process is, and when a job script puts its job back.
+"""Under SLURM: the rank that a process takes from srun, and when a job script requeues its job.
 
-SLURM's commands are stand-ins here, the scripts and the ranks are real; `make slurm-check` (the
-last test) has a real SLURM.
+SLURM's commands are stand-ins here; the scripts and the ranks are real. `make slurm-check`, which
+the last test runs, has a real SLURM.
 """
 
 import json

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold how much a reader opens to follow one training step, and the README's list of it.
+"""Limit how much a reader opens to follow one training step, and check the README's list of it.
 
 Four ranks (tensor 2 with sequence parallelism, data 2, ZeRO stage 1) train one step after a warm-up
 step. A profile hook of the interpreter names every file of the product in which a function ran. The
-limits are of a step whose collectives travel through process groups (--no-shared-memory);
+limits apply to a step whose collectives go through process groups (--no-shared-memory);
 `pytest tests/test_step_length.py -rP` prints that list, and what shared memory adds to it.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows a step, in every case there is: evaluate, save, hear of the ranks, stop."""
+"""What follows a step, in every case: evaluate, save, agree among the ranks, stop."""
 
 import contextlib
 from itertools import product

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs at every ZeRO level: what one level saves any other takes up, over any number of
-ranks, and what a level logs is what level 0 logs.
+"""Whole runs at every ZeRO level log the same, and each level resumes any other's checkpoints.
 
-All train on the same samples, are evaluated on the way and log the norm of the weights. fp32 and
-bf16, one thread. The checkpoints lie in model coordinates, so they are compared as whole tensors.
+They do so over any number of ranks. All train on the same samples, are evaluated on the way and log
+the norm of the weights, in fp32 and bf16, with one thread. The checkpoints are in model
+coordinates, so they are compared as whole tensors.
 """
 
 from pathlib import Path

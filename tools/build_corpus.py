@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a small corpus of real text that stands on every machine: Python's standard library itself.
+"""Build a small corpus of text that every machine has: the sources of Python's standard library.
 
     python tools/build_corpus.py --output-dir runs/quickstart/corpus
 
 writes train.jsonl and heldout.jsonl, one JSON object {"text", "path"} a source file, and
-corpus.json with what they hold. About 10 MB, no download. Tests, the tables of encodings/ and what
-a program generated are left out: they are long and teach a model little. A file is held out by a
-hash of its path, so the same file is held out on every machine and under every Python.
+corpus.json, which says what they hold. They have about 10 MB; nothing is downloaded. Tests, the
+tables of encodings/ and generated files are left out: they are long and teach a model little. A
+file is held out by a hash of its path, so every machine and every Python hold out the same files.
 
-With --input FILES (.txt or .jsonl, also .gz) those make the corpus instead; a long text is cut at
-line ends into pieces of about 16,000 characters, and a piece is held out by a hash of itself.
+With --input FILES (.txt or .jsonl, also .gz) the corpus is made of those instead. A long text is
+cut at line ends into pieces of about 16,000 characters, and a piece is held out by its own hash.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def wanted(path: str, text: str) -> bool:
 
 
 def held_out(path: str, percent: float) -> bool:
-    """Return whether a file belongs to the held-out part; depends on its path only."""
+    """Return whether a text belongs to the held-out part, which depends on its path only."""
     draw = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
     return draw < percent / 100 * 2**64
 
@@ -84,7 +84,7 @@ def pieces(files: list[Path], size: int = 16_000) -> list[tuple[str, str]]:
 
 
 def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict[str, Any]:
-    """Write the two files and corpus.json; return what corpus.json says."""
+    """Write the two files and corpus.json; return the content of corpus.json."""
     parts: dict[str, list[tuple[str, str]]] = {"train": [], "heldout": []}
     for path, text in texts:
         parts["heldout" if held_out(path, percent) else "train"].append((path, text))

@@ -5,7 +5,7 @@
     python tools/draw_schedule.py --all docs/schedules
     python tools/draw_schedule.py --profile runs/mine/profile --out measured.png
 
---profile takes the folder in which a run with --profile has left its pipeline_rank<r>.json.
+--profile takes the folder where a run with --profile wrote its pipeline_rank<r>.json files.
 """
 
 import argparse
@@ -24,15 +24,16 @@ from mpu.pipeline.timeline import Summary, rows, summary, usual_peak
 
 
 def simulated(schedule: Schedule, costs: Sequence[float], send: float) -> Timeline:
-    """Return the timeline of a schedule. costs: F, B and W of a rank's layers on a micro-batch."""
+    """Simulate a schedule. costs: of F, B and W of all of a rank's layers on one micro-batch."""
     f, b, w = ([cost / schedule.chunks] * schedule.stages for cost in costs)
     return simulate(schedule, Costs(f, b, w, send)).timeline
 
 
 def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Timeline, int]:
-    """Return what the ranks of a run did, in ms, and in which step: that of the median length.
+    """Return a run's schedule, its timeline in one step in ms, and the iteration of that step.
 
-    iteration: another step. Raises ValueError if the files are not those of one run, or lack one.
+    iteration: which step; None takes the one of median length. Raises ValueError if a file is
+    missing or damaged, or if the files are of different runs.
     """
     first = _read(folder / "pipeline_rank0.json")
     records = [first]
@@ -73,7 +74,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read what one rank has written, its steps as {iteration: spans}."""
+    """Read the record of one rank, its steps as {iteration: spans}. Raises ValueError."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         record["steps"] = {
@@ -104,13 +105,13 @@ def _actions(spans: Sequence[Span]) -> list[Action]:
 
 
 def _length(timeline: Timeline) -> float:
-    """Return the time from the first begin to the last end."""
+    """Return the time from the first begin to the last end, in s."""
     spans = [span for rank in timeline.ranks for span in rank]
     return max(span.end for span in spans) - min(span.begin for span in spans)
 
 
 def _from_zero(timeline: Timeline) -> Timeline:
-    """Count the time from the first begin, in ms instead of seconds."""
+    """Return the timeline in ms from its first begin; it came in seconds."""
     zero = min(span.begin for spans in timeline.ranks for span in spans)
     return Timeline(
         tuple(
@@ -125,7 +126,7 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def tabulate(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return lines under their heads, each column as wide as it must be."""
+    """Return lines as a table under their heads, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
@@ -134,7 +135,7 @@ def tabulate(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def per_rank(numbers: Summary) -> str:
-    """Return the numbers of each rank as a table."""
+    """Return a table of each rank's numbers."""
     head = ("rank", "busy", "idle", "held for B", "held for W", "peak")
     counts = (numbers.peak_for_b, numbers.peak_for_w, numbers.peak)
     lines = []
@@ -145,7 +146,7 @@ def per_rank(numbers: Summary) -> str:
 
 
 def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send: float) -> str:
-    """Draw every schedule into a folder, all to one scale; return their numbers as a table."""
+    """Draw every schedule into a folder, all to one scale; return a table of their numbers."""
     drawn = []
     for name in NAMES:
         schedule = build(name, p, m, v if name == "interleaved" else CHUNKS.get(name, 1))
@@ -162,7 +163,7 @@ def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags, print the numbers, draw the picture; returns the exit status."""
+    """Read the flags, print the numbers, draw the picture; return the exit status."""
     args = _flags(argv)
     try:
         if args.all:

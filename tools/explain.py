@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run one tiny training step and print every collective and message of it, in order: who, where,
-how much, why.
+"""Run one tiny training step and print its collectives and messages: who, where, how much, why.
 
     python tools/explain.py --tp 2            (make explain TP=2)
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
@@ -9,10 +8,10 @@ how much, why.
     python tools/explain.py --dp 2 --zero 3
 
 It starts tp x dp x pp processes on this machine, builds a small Llama with pretrain_llama.build and
-runs pretrain_llama.train_step once. What is printed is seen, not worked out: the trace of the grid
-hears of each collective and message, with the label that its caller gave it; a TorchDispatchMode
-sees the operations around it. At the end, the totals stand beside the formulas of
-docs/parallelism.md.
+runs pretrain_llama.train_step. What is printed was observed, not worked out: a trace of the grid
+records each collective and message, with the label that its caller gave it, and a TorchDispatchMode
+records the operations around it. At the end, the totals are compared with the formulas of
+docs/parallelism.md. At ZeRO levels 1 to 3 the step printed is the second one.
 """
 
 import argparse
@@ -53,9 +52,9 @@ NOTHING = ["", "One rank: every collective is the identity, and nothing is sent.
 
 
 class Explained(NamedTuple):
-    """What one step sent, what the document says it sends, and the text that shows both.
+    """What one step sent, what the document states, and the text that shows both.
 
-    equal: whether they agree, on every rank of this pipeline.
+    equal: whether the two agree, on every rank of this pipeline.
     """
 
     counted: Totals
@@ -79,11 +78,11 @@ def tiny(
     overlap: bool = True,
     more: Sequence[str] = (),
 ) -> Config:
-    """Return a small Llama 3 in the given layout, small gradient buckets that leave early.
+    """Return the config of a small Llama 3 in the given layout, with small gradient buckets.
 
-    Unless told: two layers, or one a stage; a micro-batch for each pipeline rank; gradients leave
-    under backward (overlap), weights are gathered ahead of their use. `more` adds flags of
-    pretrain_llama.py. Raises UsageError where the layout does not work.
+    Defaults: two layers, or one a stage; a micro-batch for each pipeline rank; gradients are summed
+    during backward (overlap); weights are gathered ahead of their use (ahead, with `zero`). `more`
+    adds flags of pretrain_llama.py. Raises UsageError if the layout does not work.
     """
     groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
     sizes = {
@@ -133,10 +132,10 @@ def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
 
 
 def explain(config: Config, grid: Grid) -> Explained:
-    """Run one step over a connected grid and tell of its traffic. Every rank calls it.
+    """Run one step over a connected grid and return its traffic. Every rank calls it.
 
-    At ZeRO levels 1 to 3 it is the second one: weights are on their way when it begins, and level 3
-    has learnt the order in which it uses them.
+    At ZeRO levels 1 to 3 it is the second step: weights are on their way when it begins, and level
+    3 has recorded the order in which it uses them.
     """
     explainer = Explainer()
     grid.traced(explainer)
@@ -184,7 +183,7 @@ def explain(config: Config, grid: Grid) -> Explained:
 
 
 def _rank(rank: int, config: Config, port: int) -> None:
-    """Be one rank, in a process of its own; rank 0 leaves the text in the store."""
+    """Run one rank, in a process of its own; rank 0 puts the text into the store."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     world, timeout = config.parallel.world_size, timedelta(seconds=120)
@@ -200,7 +199,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
 
 
 def read_arguments(argv: Sequence[str] | None) -> Config:
-    """Turn the command line into the config of the step. Raises ValueError with one sentence."""
+    """Return the config of the step for a command line. Raises ValueError with one sentence."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
@@ -239,7 +238,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Explain; return 0 where the document is right, 1 where it differs, 2 for a mistake."""
+    """Print what a step sends; return 0 if the document agrees, 1 if not, 2 for wrong flags."""
     try:
         config = read_arguments(argv)
     except ValueError as error:

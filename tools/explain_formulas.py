@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the formulas of docs/parallelism.md and work them out for a run, for tools/explain.py.
+"""Read the formulas of docs/parallelism.md and evaluate them for a run, for tools/explain.py.
 
-The document is the only place where they stand. They are plain arithmetic, read by a small
-evaluator that knows nothing else: no eval().
+The formulas are in the document only. They are plain arithmetic, read by a small evaluator that
+knows nothing else: no eval().
 """
 
 import ast
@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
 
 
 class Formula(NamedTuple):
-    """One row of the table: under `condition`, `count` collectives that send `bytes` in all."""
+    """One row of the table: under `condition`, `count` collectives send `bytes` in all."""
 
     what: str
     condition: str
@@ -32,9 +32,9 @@ class Formula(NamedTuple):
 
 
 def read_formulas(path: Path = DOCUMENT) -> list[Formula]:
-    """Return the rows of the document's one table that has these columns.
+    """Return the rows of the document's one table with the columns of Formula.
 
-    Raises ValueError naming the document where it has no such table.
+    Raises ValueError naming the document if it has no such table.
     """
     rows, inside = [], False
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -60,9 +60,9 @@ _OPERATORS: dict[type, Any] = {
 
 
 def evaluate(text: str, names: dict[str, int]) -> int:
-    """Work out a formula: whole numbers, names, + - * //, a > b, not, and. Nothing else.
+    """Return a formula's value: whole numbers, names, + - * //, a > b, not, and. Nothing else.
 
-    Raises ValueError naming the formula and the part that is none of these.
+    Raises ValueError naming the formula and the part that is not allowed.
     """
 
     def value(node: ast.AST) -> int:
@@ -87,7 +87,7 @@ def evaluate(text: str, names: dict[str, int]) -> int:
 
 
 class Applied(NamedTuple):
-    """A row that holds in a run, worked out for it."""
+    """A row whose condition holds in a run, evaluated for it; sent: bytes."""
 
     row: Formula
     count: int  # type: ignore[assignment]  # as in Formula
@@ -98,7 +98,7 @@ Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, 
 
 
 def apply(config: Config, formulas: list[Formula], pp_rank: int = 0) -> list[Applied]:
-    """Work out, for a pipeline rank of a run, the formulas that hold and come to anything."""
+    """Evaluate the formulas for a pipeline rank of a run; leave out those whose count is 0."""
     names, out = symbols(config, pp_rank), []
     for row in formulas:
         count = evaluate(row.count, names) if evaluate(row.condition, names) else 0
@@ -117,7 +117,7 @@ def add_up(parts: list[tuple[str, str, int, int]]) -> Totals:
 
 
 def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
-    """Return what the letters of the document stand for on a pipeline rank of this run."""
+    """Return the values of the document's letters on a pipeline rank of this run."""
     m, p, batch = config.model, config.parallel, config.batch
     t, dp, pp = (
         p.tensor_model_parallel_size,
@@ -158,7 +158,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
 
 
 def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
-    """Return the letters that speak of buckets, and of how the data-parallel ranks share them."""
+    """Return the letters for buckets, and for how the data-parallel ranks share them."""
     p, t = config.parallel, config.parallel.tensor_model_parallel_size
     copies = p.num_distributed_optimizer_instances
     ranks = p.data_parallel_size // copies

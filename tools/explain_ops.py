@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know what runs, for tools/explain.py: which layer, forward or backward, and at which line.
+"""Find out what runs, for tools/explain.py: which layer, forward or backward, and at which line.
 
 forward             hooks before and after each module's forward keep a stack of names
 backward            the hook after a forward writes the module's name on the autograd nodes of
-                    its graph; the innermost module comes first and stays
-weight gradients    a work that is put into the queue remembers which layer put it there
-file and line       the Python stack, of which nothing but files and line numbers is read
+                    its graph, where the name of the innermost module is kept
+weight gradients    a work in the queue is wrapped with the name of the layer that put it there
+file and line       the Python stack, of which only files and line numbers are read
 """
 
 import sys
@@ -40,7 +40,7 @@ def _marks(node: Node) -> dict[str, str]:
 
 
 class Layers:
-    """Follow the layers of a model that trains: `running` is the one at work now."""
+    """Follow the layers of a model that trains; `running` returns the one that runs now."""
 
     def __init__(self, model: nn.Module, queue: WeightGradientQueue) -> None:
         current = getattr(torch._C, "_current_autograd_node", None)
@@ -65,29 +65,29 @@ class Layers:
         queue.put = noted  # type: ignore[method-assign,assignment]  # only for the one step
 
     def running(self) -> str:
-        """Return the name of the layer that runs; "" where none does."""
+        """Return the name of the layer that runs, or ""."""
         for names in (self._works, self._modules):
             if names:
                 return names[-1]
         node = self._node()
         if node is None:
             return ""
-        # a node made by running a function again, under a layer's own node, is that layer's
+        # a node without a mark, made by recomputation, belongs to the last layer that had one
         self._marked = _marks(node).get(MARK, self._marked)
         return self._marked
 
     def new_action(self) -> None:
-        """Forget the layer of the action before: the nodes behind a stage's output have no mark."""
+        """Forget the previous action's layer: the nodes behind a stage's output have no mark."""
         self._marked = ""
 
     @property
     def in_backward(self) -> bool:
-        """True while autograd goes back; what is run again (recomputed) counts too."""
+        """True during backward, recomputation in it included."""
         return self._node() is not None
 
     @property
     def kind(self) -> str:
-        """Return what a matmul is now: that of a weight's gradient, of an input's, or forward."""
+        """Return what a matmul computes now: a weight's gradient, an input's, or forward."""
         if self._works:
             return WGRAD
         return "dgrad matmul" if self.in_backward and not self._modules else "matmul"
@@ -118,7 +118,7 @@ def _node_of(x: Any) -> Node | None:
 
 @cache
 def _path(file: str) -> str:
-    """Return the file's path in this repository, "" for files that are not the trainer's own."""
+    """Return the file's path in this repository, or "" for a file that is not the trainer's."""
     try:
         path = Path(file).resolve().relative_to(ROOT)
     except ValueError:
@@ -128,8 +128,8 @@ def _path(file: str) -> str:
 
 
 CARRIERS = "mpu/comm/"  # what carries a collective is not where it is called
-SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do is done for a layer
-# what the step itself does, by the file in which it stands
+SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
+# file: the name of what it does outside of all layers
 STEP = {
     _path(train_step.__code__.co_filename): "train_step",
     _path(Agreement.ask.__code__.co_filename): "agreement",
@@ -137,10 +137,10 @@ STEP = {
 
 
 class Site(NamedTuple):
-    """Where the program stands, each as file:line, "" for nowhere in the trainer.
+    """Where the program is, as file:line; "" outside of the trainer.
 
-    call: the innermost line that is no carrier's. use: the innermost line of a layer, or of what
-    stands above the layers.
+    call: the innermost line outside of CARRIERS. use: the innermost line outside of SERVANTS, which
+    is a layer's or of the code above the layers.
     """
 
     call: str
@@ -153,13 +153,13 @@ class Site(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what stands for a layer where none runs: part of the step, or the file's name."""
+        """Return what to print if no layer runs: a part of the step, or the file's name."""
         file = self.call.partition(":")[0]
         return STEP.get(file, Path(file).stem)
 
 
 def site() -> Site:
-    """Walk up the Python stack, innermost frame first, as far as autograd's engine."""
+    """Return the current site: walk up the Python stack, as far as autograd's engine."""
     call = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
@@ -174,7 +174,7 @@ def site() -> Site:
 
 
 class Operation(NamedTuple):
-    """An operation that ran. name: without "aten::". read, written: the memory of its tensors."""
+    """An operation that ran. name: without "aten::". read, written: addresses of its tensors."""
 
     name: str
     read: list[int]
@@ -182,7 +182,7 @@ class Operation(NamedTuple):
 
 
 class Operations(TorchDispatchMode):
-    """Tell `ran` of every operation that computes something."""
+    """Call `ran` with every operation that is not a view."""
 
     def __init__(self, ran: Callable[[Operation], None]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it, and tell of it unless it is a view."""
+        """Run the operation, and report it unless it is a view."""
         kwargs, schema = kwargs or {}, func._schema
         out = func(*args, **kwargs)
         if not func.is_view:
@@ -209,5 +209,5 @@ def _memory(values: Any) -> list[int]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Return which memory a tensor lies in: the same for all views of it."""
+    """Return the address of a tensor's storage, the same for all its views."""
     return tensor.untyped_storage().data_ptr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what tools/explain.py saw: the head, the story of a rank, its sums, and the pipeline."""
+"""Format what tools/explain.py saw: the head, a rank's collectives, its sums, and the pipeline."""
 
 import re
 from textwrap import wrap
@@ -42,12 +42,12 @@ PIPELINE_AXES = (
 
 
 def rule(text: str, line: str = "-") -> str:
-    """Return a heading."""
+    """Return a heading as wide as the page."""
     return f"{line * 3} {text} ".ljust(WIDTH, line)
 
 
 def head(config: Config) -> list[str]:
-    """Say what was run and what the words mean."""
+    """Return the opening lines: what was run, and what the words mean."""
     n, p = symbols(config), config.parallel
     alone = n["p"] == 1
     seen = ", as rank 0 sees it" if alone else f": pipeline {n['p']} ({p.schedule})"
@@ -81,7 +81,7 @@ _ROW = "{:>3}  {:<9} {:<23} {:<14} {:<37} {:>8}  {:<6}  {}"
 
 
 def story(explainer: Explainer, every_action: bool) -> list[str]:
-    """Write each collective and message: one line of facts, then what it needs and what hides it.
+    """Return each collective's lines: one of facts, then what it needs and what hides it.
 
     every_action: also name the actions during which nothing is sent.
     """
@@ -123,7 +123,7 @@ def _two(axis: str, shape: str) -> str:
 
 
 def _where(event: Seen) -> str:
-    """Say over which axis, or to whom, and what shape goes in and comes out."""
+    """Return the axis, or the peer, and the shapes that go in and come out."""
     first, *rest = event.shape
     if event.parcel:
         way = "to" if event.verb == "send" else "from"
@@ -137,7 +137,7 @@ def _where(event: Seen) -> str:
 
 
 def _why(event: Seen) -> list[str]:
-    """Say what an event needs, who waited for it, and what ran meanwhile."""
+    """Return what an event needs, who waited for it, and what ran meanwhile."""
     actions = [_short(action) for action in event.explainer.actions]
     needs = f"needs {event.needs or 'nothing that was computed in this step'}"
     if event.verb == "receive":
@@ -152,7 +152,7 @@ def _why(event: Seen) -> list[str]:
 
 
 def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
-    """Say why a bucket's gradients leave, or its weights come."""
+    """Return the same for a bucket, and why its gradients leave or its weights are gathered."""
     place, buckets = event.place, event.explainer.buckets
     assert buckets is not None and place.bucket is not None
     if place.phase == "grad sum":
@@ -172,7 +172,7 @@ def _short(action: str) -> str:
 
 
 def _hidden(event: Seen) -> str:
-    """Say who waited, and what ran between the start of a collective and the wait."""
+    """Return who waited, and what ran between the start of a collective and the wait."""
     stories = list(dict.fromkeys(event.meanwhile))
     matmuls = [story for story in stories if "matmul of" in story]
     under = matmuls or stories
@@ -187,7 +187,7 @@ def _hidden(event: Seen) -> str:
 
 
 def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "rank 0") -> list[str]:
-    """Set the totals of the trace beside the formulas that make them up."""
+    """Return the totals of the trace beside the formulas that they should equal."""
     lines = ["", rule(f"what {who} sent in this step, and the formulas of docs/parallelism.md")]
     differ = []
     for key in dict.fromkeys([*counted, *stated]):
@@ -205,7 +205,7 @@ def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "ra
 
 
 def in_order(explainer: Explainer, chunks: int) -> list[str]:
-    """Write a rank's actions, one a line: from whom the input came, to whom the output went."""
+    """Return a rank's actions, one a line: where the input came from, where the output went."""
     messages = [(e, e.parcel.peer) for e in explainer.events if e.parcel]
     taken = {e.waited_in: peer for e, peer in messages if e.verb == "receive"}
     given = {e.action: peer for e, peer in messages if e.verb == "send"}
@@ -221,7 +221,7 @@ def in_order(explainer: Explainer, chunks: int) -> list[str]:
 
 
 def columns(texts: list[list[str]], titles: list[str], width: int = WIDTH) -> list[str]:
-    """Set lists of lines side by side, as many as fit, the rest below."""
+    """Return lists of lines set side by side, as many as fit, the rest below."""
     wide = 4 + max(len(line) for lines in [titles, *texts] for line in lines)
     some, lines = max(1, width // wide), []
     for at in range(0, len(texts), some):
@@ -234,10 +234,11 @@ def columns(texts: list[list[str]], titles: list[str], width: int = WIDTH) -> li
 
 
 def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[str]]:
-    """Put the ranks of a pipeline together: the schedule, all side by side, then each one's story.
+    """Return whether all ranks' sums are equal, and the lines of a whole pipeline.
 
-    every: of each pipeline rank its order, its story with the sums, the activations and gradients
-    it sent, and whether its sums are equal. Returns whether all is equal, and the lines.
+    The lines are the schedule, the ranks' orders side by side, then each rank's story. every: each
+    pipeline rank's order, its story with the sums, how many activations and gradients it sent, and
+    whether its sums are equal.
     """
     schedule = schedule_of(config, symbols(config)["m"])
     held = [rank_stages(config, model_provider, rank) for rank in range(len(every))]

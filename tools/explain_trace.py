@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the story of each collective and message of a step, for tools/explain.py: who asks, who
-waits, why.
+"""Record each collective and message of a step, for tools/explain.py: who asks, who waits, why.
 
-Nothing in the trainer knows of this. The trace of the grid hears of each collective and message,
-with the label that its caller gave it; tools/explain_ops.py sees every operation, and so it is
-known what a tensor came from and what ran while bytes were under way; a FailureMonitor hears of
-each action that begins.
+The trainer does not know of it. The grid's trace is called for each collective and message, with
+the label that its caller gave it. tools/explain_ops.py sees every operation, which shows what made
+a tensor and what ran while bytes were under way. A FailureMonitor is told each action that begins.
 """
 
 from collections.abc import Callable
@@ -40,15 +38,15 @@ class Place(NamedTuple):
     layer: str
     site: str  # file:line
     phase: str
-    bucket: int | None  # that is being summed or gathered
-    during: str  # the layer that runs, and where, if a bucket's turn came in the middle of one
+    bucket: int | None  # the one that is summed or gathered
+    during: str  # of a bucket: the layer that runs meanwhile, and where
 
 
 @dataclass(eq=False)
 class Seen:
-    """A collective or message with its story. `shape` is of the tensor put in, `sent` of this rank.
+    """A collective or message. shape: of its input. sent: the bytes that leave this rank.
 
-    The numbers of actions are places in `explainer.actions`.
+    Numbers of actions index `explainer.actions`.
     """
 
     explainer: "Explainer"
@@ -61,23 +59,23 @@ class Seen:
     is_async: bool
     action: int  # during which it was issued; a receive: before which
     place: Place
-    needs: str  # what made the tensor put in
+    needs: str  # what made its input
     first: int  # operations done before it was issued
     parcel: Parcel | None = None
     pending: str = ""  # gradients that the bucket behind this one waits for
-    whole: list[int] = field(default_factory=list)  # other buckets with gathered weights
+    whole: list[int] = field(default_factory=list)  # other buckets whose weights are gathered
     waited_at: str = ""
-    waited_in: int = 0  # action; of a receive the one that its data is for
+    waited_in: int = 0  # action; for a receive, the one that uses its data
     meanwhile: list[str] = field(default_factory=list)
 
     @property
     def result(self) -> str:
-        """Name what it leaves behind."""
+        """Return the name of its result, for the `needs` of others."""
         return f"{'message' if self.parcel else 'collective'} {self.number}"
 
     def waiting(self) -> None:
-        """Take what runs from now on for a part of the collective."""
-        if self.verb != "send":  # a thread of the outbox waits for those
+        """Count operations from now on, until `waited`, as a part of the collective."""
+        if self.verb != "send":  # a thread of the outbox waits for sends
             self.explainer.finishing.append(self)
 
     def waited(self) -> None:
@@ -92,7 +90,7 @@ class Seen:
 
 
 class Actions(FailureMonitor):
-    """A monitor at world size 1 that tells what the rank does next."""
+    """A FailureMonitor without a connection that passes each action on to `begins`."""
 
     def __init__(self, begins: Callable[[str], None]) -> None:
         self._begins = begins
@@ -100,7 +98,7 @@ class Actions(FailureMonitor):
 
     @property
     def action(self) -> str:
-        """What the rank is doing, in words."""
+        """The action of the rank, in words."""
         return self._action
 
     @action.setter
@@ -110,10 +108,10 @@ class Actions(FailureMonitor):
 
 
 class Explainer:
-    """The trace of a grid: is told of every collective and message, and keeps them in `events`.
+    """A trace for a grid: keeps every collective and message of a step in `events`.
 
-    monitor: for the run to say what it does; actions: what it said, in order. before: what was on
-    its way when the step began.
+    monitor: the FailureMonitor to give to the run. actions: what the run told it, in order. before:
+    collectives that were on their way when the step began.
     """
 
     def __init__(self) -> None:
@@ -121,7 +119,7 @@ class Explainer:
         self.before: list[Seen] = []
         self.actions: list[str] = []
         self.buckets: Buckets | None = None  # once there is a run
-        self.layers: Layers | None = None  # too
+        self.layers: Layers | None = None  # once there is a run
         self.monitor = Actions(self._begins)
         self.done: list[str] = []  # operations in order
         self.maker: dict[int, str] = {}  # memory -> what wrote it last
@@ -129,15 +127,15 @@ class Explainer:
         self._called_at: dict[str, str] = {}  # layer -> where it last called a collective
 
     def know(self, run: Run) -> None:
-        """Follow the layers of a run, and hear of each gradient that is done."""
+        """Follow the layers of a run, and count its gradients as they are done."""
         self.layers, self.buckets = Layers(run.model, run.engine.queue), Buckets(run)
 
     def begin(self, micro_batches: int) -> None:
-        """Forget what was, but for what is still on its way: the step that is told begins."""
+        """Begin the step to be printed; keep only collectives that are still on their way."""
         assert self.buckets is not None, "know() comes first"
         self.buckets.begin(micro_batches)
         on_their_way = [event for event in self.events if event.is_async and not event.waited_at]
-        self.before = [event for event in on_their_way if event.parcel is None]  # the rest is sent
+        self.before = [event for event in on_their_way if event.parcel is None]  # others were sent
         for event in self.before:
             event.first = 0
         self.events.clear()
@@ -148,7 +146,7 @@ class Explainer:
     def _begins(self, words: str) -> None:
         if self.layers is not None:
             self.layers.new_action()
-        if not words.startswith("waiting for"):  # that is told of the message
+        if not words.startswith("waiting for"):  # `waited` records that
             self.actions.append(words)
 
     def issued(
@@ -160,7 +158,7 @@ class Explainer:
         is_async: bool,
         label: Label | None = None,
     ) -> Seen:
-        """Record a collective or message that is about to start, and where it stands."""
+        """Record a collective or message that is about to start, and where it is called."""
         place = self._place(label)
         event = Seen(
             self,
@@ -186,7 +184,7 @@ class Explainer:
         return event
 
     def _place(self, label: Label | None) -> Place:
-        """Read a label; where there is none, say what runs."""
+        """Return the place that a label names; without a label, the layer that runs."""
         here, layers = site(), self.layers
         running = layers.running() if layers else ""
         back = layers is not None and layers.in_backward
@@ -210,22 +208,20 @@ class Explainer:
         return Place(name, call, phase, None, "")
 
     def waits_at(self, place: Place) -> str:
-        """Say where somebody waits for what was called at `place`: a layer, where one runs that
-        waits for a bucket, or a line.
-        """
+        """Return where the result of a call at `place` is waited for: a layer or a line."""
         here, running = site(), self.layers.running() if self.layers else ""
         if place.bucket is not None and running:
             return f"{running} ({here.use})"
         return here.call or f"{self._called_at.get(place.layer, place.layer)} (backward)"
 
     def ran(self, operation: Operation) -> None:
-        """Note an operation, and which memory it wrote."""
+        """Record an operation, and which memory it wrote."""
         story = self._story(operation)
         for place in operation.written:
             self.maker[place] = story
 
     def _story(self, operation: Operation) -> str:
-        """Say what an operation did for whom; note it as done unless it only moves bytes."""
+        """Return what an operation did for whom; append it to `done` if it computed something."""
         assert self.layers is not None and self.buckets is not None, "know() comes first"
         name, read = operation.name, operation.read
         if self.finishing:

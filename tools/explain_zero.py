@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know the buckets of the step that tools/explain.py tells: what each holds and who owns it, which
-gradients are done, which weights are whole.
-"""
+"""Follow a step's buckets, for tools/explain.py: contents, owners, gradients, whole weights."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -22,16 +20,14 @@ ZERO_SIZES = [
 
 
 class Buckets:
-    """The buckets of a run, and the gradients of a step that are done. Hears of each from `begin`
-    on.
-    """
+    """The buckets of a run, and which gradients are done since `begin`."""
 
     def __init__(self, run: Run) -> None:
         self.sink, done = run.sink, run.sink.register_grad_ready
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
         self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
-        self._given: Counter[int] = Counter()  # gradients of a micro-batch that are done
+        self._given: Counter[int] = Counter()  # gradients that are done
         self._micro_batches = 1
 
         def noted(param: nn.Parameter) -> None:
@@ -41,16 +37,16 @@ class Buckets:
         run.sink.register_grad_ready = noted  # type: ignore[method-assign]
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step: no gradient is done."""
+        """Begin a step, in which no gradient is done yet."""
         self._given.clear()
         self._micro_batches = micro_batches
 
     def number(self, block: Any) -> int | None:
-        """Return which bucket this is; None if it is none."""
+        """Return the number of a bucket, or None for anything else."""
         return self.place.get(id(block))
 
     def holding(self, memory: Collection[int]) -> int | None:
-        """Return which bucket's weights or gradients lie in one of these; None if none do."""
+        """Return the number of the bucket with a tensor at one of these addresses, or None."""
         for i, bucket in enumerate(self.sink.buckets):
             tensors = [value for value in vars(bucket).values() if isinstance(value, Tensor)]
             if any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors):
@@ -58,12 +54,12 @@ class Buckets:
         return None
 
     def whole(self) -> list[int]:
-        """List the buckets whose weights were gathered for use and not freed yet."""
+        """Return the numbers of the buckets whose weights are gathered and not freed yet."""
         gatherer = self.sink.gatherer
         return [self.place[id(bucket)] for bucket in gatherer.unsharded] if gatherer else []
 
     def after(self, leaving: int) -> str:
-        """Say which gradients the bucket behind the leaving one still waits for; "" if none."""
+        """Return which gradients the bucket after the leaving one still waits for, or ""."""
         buckets = self.sink.buckets
         if leaving + 1 == len(buckets) or buckets[leaving].reduce_axes:
             return ""
@@ -80,7 +76,7 @@ class Buckets:
         return f"those of {some(names)} (bucket {leaving + 1})" if names else ""
 
     def contents(self, number: int) -> str:
-        """Name what a bucket holds: "layers.1" for that of a block, else the weights."""
+        """Return "the 4 weights of layers.1" for a block's sharded bucket, else their names."""
         names = [name.removesuffix(".weight") for name, _, _ in self.sink.buckets[number].params]
         blocks = {block_of(name) for name in names}
         if self.sink.buckets[number].sharded and len(blocks) == 1 and blocks != {""}:
@@ -88,9 +84,7 @@ class Buckets:
         return some(names)
 
     def held(self) -> list[str]:
-        """Say of each bucket that is ever sent what it holds, and, where it is shared, who owns
-        what.
-        """
+        """Return lines: what each bucket that is sent holds, and which part this rank owns."""
         lines, shard = [], self.sink.shard
         for i, bucket in enumerate(self.sink.buckets):
             if self.sink.grid.dp_cp.size == 1 and not bucket.reduce_axes:
@@ -107,5 +101,5 @@ class Buckets:
 
 
 def some(names: list[str]) -> str:
-    """List names; of many the first and the last ones."""
+    """Join names; of more than five, only the first and last two."""
     return ", ".join(names if len(names) <= 5 else [*names[:2], "...", *names[-2:]])

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Continue a prompt with a checkpoint, on one process or cut over several (tensor parallelism).
+"""Continue a prompt with a trained model, in one process or tensor-parallel over several.
 
     python tools/generate.py --load runs/llama --prompt "def " --temperature 0.8
     torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
 
-The checkpoint knows its model and its tokenizer; --tokenizer-type and --tokenizer-model replace the
-latter. Every rank sees the same logits and draws with the same seed, so all pick the same token
-without being told.
+--load takes a run's checkpoints, which name their tokenizer, or a Hugging Face directory, for which
+--tokenizer-type and --tokenizer-model must be given. Every rank gathers the same logits and draws
+with the same seed, so all pick the same token and none is sent.
 """
 
 import argparse
@@ -35,8 +35,7 @@ from training.run.startup import as_process
 
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """Put the last position's vocabulary together: logits [n, b, V/t] -> [b, V], padding cut
-    off."""
+    """Gather the last position's logits: [n, b, V/t] -> [b, V], without the padding of V."""
     last = logits[-1].t().contiguous()  # [V/t, b]
     return all_gather(last, tp)[0].t()[:, :vocab_size]  # [b, V]
 
@@ -46,8 +45,8 @@ def pick(
 ) -> Tensor:
     """Choose the next token of each row: logits [b, V] -> [b].
 
-    Temperature 0 takes the likeliest. Otherwise softmax(logits / temperature), of the top_k
-    likeliest (0: all), then of the fewest whose probabilities reach top_p, drawn on the CPU.
+    Temperature 0 takes the likeliest. Otherwise the CPU draws from softmax(logits / temperature) of
+    the top_k likeliest (0: all), and of those from the fewest whose probabilities reach top_p.
     """
     logits = logits.to("cpu", torch.float64)
     if temperature == 0:
@@ -75,8 +74,7 @@ def generate(
     seed: int = 1234,
     stop: int | None = None,
 ) -> list[list[int]]:
-    """Return `samples` continuations of the token ids `prompt`, each cut before the token
-    `stop`."""
+    """Return `samples` continuations of the ids `prompt`, each cut before the token `stop`."""
     config, device = model.config, model.ctx.device
     generator = torch.Generator().manual_seed(seed)
     caches: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
@@ -99,7 +97,7 @@ def generate(
 
 
 def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Path) -> Tokenizer:
-    """Build the tokenizer of the flags, or the checkpoint's; refuse one that has changed since."""
+    """Build the flags' tokenizer, else the checkpoint's. Raises ValueError if that has changed."""
     own = args.tokenizer_type is not None or args.tokenizer_model is not None
     kind = args.tokenizer_type or state.get("tokenizer_type")
     path = args.tokenizer_model or state.get("tokenizer_model")
@@ -119,7 +117,7 @@ def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Pat
 
 
 def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
-    """Return the ids to start from; an empty prompt starts a document."""
+    """Return the ids to start from; an empty prompt begins a document. Raises ValueError."""
     ids = tokenizer.encode(prompt, bos=tokenizer.starts_with_bos)
     if not ids:
         first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
@@ -137,7 +135,7 @@ def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
 def load_model(
     root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Llama, dict[str, Any], Path]:
-    """Build the checkpoint's model on this rank and fill it. Returns (model, state, directory)."""
+    """Build and load the checkpoint's model on this rank; return (model, state, directory)."""
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
@@ -234,7 +232,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
 
 
 def main(argv: Iterable[str] | None = None) -> int:
-    """Start the ranks' group where there are several; a refusal is one sentence and exit code 2."""
+    """Connect the ranks and run; print a refusal as one sentence and exit with code 2."""
     args = parse(argv)
     launch, timeout = Launch.from_env(), timedelta(minutes=5)
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -246,7 +244,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             grid.connect(device, store, timeout)
         run(args, grid, device)
     except ValueError as error:
-        who = f"rank {launch.rank}: " if launch.rank else ""  # each rank says its own, mostly alike
+        who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
         print(f"generate: {who}{error}", file=sys.stderr)
         sys.exit(2)
     finally:

@@ -9,8 +9,8 @@ writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, it
 (--json-keys); a .txt file is one document, with --lines each of its lines; both also as .gz.
 
 The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
-is interrupted, the same command goes on behind the shards that are complete. The two files appear
-at the end, whole.
+is interrupted, the same command goes on after the shards that are complete. The two files appear
+only at the end, whole.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def preprocess(
 ) -> list[Summary]:
     """Tokenize files into {output_prefix}_{key}_document.bin/.idx, one pair for each key.
 
-    The result does not depend on workers, shards or interruptions. Raises ValueError naming flag,
-    file or line for what cannot be tokenized; what is complete by then is kept for the next call.
+    The result does not depend on workers, shards or interruptions. Raises ValueError naming the
+    flag, file or line that cannot be tokenized; shards complete by then are kept for the next call.
     """
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
@@ -128,7 +128,7 @@ class Task:
     prefix: str
 
     def output(self, key: str) -> str:
-        """Return the prefix of the pair of a key."""
+        """Return the prefix of a key's pair."""
         return f"{self.prefix}_{key}"
 
     def done(self) -> bool:
@@ -141,9 +141,9 @@ class Task:
         return True
 
     def run(self) -> int:
-        """Tokenize the shard; returns the number of tokens."""
+        """Tokenize the shard; return the number of tokens."""
         tokenizer = self.job.tokenizer()
-        eod = tokenizer.eod if self.job.append_eod else None  # which is an id then
+        eod = tokenizer.eod if self.job.append_eod else None  # not None: see preprocess
         tokens = 0
         for key in self.job.json_keys:
             with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:
@@ -159,7 +159,7 @@ class Task:
 
 
 def _run_all(tasks: Sequence[Task], workers: int, report: Callable[[str], None]) -> int:
-    """Run tasks in this process or in several; returns the number of tokens."""
+    """Run tasks in this process or in several; return the number of tokens."""
     total = sum(task.shard.size for task in tasks)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
     done = tokens = 0
@@ -191,7 +191,7 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
 
 
 def _stat(inputs: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return path, bytes and time of each file; refuse what is no input."""
+    """Return (path, bytes, mtime in ns) of each file. Raises ValueError for what is no input."""
     files = []
     for path in inputs:
         kind_of(path)
@@ -204,7 +204,7 @@ def _stat(inputs: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str, size: int) -> str:
-    """Name the folder of parts after all that they depend on; remove those of other runs."""
+    """Return the folder for parts, named by all that they depend on; remove other runs' folders."""
     facts = [asdict(job), job.tokenizer().digest(), files, size]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     parent, base = os.path.split(os.path.abspath(output_prefix))
@@ -223,7 +223,7 @@ def _tokenizer(kind: str, model: str | None, vocab_size: int | None) -> Tokenize
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the main process, which lets begun shards be finished; die when it dies."""
+    """Ignore Ctrl-C, since the main process lets begun shards finish; die when it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
@@ -237,7 +237,7 @@ def _start_worker() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags and tokenize; returns the exit status."""
+    """Read the flags and tokenize; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )

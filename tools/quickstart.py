@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make train` does: corpus, tokenizer, tokens, a Llama pretrained on 2 ranks, and a sample.
+"""Run `make train`: corpus, tokenizer, tokens, a Llama pretrained on 2 ranks, and a sample.
 
     make train                                      the standard library's sources, TP 2, 3 minutes
     make train PP=2                                 the same in two pipeline stages, TP 1
     make train DATA="a.txt b.jsonl" TP=1 ITERS=500  your own text, one process, 500 iterations
 
-Each stage runs one command, which is printed so that you can run it yourself. A stage whose input
-has not changed is reused. The training resumes from its last checkpoint: a call that was stopped
-goes on to where it was headed, and a call after a finished one trains ITERS iterations more.
+Each stage runs a command, which is printed so that you can run it yourself. A stage whose input has
+not changed is reused. The training resumes from its last checkpoint: after a call that was stopped,
+the next one trains to the same end; after a finished one, it trains ITERS iterations more.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
 
 
 def show(command: list[str], threads: int | None = None) -> None:
-    """Print a command as one would type it in the checkout, a flag never apart from its values."""
+    """Print a command as typed in the checkout; a flag and its values stay on one line."""
     units = [f"OMP_NUM_THREADS={threads}"] if threads else [""]
     for word in command:
         if word.startswith("--"):
@@ -73,10 +73,10 @@ def show(command: list[str], threads: int | None = None) -> None:
 
 
 def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> str:
-    """Run a command of this checkout and return what it says on stdout, if that is caught.
+    """Run a command of this checkout; return its stdout if that is piped.
 
-    It runs in a session of its own, so that Ctrl-C reaches it once, from here, and the ranks under
-    it have the time to finish their step and save.
+    It runs in a session of its own, so that Ctrl-C reaches it once, from here, and its ranks have
+    the time to finish their step and save.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -86,7 +86,7 @@ def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> 
             said = child.communicate()[0]
         except KeyboardInterrupt:
             number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
-            while child.poll() is None:  # once more after a second Ctrl-C: no time to save
+            while child.poll() is None:  # a second Ctrl-C signals once more: no time to save
                 for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
                     os.kill(process, number)
                 with contextlib.suppress(KeyboardInterrupt):
@@ -99,9 +99,9 @@ def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> 
 
 
 def ranks(launcher: int) -> list[int]:
-    """Return the processes that torchrun started: told to stop, they save, and it ends in peace.
+    """Return the processes that torchrun started: a signal makes them save, and it ends quietly.
 
-    Where the system does not name them, the launcher itself, which passes a signal on loudly.
+    Without /proc, return the launcher itself, which passes a signal on with a traceback.
     """
     file = Path(f"/proc/{launcher}/task/{launcher}/children")
     started = file.read_text().split() if file.exists() else []
@@ -114,7 +114,7 @@ def digest(*things: object) -> str:
 
 
 def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str:
-    """Run a stage that writes `outputs` in `folder`, or reuse what it wrote; return its own key."""
+    """Run a stage that writes `outputs` in `folder`, or reuse what it wrote; return its new key."""
     script = Path(command[1]).read_bytes()
     key, stamp = digest(key, command, hashlib.sha256(script).hexdigest()), folder / "stage.json"
     try:
@@ -134,7 +134,7 @@ def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str
 
 
 def prepare(data: list[Path], out: Path) -> str:
-    """Make corpus, tokenizer and token files; return the key of all three."""
+    """Make corpus, tokenizer and token files; return the key of corpus and tokenizer."""
     if data:
         source: list[Any] = [(file.stat().st_size, file.stat().st_mtime_ns) for file in data]
         given = ["--input", *map(str, data)]
@@ -167,14 +167,14 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def parameters() -> int:
-    """Count the model's parameters, head and embedding being one matrix."""
+    """Return the number of the model's parameters; head and embedding are one matrix."""
     h, f, layers = MODEL["hidden-size"], MODEL["ffn-hidden-size"], MODEL["num-layers"]
     groups = MODEL["num-query-groups"] / MODEL["num-attention-heads"]
     return int(layers * (2 * h * h * (1 + groups) + 3 * h * f + 2 * h) + h + VOCABULARY * h)
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """Return the lines of a --log-json file, less one that a kill left torn."""
+    """Return the records of a --log-json file, without one that a kill left torn."""
     if not log.exists():
         return []
     complete = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -186,7 +186,7 @@ def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     command = [PYTHON, "pretrain_llama.py"]
     if tp * pp > 1:
-        torchrun = Path(PYTHON).with_name("torchrun")  # not where torch is borrowed from outside
+        torchrun = Path(PYTHON).with_name("torchrun")  # absent if torch is the interpreter's
         command = [str(torchrun)] if torchrun.exists() else [PYTHON, "-m", "torch.distributed.run"]
         command += ["--standalone", "--nproc-per-node", str(tp * pp), "pretrain_llama.py"]
     if tp > 1:
@@ -239,7 +239,7 @@ def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[
 
 
 def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
-    """Return the tokens/s of the same training in one process with all the cores; measured once."""
+    """Return the tokens/s of this training in one process with all the cores; measured once."""
     kept = out / "one_process.json"
     key = digest(MODEL, CORES)
     if kept.exists() and json.loads(kept.read_text())["key"] == key:
@@ -255,7 +255,7 @@ def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
 
 
 def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> None:
-    """Say what came out: loss against unigram entropy, picture, speed, a sample."""
+    """Print the results: loss against unigram entropy, speed, a sample; draw the loss."""
     lines = records(folder / "log.jsonl")
     losses = [r["validation_loss"] for r in lines if "validation_loss" in r]
     if not losses:
@@ -296,7 +296,7 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
 
 
 def main() -> None:
-    """Run every stage that is due."""
+    """Run every stage whose input has changed, train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--data", type=Path, nargs="+", default=[], help=".txt or .jsonl(.gz)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make .venv: with the interpreter's own torch if it has one, else torch 2.13.0; then the rest.
+"""Make .venv, with the interpreter's own torch if that is 2.11 to 2.13, else with torch 2.13.0.
 
-`make setup` runs this with the interpreter the environment is made from, so it needs nothing but
-the standard library, and reads under any Python 3 well enough to say that it is too old.
-A stamp in .venv says what was installed; while pyproject.toml stays as it was, nothing is done
-again.
+`make setup` runs this with the interpreter that the environment is made from. It needs only the
+standard library, and any Python 3 can read it well enough to print that it is too old. A stamp in
+.venv records what was installed; while pyproject.toml and the checkout's place stay the same,
+nothing is installed again.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ STAMP = os.path.join(VENV, "weft-setup.json")
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM = (3, 11)
-# What a Python says of itself, on its last line, in JSON; torch is found, not imported (seconds).
+# Prints facts about a Python as JSON, on the last line; torch is not imported, which takes seconds.
 PROBE = """
 import importlib.metadata, importlib.util, json, sys
 spec = importlib.util.find_spec("torch")
@@ -44,7 +44,7 @@ def supported(version: "str | None") -> bool:
 
 
 def check_interpreter() -> None:
-    """Refuse a platform or a Python that Weft does not run on, and name what would do."""
+    """Raise SetupError on a platform or a Python that Weft does not run on; name one that works."""
     if os.name == "nt" or sys.platform in ("cygwin", "msys"):
         raise SetupError("Windows is supported through WSL: run make setup inside a WSL shell")
     if tuple(sys.version_info[:2]) < MINIMUM:
@@ -69,7 +69,7 @@ def check_interpreter() -> None:
 
 
 def probe(python: str) -> "list[Any] | None":
-    """Return [python version, torch version, torch file], or None if the interpreter fails."""
+    """Return [Python version, torch version, torch file], or None if the interpreter fails."""
     try:
         done = subprocess.run([python, "-c", PROBE], capture_output=True)
     except OSError:
@@ -80,7 +80,7 @@ def probe(python: str) -> "list[Any] | None":
 
 
 def look(python: str) -> "list[Any]":
-    """Probe an interpreter that must work."""
+    """Probe an interpreter. Raises SetupError if it fails."""
     found = probe(python)
     if found is None:
         raise SetupError(f"{python} does not run")
@@ -95,7 +95,7 @@ def key() -> "dict[str, str]":
 
 
 def read_stamp() -> "dict[str, str]":
-    """Return the stamp of .venv, or {} where there is none to be read."""
+    """Return the stamp of .venv, or {} if none can be read."""
     try:
         with open(STAMP, encoding="utf-8") as file:
             return json.load(file)
@@ -123,17 +123,17 @@ def reachable(url: str) -> bool:
 
 
 def pip(*arguments: str) -> None:
-    """Run the environment's pip, and stop with a sentence if it fails."""
+    """Run the environment's pip. Raises SetupError if it fails."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
     if subprocess.run(command).returncode:
         raise SetupError("pip failed, as it says above; the next make setup goes on from here")
 
 
 def make_venv(torch: "list[Any]") -> None:
-    """Make .venv; where the interpreter has a torch that Weft can use, let .venv see it.
+    """Make .venv; if the interpreter has a torch that Weft can use, let .venv see it.
 
-    The interpreter may itself live in a virtual environment, whose packages
-    `--system-site-packages` does not show: then the folder of that torch is named in a .pth file.
+    The interpreter may itself be of a virtual environment, whose packages `--system-site-packages`
+    does not show: then a .pth file names the folder of that torch.
     """
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     print(f"making .venv from {sys.executable}", flush=True)
@@ -150,7 +150,7 @@ def make_venv(torch: "list[Any]") -> None:
 
 
 def install_torch() -> None:
-    """Install torch first and alone: the CPU build if no NVIDIA GPU stands and one is offered."""
+    """Install torch alone: on Linux without an NVIDIA GPU the CPU build, if its index answers."""
     extra = []
     if sys.platform == "linux" and not has_nvidia_gpu():
         if reachable(CPU_INDEX + "/torch/"):
@@ -166,7 +166,7 @@ def install_torch() -> None:
 
 
 def build_native() -> None:
-    """Build the native library, or have the reason printed why not."""
+    """Build the native library, or print why not."""
     if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
         raise SetupError("setup.py build_native failed, as it says above")
 
@@ -176,7 +176,7 @@ def prepare(chosen: bool) -> None:
     check_interpreter()
     stamp, wanted = read_stamp(), key()
     present = probe(PYTHON)
-    # The installation, not its executable: python3 and python3.11 are one, a venv's own is another.
+    # The installation, not its executable: python3 and python3.11 are one, a venv's is another.
     here = "Python {}.{} of {}".format(*sys.version_info[:2], sys.prefix)
     if chosen and stamp and present and stamp.get("python") != here:
         raise SetupError(
@@ -218,7 +218,7 @@ def prepare(chosen: bool) -> None:
 
 
 def main() -> None:
-    """Prepare .venv and the native library; a failure is one sentence and exit status 1."""
+    """Prepare .venv and the native library; print a failure as one sentence, with exit status 1."""
     try:
         prepare(chosen="--chosen" in sys.argv[1:])
     except SetupError as error:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Show on a real SLURM that a job comes back as if nothing had happened (`make slurm-check`).
+"""Check on a real SLURM that a job resumes as if nothing had happened (`make slurm-check`).
 
-Starts a SLURM of two nodes on this machine (tools/slurm_cluster.py), submits the job script
-examples/cpu_two_nodes.slurm undisturbed, and then again with a pre-emption, SIGUSR1 before the time
-limit, scancel, and a node that dies. Each of them must end with the undisturbed run's losses and
-weights, bit for bit. A short run before all this finds out how many steps make a run long enough.
+Starts a SLURM of two nodes on this machine (tools/slurm_cluster.py) and submits the job script
+examples/cpu_two_nodes.slurm undisturbed. Then it submits the script again for each of a
+pre-emption, SIGUSR1 before the time limit, scancel, and a node that dies. Each run must end with
+the undisturbed run's losses and weights, bit for bit. A short run first measures how many steps
+make a run long enough.
 
-Exit code: 0 all of it held; 1 something did not; 77 no SLURM can be started here, and why.
+Exit code: 0 if all checks pass, 1 if one fails, 77 if no SLURM can be started here.
 """
 
 import argparse
@@ -29,9 +30,9 @@ FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 "
     "--seq-length 64 --vocab-size 500 --no-shared-memory"
 ).split()
-WARM, LENGTH = 100, 45.0  # steps of the short run; seconds that the others shall train, at least
-PATIENCE = 600.0  # seconds for what only takes its time, on a machine that is busy
-KILL_WAIT, STOPPED, TICK = 30.0, 30.0, 60.0  # seconds: SLURM's grace; our promise; its clock, twice
+WARM, LENGTH = 100, 45.0  # steps of the short run; least seconds that the others train
+PATIENCE = 600.0  # seconds for what may be slow on a busy machine
+KILL_WAIT, STOPPED, TICK = 30.0, 30.0, 60.0  # s: SLURM's grace; a survivor's; twice SLURM's clock
 COLUMNS = ("disturbed by", "stopped", "went on", "lost", "exit code", "then")
 
 
@@ -45,7 +46,7 @@ class Job:
         self.submit()
 
     def submit(self) -> None:
-        """Hand the job script in, as a person does."""
+        """Submit the job script, as a user does."""
         self.number = self.cluster.ask(
             "sbatch", "--parsable", f"--output={self.folder}/job.log",
             "examples/cpu_two_nodes.slurm", *FLAGS,
@@ -62,14 +63,14 @@ class Job:
         return self.cluster.job(self.number)["JobState"]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what the run says of every step, those that were lost and done again twice."""
+        """Return the log's row of every step; a step that was lost and done again has two."""
         log = self.folder / "log.jsonl"
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if "loss" in row]
 
     def reach(self, step: int) -> None:
-        """Wait until the run has made so many steps."""
+        """Wait until the run has made so many steps. Raises CheckError if it ends before."""
         wait_for(
             f"step {step} of {self.folder.name}",
             PATIENCE,
@@ -81,12 +82,8 @@ class Job:
     def _over(self) -> bool:
         return self.state() in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-    def wait_state(self, state: str, seconds: float) -> None:
-        """Wait until SLURM says so of the job."""
-        wait_for(f"{self.folder.name} is {state}", seconds, lambda: self.state() == state)
-
     def put_back(self, times: int, seconds: float) -> None:
-        """Wait until the job is in the queue again, and spare it the two minutes in there."""
+        """Wait until the job is back in the queue, after so many restarts."""
 
         def waiting() -> bool:
             known = self.cluster.job(self.number)
@@ -95,8 +92,8 @@ class Job:
         wait_for(f"{self.folder.name} is back in the queue", seconds, waiting)
 
     def go_on(self) -> float:
-        """Start a waiting job now; return the seconds until it has made a step."""
-        time.sleep(5.0)  # sooner, SLURM may still revoke the job's credential, and ends it
+        """Start a queued job at once; return the seconds until it has made a step."""
+        time.sleep(5.0)  # sooner, SLURM may still revoke the job's credential and end it
         began, before = time.monotonic(), len(self.rows())
         self.cluster.ask(
             "scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=30"
@@ -111,13 +108,13 @@ class Job:
         return time.monotonic() - began
 
     def start_again(self) -> float:
-        """Hand the same job in once more; return the seconds until it has made a step."""
+        """Submit the same job once more; return the seconds until it has made a step."""
         began, before = time.monotonic(), len(self.rows())
         self.submit()
         return self._first_row(began, before)
 
     def finish(self) -> None:
-        """Wait for the end, which must be a good one that leaves no process."""
+        """Wait for the end. Raises CheckError unless it is a success that leaves no process."""
         wait_for(f"{self.folder.name} ends", PATIENCE, self._over)
         known = self.cluster.job(self.number)
         if (known["JobState"], known["ExitCode"]) != ("COMPLETED", "0:0"):
@@ -125,11 +122,11 @@ class Job:
         self.all_gone()
 
     def all_gone(self) -> None:
-        """Hold that no process is left of the job: neither a rank, nor what SLURM started it by."""
+        """Wait until no process of the job is left, neither a rank nor what SLURM started it by."""
         wait_for(f"what {self.folder.name} started ends", 40.0, self.cluster.no_jobs)
 
     def curve(self) -> dict[int, tuple[str, ...]]:
-        """Return {step: what the log says of it, but for times}; a step done twice must agree."""
+        """Return {step: its numbers in the log, without times}; a step done twice must agree."""
         found: dict[int, tuple[str, ...]] = {}
         for row in self.rows():
             keys = ("loss", "grad_norm", "lr", "consumed_samples")
@@ -139,14 +136,14 @@ class Job:
         return found
 
     def weights(self) -> str:
-        """Return a hash over the tensors, weights and optimizer, of the last checkpoint."""
+        """Return a hash of the last checkpoint's tensors, of weights and optimizer."""
         manifest = self.folder / "checkpoints" / f"step_{self.steps:08d}" / "manifest.json"
         files = json.loads(manifest.read_text())["files"]
         tensors = {name: f["sha256"] for name, f in files.items() if name.endswith(".safetensors")}
         return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16]
 
     def compare(self, oracle: "Job") -> int:
-        """Hold that this run's numbers are the oracle's; return how many steps were done twice."""
+        """Check that this run's numbers are the oracle's; return how many steps were done twice."""
         mine, theirs = self.curve(), oracle.curve()
         if mine != theirs:
             step = min(s for s in theirs if mine.get(s) != theirs[s])
@@ -156,7 +153,7 @@ class Job:
         return len(self.rows()) - len(mine)
 
     def must_say(self, *texts: str) -> None:
-        """Hold that the log says all of these, and holds no traceback."""
+        """Check that the log has all of these texts, and no traceback."""
         said = self.said()
         for text in texts:
             if text not in said:
@@ -166,7 +163,7 @@ class Job:
 
 
 def pre_empted(cluster: Cluster, job: Job) -> tuple[float, float]:
-    """A job of a higher partition takes both nodes: SIGTERM, requeued by SLURM."""
+    """Pre-empt the job by one of a higher partition: SIGTERM; SLURM puts it back."""
     began = time.monotonic()
     urgent = cluster.ask(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive",
@@ -181,7 +178,7 @@ def pre_empted(cluster: Cluster, job: Job) -> tuple[float, float]:
 
 
 def out_of_time(cluster: Cluster, job: Job) -> tuple[float, float]:
-    """The time limit comes near: SIGUSR1, requeued by the job script."""
+    """Bring the time limit near: SIGUSR1; the job script puts the job back."""
     began = time.monotonic()
     cluster.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")  # the script's 300 s
     job.put_back(1, TICK)
@@ -192,7 +189,7 @@ def out_of_time(cluster: Cluster, job: Job) -> tuple[float, float]:
 
 
 def cancelled(cluster: Cluster, job: Job) -> tuple[float, float]:
-    """scancel: SIGTERM, and it stays away until a person hands it in again."""
+    """Cancel the job: SIGTERM; it does not come back until somebody submits it again."""
     began = time.monotonic()
     cluster.ask("scancel", job.number)
     wait_for("the job script ends", KILL_WAIT, lambda: codes(job) == "75")
@@ -207,7 +204,7 @@ def cancelled(cluster: Cluster, job: Job) -> tuple[float, float]:
 
 
 def node_lost(cluster: Cluster, job: Job) -> tuple[float, float]:
-    """kill -9 of a node's slurmd and all under it: the other node's rank says so, and stops."""
+    """Kill -9 a node's slurmd and all under it: the other node's rank says so, and stops."""
     began = time.monotonic()
     cluster.kill_node("n2")
     wait_for("the survivor stops", STOPPED, lambda: not cluster.ranks())
@@ -230,7 +227,7 @@ EVENTS = {
 
 
 def check(cluster: Cluster, wanted: list[str]) -> bool:
-    """Run all, print a line for each; return whether all of it held."""
+    """Run all, print a line for each; return whether all checks passed."""
     warm = Job(cluster, "warm-up", WARM)
     warm.finish()
     pace = statistics.quantiles((row["step_seconds"] for row in warm.rows()), n=10)[0]
@@ -263,13 +260,13 @@ def check(cluster: Cluster, wanted: list[str]) -> bool:
 
 
 def codes(job: Job) -> str:
-    """Return the exit codes of a job's parts, in order."""
+    """Return the exit codes that the job script logged, in order."""
     lines = [line for line in job.said().splitlines() if ": exit code " in line]
     return ", ".join(line.split(": exit code ")[1].split(",")[0] for line in lines)
 
 
 def main() -> int:
-    """Check what was asked for."""
+    """Read the flags and run the checks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=EVENTS, default=list(EVENTS))
     parser.add_argument("--keep", action="store_true", help="keep the scratch directory")

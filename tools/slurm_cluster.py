@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SLURM of its own on this machine, two nodes large, for tools/slurm_check.py.
+"""Run a separate SLURM of two nodes on this machine, for tools/slurm_check.py.
 
-Everything it has, configuration, keys and state, lies in one scratch directory; a SLURM or munge
-that the system runs is neither asked nor touched.
+Its configuration, keys and state are in one scratch directory; a SLURM or munge that the system
+runs is neither used nor touched.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preem
 
 
 class CheckError(Exception):
-    """Something did not happen as it must."""
+    """A check failed; the text says which."""
 
 
 def obstacle() -> str:
-    """Say in one sentence why no SLURM can be started here; nothing where one can."""
+    """Return in one sentence why no SLURM can be started here, or ""."""
     if sys.platform != "linux":
         return "SLURM's daemons run on Linux, and this is not one"
     if os.geteuid() != 0:
@@ -72,7 +72,7 @@ def obstacle() -> str:
 
 
 def wait_for(what: str, seconds: float, ask: Callable[[], Any]) -> Any:
-    """Ask until the answer is true, and return it. Raises CheckError after so many seconds."""
+    """Call `ask` until its answer is true; return it. Raises CheckError after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):
         if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def wait_for(what: str, seconds: float, ask: Callable[[], Any]) -> Any:
 
 
 def command_line(process: int) -> bytes:
-    """Return the words of a process, each with a zero behind it; nothing if it has ended."""
+    """Return a process's command line, each word followed by a zero byte; b"" if it has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -90,7 +90,7 @@ def command_line(process: int) -> bytes:
 
 
 class Cluster:
-    """Starts the daemons on entry; kills them and all that they started on exit."""
+    """A context: starts the daemons on entry, kills them and all that they started on exit."""
 
     def __init__(self, keep: bool = False) -> None:
         self.keep, self.daemons = keep, dict[str, subprocess.Popen[bytes]]()
@@ -144,17 +144,17 @@ class Cluster:
             )
 
     def start_node(self, node: str) -> None:
-        """Start a node's slurmd, the first time or after kill_node."""
+        """Start a node's slurmd, for the first time or after kill_node."""
         self._daemon(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Take a node away as a power cut would: its slurmd and all that it started, by -9."""
+        """Kill -9 a node's slurmd and all that it started, as a power cut would."""
         for process in self.processes(node):
             os.kill(process, signal.SIGKILL)
         self.daemons[node].wait()
 
     def ask(self, *command: str, **more: str) -> str:
-        """Run one of SLURM's commands and return what it says. Raises CheckError."""
+        """Run one of SLURM's commands; return its output. Raises CheckError if it fails."""
         done = subprocess.run(
             command,
             env=self.environment | more,
@@ -172,10 +172,10 @@ class Cluster:
         return dict(word.partition("=")[::2] for word in words)
 
     def processes(self, node: str = "") -> list[int]:
-        """List what runs of this cluster, or of one of its nodes: daemons, jobs and their ranks.
+        """Return the process ids of this cluster or of one node: daemons, jobs and their ranks.
 
-        Also what its parent left behind. A task has its node's name in its environment; what starts
-        it holds the node's log open.
+        Orphans are included. A task has its node's name in its environment; the process that starts
+        it has the node's log open.
         """
         ours = f"SLURM_CONF={self.scratch}/slurm.conf".encode()
         named, log = f"SLURMD_NODENAME={node}".encode(), f"{self.scratch}/slurmd.{node}.log"
@@ -193,7 +193,7 @@ class Cluster:
         return found
 
     def ranks(self) -> list[int]:
-        """List the processes that train."""
+        """Return the ids of the processes that train."""
         words = {process: command_line(process).split(b"\0") for process in self.processes()}
         return [p for p, w in words.items() if w[0].endswith(b"python3") and SCRIPT in w[1:2]]
 

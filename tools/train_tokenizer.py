@@ -4,11 +4,11 @@
     python tools/train_tokenizer.py --input corpus/train.jsonl --vocab-size 2048 \\
         --output-prefix tokenizer/weft --check corpus/heldout.jsonl
 
-Byte-pair pieces over untouched text (no normalization, no space added or removed), single bytes
-for what no piece covers, and a piece each for a newline with the usual indentations, so that most
-lines of code cost one token for their beginning. A space belongs to the word BEFORE it: a prompt
-that ends in a space, such as "def ", then ends in a whole piece, and sampling goes on naturally.
-(One character does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
+Pieces are byte pairs over untouched text (no normalization, no space added or removed), and single
+bytes for what no piece covers. A newline with each usual indentation is one piece, so that most
+lines of code begin with one token. A space belongs to the word BEFORE it: a prompt that ends in a
+space, such as "def ", then ends in a whole piece, and sampling goes on naturally. (One character
+does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
 """
 
 import argparse
@@ -27,7 +27,7 @@ BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]
 
 
 def lines(files: list[Path], limit: int) -> Iterator[str]:
-    """Yield the lines of the texts that are not blank, `limit` bytes at most."""
+    """Yield the texts' lines that are not blank, up to `limit` bytes of text."""
     for line in (line for file in files for text in documents(file) for line in text.split("\n")):
         limit -= len(line.encode())
         if limit < 0:
@@ -39,7 +39,7 @@ def lines(files: list[Path], limit: int) -> Iterator[str]:
 def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
     """Write {prefix}.model and {prefix}.vocab; return the vocabulary's size.
 
-    A text too small for vocab_size pieces gets as many as it has.
+    A text too small for vocab_size pieces gets as many as it can fill.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -69,7 +69,7 @@ def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000
 
 
 def check(model: Path, files: list[Path]) -> float:
-    """Refuse a tokenizer that changes a text; return the characters a token of the files."""
+    """Return the files' characters a token. Raises ValueError if a text does not come back."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     characters = tokens = 0
     for number, document in enumerate((text for file in files for text in documents(file)), 1):
@@ -81,7 +81,7 @@ def check(model: Path, files: list[Path]) -> float:
 
 
 def main() -> None:
-    """Train, check, and print what came out."""
+    """Train, check, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help=".txt or .jsonl(.gz)")
     parser.add_argument("--output-prefix", type=Path, required=True, help="PREFIX of PREFIX.model")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of shared memory times three ways to the same result, and divides the right way."""
+"""The shared-memory benchmark times three ways to one result, and its ratios are right."""
 
 import subprocess
 import sys

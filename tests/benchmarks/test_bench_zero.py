@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ZeRO benchmarks give all sides one start, refuse unlike losses, and measure what they say."""
+"""The ZeRO benchmark gives all sides one start, refuses unlike losses, and measures right."""
 
 import argparse
 import subprocess

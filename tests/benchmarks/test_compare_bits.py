@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of two trees calls them the same only where every bit is."""
+"""The comparison of two trees calls them the same only if every bit is."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of speeds divides the right way, and its interval is one of the median."""
+"""The comparison of speeds has the right ratio, and its interval is the median's."""
 
 import random
 

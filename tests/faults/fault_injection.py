@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a fault into a rank of a real run: which call of what it strikes, and what happens there.
+"""Inject a fault into a rank of a real run: at which call of a function, and what happens there.
 
 A fault is {"point", "rank", "call", "how"}: at that call of the function at `point`, that rank (-1:
 each rank) suffers `how`. A point "save: PHASE" is a moment inside a save, or in the removal of old
-checkpoints after it, as training/checkpoint names them to its hook. What narrows it down:
+checkpoints after it, as training/checkpoint names them to its hook. More keys narrow it down:
 
-    "during"  only calls count while the rank says that it is doing this; it strikes half a second
-              later, so that the others have heard what it was doing
-    "from"    only calls count in this iteration and those after it
-    "save"    only calls count in the so-manieth save of this process
+    "during"  count calls only while the rank says that it is doing this; the fault strikes half a
+              second later, so that the others have heard what it was doing
+    "from"    count calls only from this iteration on
+    "save"    count calls only in this process's save of this number
 
-How: the signals of SIGNALS, over a second apart; "kill all", every rank of the job; "raise";
-"stall", alive, its other threads at work, but never to go on; "nan" and "inf", written at
-"backward" into the gradient that is done; what a disk does: "ENOSPC", "EIO", "EROFS" and so on,
-raised there; "short", files may not grow over 20 kB during that call; to the directory "path":
-"remove", "fill" its disk and "empty" it again, "close" it to new names, root's too, and "open" it.
+`how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
+"raise"; "stall", where the thread never goes on while the process's others do; "nan" and "inf",
+written at "backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC",
+"EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done
+to the directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names,
+root's too, and "open" it.
 """
 
 import errno

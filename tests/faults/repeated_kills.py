@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed again and again, and started again each time as a supervisor would.
+"""Kill a run again and again, and start it again each time as a supervisor would.
 
-Everything is drawn from a seed beforehand: at which step, which rank or all of them, and how: at a
-call inside of a step, in a phase of a save, or by a timer that knows nothing of either. The command
-never changes. What comes out is measured: how long until a first new step is done, how many steps
-were done in vain, and how much of the time went into steps that count.
+Each kill is drawn from a seed beforehand: the step, the rank or all ranks, and the moment (at a
+call inside of a step, in a phase of a save, or by a timer, independent of both). The command never
+changes. Three things are measured: the time until the first new step is done, how many steps were
+lost, and the share of the time that went into steps that count.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of failures share: a small run on several ranks, its faults, who is to blame."""
+"""Shared by the tests of failures: a small run on several ranks, its faults, the rank to blame."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are killed, stopped, broken or told to stop, anywhere in a step, in real runs.
 
-tests/run_ranks.py starts the ranks and injects the faults. The short form makes a few of each kind,
-the long form every place and rank. test_pipeline_failures.py has the stages of a pipeline,
+tests/run_ranks.py starts the ranks and injects the faults. The short form tests a few of each kind,
+the long form every place and rank. test_pipeline_failures.py tests the stages of a pipeline,
 test_torchrun.py what a launcher adds.
 """
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of one rank or of all, at each phase of a save and anywhere in a step: what a run that is
-started again makes of it.
+"""A run resumes after kill -9 of one rank or all, at each phase of a save and anywhere in a step.
 
-It takes the last checkpoint that was committed, never a directory that was being written, and ends
-with the losses, weights and optimizer state of a run that nobody disturbed, bit for bit. The short
-form takes a drawn sample, the long form every place and rank.
+It loads the last checkpoint that was committed, never a directory that was being written, and ends
+with the losses, weights and optimizer state of an undisturbed run, bit for bit. The short form
+tests a drawn sample, the long form every place and rank.
 """
 
 import random

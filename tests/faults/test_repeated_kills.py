@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeated kills of one run end with what a run has that nobody disturbed, to the bit.
+"""A run that is killed repeatedly ends with the bits of an undisturbed run.
 
-`pytest tests/faults/test_repeated_kills.py -m prove -s` prints what the long runs, of 50 kills
-each, cost.
+`pytest tests/faults/test_repeated_kills.py -m prove -s` prints the cost of runs with 50 kills each.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check` runs it.
 
-The processes take turns on the GPU, so this shows that results are right, not how fast they come.
-torch's symmetric memory lets ranks share a device where it is told to; groups are of gloo.
+The processes take turns on the GPU, so this tests results, not speed. torch's symmetric memory is
+set to let ranks share a device; the groups are gloo's.
 """
 
 from datetime import timedelta

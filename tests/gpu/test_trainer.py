@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole trainer on one GPU against the same run on the CPU; `make gpu-check` runs it.
 
-One rank (nccl is the backend there, though a world of one needs no collective), and two ranks that
-share the GPU over gloo groups, whose CUDA tensors pass through host memory.
+There are runs of one rank (whose backend is nccl, though a world of one needs no collective) and of
+two ranks that share the GPU over gloo groups, whose CUDA tensors pass through host memory.
 """
 
 import json

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fork the model as a user would: copy the file, rename the class, change a layer; train on 2
-ranks, cut by tensor, data or pipeline parallelism; save in one layout and go on in others.
+"""Fork the model as a user would: copy the file, rename the class, change a layer.
 
-The fork adds a gain vector to the attention's output, whose gradient is a partial sum over tp under
-sequence parallelism, and a temperature to the logits, partial because each rank has its own
-columns. Both are ordinary autograd code: `mpu.gradients.use` sends the gradient to the sink, and
-the Placement says over which axis it is partial. Neither mpu nor training is touched.
+The fork trains on 2 ranks under tensor, data or pipeline parallelism, is saved in one layout and
+resumed in others. It adds a gain vector to the attention's output, whose gradient is a partial sum
+over tp under sequence parallelism, and a temperature to the logits, partial because each rank has
+its own columns. Both are ordinary autograd code: `mpu.gradients.use` sends the gradient to the
+sink, and the Placement says over which axis it is partial. Neither mpu nor training is changed.
 """
 
 import importlib.util

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fork the model and plan its run: the dry run, the balance of a pipeline, FLOPs, memory and
-traffic are the fork's.
+"""Fork the model and plan its run: dry run, balance, FLOPs, memory and traffic are the fork's.
 
 The fork is a copy of model/llama.py with another MLP width in each layer, one more norm a layer and
 a second output layer with a loss of its own. Nothing else is changed.

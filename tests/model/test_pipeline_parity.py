@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline against the serial twin (tests/model/twin.py), in fp64, and its schedules bit for
-bit.
-"""
+"""The pipeline equals the serial twin (twin.py) in fp64, and its schedules agree bit for bit."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded optimizer: the same bits as the replicated one, and the serial twin's gradients."""
+"""The sharded optimizer has the replicated one's bits, and the serial twin's gradients."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serial twin of the whole model, and how a layout is run and held against it.
+"""The serial twin of the whole model, and how a layout is run and compared with it.
 
 The twin is plain torch autograd on full tensors and knows nothing of Weft. Each case runs the
 product's own `train_step` on a layout; every rank reports its rectangles of the gradient in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid is one reshape: ranks fall where the docstring says, and products are planes."""
+"""The grid is one reshape: ranks are where the docstring says, and products of axes are planes."""
 
 import pytest
 import torch

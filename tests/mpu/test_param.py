@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter knows of its place; the sink's arithmetic; initial weights that no layout
-changes.
-"""
+"""A parameter's placement; the sink's arithmetic; initial weights are the same in every layout."""
 
 import weakref
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of tools/checkpoint.py share: small checkpoints, and the tool itself."""
+"""Shared by the tests of tools/checkpoint.py: small checkpoints, and the tool itself."""
 
 from collections.abc import Callable
 from pathlib import Path

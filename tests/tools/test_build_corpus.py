@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus: what is left out, what is held out, and that a second build is the same bytes."""
+"""The corpus: what is left out, what is held out; a second build has the same bytes."""
 
 import hashlib
 import json

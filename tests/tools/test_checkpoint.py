@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/checkpoint.py says of checkpoints what is so, and refuses in a sentence."""
+"""tools/checkpoint.py reports checkpoints truthfully, and refuses in one sentence."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face directory that lies is refused in a sentence, and nothing is written."""
+"""A Hugging Face directory that contradicts itself is refused in a sentence; nothing is written."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that draws schedules: planned ones, the pictures in docs/, and what a run measured."""
+"""tools/draw_schedule.py: planned schedules, the pictures in docs/, and what a run measured."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step sends is what docs/parallelism.md says, and what `make explain` prints says where."""
+"""A step sends what docs/parallelism.md states, and `make explain` prints where."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts a collective says whose it is; nothing is read off the names of local variables."""
+"""A collective's label says whose it is; `make explain` reads no names of local variables."""
 
 import os
 import subprocess

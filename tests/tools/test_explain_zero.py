@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step sends at ZeRO levels 1 to 3 is what docs/parallelism.md says, and `make explain`
-shows the order: which gather runs under what, what a sum leaves before.
+"""A step at ZeRO levels 1 to 3 sends what docs/parallelism.md states.
+
+`make explain` shows what runs during each gather, and which gradients each sum leaves before.
 """
 
 import re

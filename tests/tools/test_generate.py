@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: the cache changes nothing, every layout says the same, every rank picks the same
-token."""
+"""Sampling: the cache changes nothing, layouts agree, and every rank picks the same token."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""make train's driver: stages are reused or redone, runs resume, and the whole of it runs."""
+"""tools/quickstart.py: stages are reused or redone, runs resume, and all of it runs."""
 
 import json
 import math

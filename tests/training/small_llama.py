@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Llama's command line, and its model, for the tests of what a dry run works out."""
+"""A small Llama's command line, and its model, for the tests of what a dry run computes."""
 
 import shlex
 

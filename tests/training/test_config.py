@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config: derived sizes, and what its digests see and do not see."""
+"""The config: derived sizes, and which fields change its digests."""
 
 import json
 from dataclasses import fields, replace

@@ -2,7 +2,7 @@
 """Fork ranks that share memory and may be killed: a script, not a test.
 
 A job is a JSON line on stdin: {"ranks", "do", "folder"}; the answer is the ranks' process ids. A
-rank writes what it has to say to FOLDER/said.R, a JSON line each: [what, monotonic seconds, text].
+rank writes its messages to FOLDER/said.R, a JSON line each: [what, monotonic seconds, text].
 Ranks are not waited for (a killed one stays a zombie) until this process ends.
 """
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw verbs against their definitions, in every dtype, async and not, staged through the host or
-not.
-"""
+"""Collectives against their definitions: every dtype, async or not, staged by the host or not."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The failure channel by itself: which cause wins, who is told, and how it ends."""
+"""The FailureMonitor by itself: which cause wins, which ranks hear it, and how it ends."""
 
 import os
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each pair is its own transpose: <forward(x), dy> summed over ranks equals <x, backward(dy)>."""
+"""Each backward is its forward's transpose: summed over ranks, <f(x), dy> = <x, backward(dy)>."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/shared_memory.h under ThreadSanitizer: the workspace's protocol with threads as ranks
-(shared_memory_race.cpp) is clean, and every weakening of it is found.
+"""csrc/shared_memory.h under ThreadSanitizer, with threads as ranks (shared_memory_race.cpp).
+
+The workspace's protocol is clean, and every weakening of it is found.
 """
 
 import os

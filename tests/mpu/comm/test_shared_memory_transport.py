@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives through shared memory give the bits of those through gloo, whatever the ranks' pace:
-shapes change from epoch to epoch, slots are poisoned before they are written, ranks dawdle before
-they publish and before they read, and wait for handles in orders of their own.
+"""Collectives through shared memory give the same bits as through gloo, whatever the ranks' pace.
+
+Shapes change from epoch to epoch, slots are poisoned before they are written, ranks sleep before
+they publish and before they read, and each waits for handles in an order of its own.
 """
 
 import copy

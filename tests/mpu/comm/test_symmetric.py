@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a buffer that ranks share does when something goes wrong: a rank that is late or dead, a
-fork, memory that cannot be had, ranks on several hosts, Ctrl-C; and that nothing of it stays
-behind.
+"""A shared buffer when something goes wrong; afterwards nothing of it stays behind.
+
+The cases: a rank that is late or dead, a fork, no memory, ranks on several hosts, Ctrl-C.
 """
 
 import copy

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill ranks that share memory (kill -9, Ctrl-C): the others learn who died, at once, though the
-dead one is a zombie; no name of the memory is ever in /dev/shm, and none is left.
+"""Kill ranks that share memory (kill -9, Ctrl-C): the others learn at once who died.
+
+They do so though the dead one is a zombie. The memory never has a name in /dev/shm.
 """
 
 import json

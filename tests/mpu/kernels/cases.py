@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the overlap kernels run on every rank, in the interpreter and on GPUs alike.
+"""The cases of the overlap kernels, run on every rank, in the interpreter and on GPUs alike.
 
 A case is one epoch: a shape, a dtype, a chunk size, late ranks. Each rank draws all ranks' inputs
-and compares with float64; integers must come out bit for bit. `space` is the ranks' memory: rank,
-size, device, begin(bytes from a rank to a rank), exchange(chunk_rows), part(rank, shape, dtype)
-that rank gave to this one, end().
+and compares with float64; integers must be equal bit for bit. `space` is the ranks' memory. It has
+rank, size, device, begin(bytes from a rank to a rank), exchange(chunk_rows), part(rank, shape,
+dtype), which is what that rank gave to this one, and end().
 """
 
 import random

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every overlap kernel compiles for a Hopper GPU, here without one, and the machine code holds what
-the protocol and the speed rest on: acquire and release to the system, wgmma, TMA."""
+"""Every overlap kernel compiles for a Hopper GPU, without one, and has the instructions it needs.
+
+The protocol needs acquire and release at system scope; the speed needs wgmma and TMA.
+"""
 
 import re
 

@@ -2,9 +2,9 @@
 """The overlap kernels in Triton's interpreter, between processes that share memory.
 
 Each rank is a process (the interpreter patches the language of the whole process) and runs the real
-kernels with real flags. What was received is filled with NaN before its slot is given back, so a
-tile read before its flag shows. The interpreter runs one program after the other: which orders of
-programs are safe on a GPU it does not say.
+kernels with real flags. Received data is filled with NaN before its slot is given back, so reading
+a tile before its flag shows. The interpreter runs programs one after another, so it cannot show
+which orders of programs are safe on a GPU.
 """
 
 import time

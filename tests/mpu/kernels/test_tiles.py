@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain functions behind addresses and waits: every element once, and nothing read unawaited.
+"""The functions behind addresses and waits: every element once, and nothing read without a wait.
 
 The kernels compile these very functions (mpu/kernels/signals.py: compiled), so there is no second
 formula to compare with; test_overlap_kernels.py runs them on the interpreter's integers.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused operations of csrc/ against their torch twins: same formulas, forward and backward.
 
-Each case runs a layer twice, with the compiled library and without, and compares the results with
-an fp64 run of the twin: the library may be no further from it than a rounding or two.
+Each case runs a layer with the compiled library and without, and compares both with an fp64 run of
+the twin: the library may be off by a rounding or two more.
 """
 
 import pytest

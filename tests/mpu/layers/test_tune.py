@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What auto chooses: from made-up times the fastest, the same on every rank; and real times."""
+"""auto chooses the fastest method, the same on every rank: from made-up times, and from real."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in real runs: what it holds, what it lets go, what it says, and what it does not need
-autograd for.
-"""
+"""The engine in real runs: what it keeps, frees and reports, and where it needs no autograd."""
 
 import functools
 import time

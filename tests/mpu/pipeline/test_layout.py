@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of the layers: none is dropped, no balance is better, slips are refused."""
+"""The cut of the layers: no layer is dropped, no other balance is better, mistakes are refused."""
 
 from itertools import combinations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the docstrings, the sizes that are refused, and torch's own orders as oracle."""
+"""Schedules equal the docstrings' tables and torch's own orders; impossible sizes are refused."""
 
 from textwrap import dedent
 from types import SimpleNamespace

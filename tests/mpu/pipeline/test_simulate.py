@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every schedule is proven, every broken one refused by name, and the costs are the papers'."""
+"""Every schedule is valid, every broken one is refused by name, and the costs are the papers'."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read off a timeline is what the simulator says, and what one counts by hand."""
+"""The numbers of a timeline equal the simulator's, and those counted by hand."""
 
 import itertools
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW behind one interface: torch's kernel against AdamW written out, and FusedAdam of apex and
-Transformer Engine, played by a class with their interface, against torch's.
+"""AdamW behind one interface: torch's kernel against AdamW written out, and FusedAdam's against it.
+
+A class with the interface of apex and Transformer Engine stands in for FusedAdam.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bucket's step: ready when each use is, closed while it is summed, no memory afterwards."""
+"""One bucket's step: ready after every use, closed while it is summed, no memory afterwards."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters and moments in host memory: the bits of a step without, and the order of its parts."""
+"""Masters and moments in host memory: the same bits as without, and the order of a step's parts."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

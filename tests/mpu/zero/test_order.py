@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of what the sharded optimizer does, in recorded events: a sum leaves before the next
-one's gradients are ready, a block is gathered under the one before, new weights are waited for
-where they are used.
+"""The order of what the sharded optimizer does, in recorded events.
 
-Nothing is timed. A recorder hears of each gradient that is done, of each use of a weight, of each
-collective that starts and of each wait for one.
+A bucket's sum starts before the next bucket's gradients are ready, a block is gathered while the
+one before runs, and new weights are waited for where they are used. Nothing is timed: the events
+are each gradient that is done, each use of a weight, each collective's start and each wait for one.
 """
 
 from typing import NamedTuple

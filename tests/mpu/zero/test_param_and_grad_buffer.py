@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bucket leaves when, in which order, and what parameters without gradient become."""
+"""When and in which order buckets leave, and what happens to parameters without a gradient."""
 
 import pytest
 import torch

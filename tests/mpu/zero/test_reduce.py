@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of one bucket: its values at every stage, and the collectives that make it, in order."""
+"""One bucket's sum: its values at every ZeRO stage, and the collectives that make it, in order."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """No step waits for the device: the norm, the clip factor and found-inf stay there.
 
-What reads a value on the host is counted: torch's profiler sees every operation, those inside other
-operations too; the methods of Tensor that may call none are counted apart.
+Reads of a value on the host are counted. torch's profiler sees every operation, nested ones
+included; methods of Tensor that may read without an operation are counted separately.
 """
 
 from collections import Counter

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training state that is known without a run, and what every layout must hold of it.
+"""A training state that is known without a run, and each rank's part of it in every layout.
 
-Each tensor of the canonical state is a pure function of its name, so any process can say what any
-element is. How a rank cuts it is written out here once more, in plain torch: `local` shares no code
-with the placements, pieces and rectangles that a checkpoint goes through. Two models, so that every
-tensor-parallel size up to 8 divides one of them; a vocabulary of 97 is padded by all but one, to
-120 rows over 8 ranks, the last of which holds padding only.
+Each tensor of the canonical state is a pure function of its name, so any process can compute any
+element. How a rank cuts it is written out here once more, in plain torch: `local` shares no code
+with the placements, pieces and rectangles that a checkpoint goes through. There are two models, so
+that every tensor-parallel size up to 8 divides one of them. A vocabulary of 97 is padded at all
+sizes but one, to 120 rows over 8 ranks, the last of which has padding only.
 """
 
 import zlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of checkpoints share: a tiny checkpoint whose tensors all carry its step."""
+"""Shared by the tests of checkpoints: a tiny checkpoint whose tensors all have its step's value."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever rots or fills up, the last whole checkpoint is found, and the others are named."""
+"""Whatever is damaged or full, the last whole checkpoint is found, and the others are named."""
 
 import errno
 import json

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that fill up, break, close or vanish under a run of two ranks: it goes on, and so does the
-next save.
+"""A run of two ranks goes on, and saves again, after its disk fills up, breaks, closes or vanishes.
 
 Steps 3, 6 and 8 are saved, and the second save meets the fault. Then all ranks agree that step 6
 was not saved, what was saved before is untouched, nothing unfinished is left, step 8 is saved, and
-the run ends like one that nobody disturbed, to the bit.
+the run ends with the bits of an undisturbed one.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --load may name, and the sentence for what it may not."""
+"""What --load may name, and the sentence for anything else."""
 
 import json
 import os

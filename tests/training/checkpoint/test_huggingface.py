@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face directory opens like a checkpoint, and what lies about itself is refused."""
+"""A Hugging Face directory opens like a checkpoint; one that contradicts itself is refused."""
 
 import json
 import os

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of a thousand ranks: tensors in thousands of rectangles are checked and read soon.
+"""A checkpoint of a thousand ranks: tensors in thousands of rectangles are checked and read fast.
 
-The rectangles are those of a sharded optimizer over data-parallel 128 x tensor-parallel 8, made by
-the code that makes a rank's, for each rank in turn. Where looking at every pair of them would take
-minutes this takes seconds.
+The rectangles are a sharded optimizer's over data-parallel 128 x tensor-parallel 8, made for each
+rank in turn by a run's own code. Comparing every pair would take minutes; this takes seconds.
 """
 
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time writes to a directory, and a dead one keeps nobody out."""
+"""One run at a time writes to a directory, and a dead run's lock stops nobody."""
 
 import errno
 import fcntl

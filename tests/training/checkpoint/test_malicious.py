@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that somebody made to harm whoever loads them: refused in a sentence, no code ran.
+"""Checkpoints made to harm whoever loads them are refused in a sentence; none of their code runs.
 
-The attacker can compute hashes and digests, so every JSON file and every header is held to its own
-rules. Nothing waits for a pipe, nothing grows beyond what the files have, nothing is unpickled.
+The attacker can compute hashes and digests, so every JSON file and every header is checked by its
+own rules. Nothing waits for a pipe, no memory grows beyond the files' size, nothing is unpickled.
 """
 
 import json

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any layout saves, any other loads: weights and optimizer, exactly, and training goes on alike.
 
-There is one canonical state (tests/training/checkpoint/canonical.py). For each of N layouts (i)
-what it saves is that state, bit for bit, each byte once; (ii) it loads that state, as one rank
-alone saved it, exactly, padding included. A checkpoint knows no layout, so these 2N cases are the
-proof of all N^2 pairs. (iii) The two steps after the load have the losses of every other layout:
-the first tells of the weights, the second of masters, moments and the count of updates.
+There is one canonical state (tests/training/checkpoint/canonical.py). For each of N layouts, (i) it
+saves that state, bit for bit, each byte once; (ii) it loads that state, as one rank alone saved it,
+exactly, padding included. A checkpoint does not depend on a layout, so these 2N cases prove all N^2
+pairs. (iii) The two steps after the load have the losses of every other layout: the first depends
+on the weights, the second on masters, moments and the count of updates.
 """
 
 import itertools

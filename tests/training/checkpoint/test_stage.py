@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A save in the background holds the values of the moment it was asked for, and owns its errors."""
+"""A background save has the values of the moment it was asked for, and reports its own errors."""
 
 import threading
 from pathlib import Path

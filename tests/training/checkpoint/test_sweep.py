@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep over all that can happen to the bytes of a checkpoint: never is a wrong number loaded.
+"""A sweep over damage to the bytes of a checkpoint: a wrong number is never loaded.
 
-A small Llama with its optimizer's state, saved by two ranks in several files, twice, with other
-numbers each time. After each damage to the newer one, what is loaded is compared bit by bit: it
-must be one of the two as it was saved, and where the newer one is passed over, a line says so.
-`-m prove -s` takes smaller steps and prints how many damages were tried.
+Two ranks save a small Llama with its optimizer's state in several files, twice, with other numbers
+each time. After each damage to the newer checkpoint, what is loaded must be one of the two, bit for
+bit, and if the newer one is skipped, a line says so. `-m prove -s` takes smaller steps and prints
+how many damages were tried.
 """
 
 import hashlib

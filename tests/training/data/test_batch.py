@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an end-of-document token does, against loops that follow Megatron's description."""
+"""The effects of an end-of-document token, against loops that follow Megatron's description."""
 
 import numpy as np
 import pytest

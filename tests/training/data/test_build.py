@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From flags to loaders: splits, blends, caches, and what a user is told."""
+"""From flags to loaders: splits, blends, caches, and messages to the user."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An index is built once, whoever asks, and never believed without its seal."""
+"""An index is built once for all ranks, and never used without its seal."""
 
 import multiprocessing
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts are read as they are, and a file that holds none is refused by name and line."""
+"""Texts are read unchanged, and a file without any is refused by name and line."""
 
 import gzip
 import json

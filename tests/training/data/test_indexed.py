@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The .bin/.idx reader and writer: Megatron's bytes, and nothing believed without a check."""
+"""The .bin/.idx reader and writer: the bytes are Megatron's, and everything read is checked."""
 
 import struct
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a file, put together, are the file."""
+"""The parts of a file, put together, are the file."""
 
 import gzip
 import json

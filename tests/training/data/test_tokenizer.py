@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tokenizer behind one interface, on small models that the tests make themselves."""
+"""Every tokenizer behind one interface, with small models that the tests make."""
 
 import base64
 import io

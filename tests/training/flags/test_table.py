@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of flags: each of Megatron-LM has a class, and adding a live one is a decision."""
+"""The table of flags: each of Megatron-LM's has a class, and the live ones are listed here."""
 
 import ast
 import inspect

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step allocates on top: whole gradients and gathered weights, worked out by hand.
 
-Blocks of the small Llama as in test_estimate.py. Untied over 4 ranks its buckets of 30,000 elements
-have 40, 32, 32, 36 blocks, tied 32, 32, 32, 20; at level 3 (head and norm, layers, embedding) 20,
-32, 32, 32, 20.
+The small Llama has the blocks of test_rank_memory.py. Over 4 ranks its buckets of 30,000 elements
+have 40, 32, 32, 36 blocks untied, and 32, 32, 32, 20 tied; at level 3 (head and norm, layers,
+embedding) they have 20, 32, 32, 32, 20.
 """
 
 from collections import Counter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate: golden points from the formulas, and what every curve promises."""
+"""The learning rate: golden points from the formulas, and properties of every curve."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dry run's formulas against runs: bytes that stay are equal, and so is a step's peak."""
+"""The dry run's formulas against runs: persistent bytes are equal, and so is a step's peak."""
 
 import pytest
 import torch

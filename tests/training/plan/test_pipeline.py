@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From flags to stages and a schedule: what is cut where, what is refused, what is said of it."""
+"""From flags to stages and a schedule: where layers are cut, what is refused, what is printed."""
 
 import shlex
 from dataclasses import replace

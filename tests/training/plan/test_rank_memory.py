@@ -3,8 +3,7 @@
 
 The small Llama (tests/training/small_llama.py) in blocks of 1,024 elements: the embedding 19, a
 layer's matrices 8 + 4 + 12 + 6 = 30 and its two norms 1 each, the last norm 1, an untied head 19.
-Cut over tp 2: the embedding 10 (its vocabulary is padded further), a layer's matrices 15, norms 1
-each.
+Over tp 2: the embedding 10 (its vocabulary is padded further), a layer's matrices 15, norms 1 each.
 """
 
 from dataclasses import replace

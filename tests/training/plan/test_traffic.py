@@ -48,8 +48,8 @@ def test_traffic():
     assert traffic.traffic(read(), model_provider) == []
 
 
-# flags, ranks; of the data-parallel axis (verb, times, blocks x bytes, ranks). 136 blocks: see
-# test_estimate.py
+# flags, ranks; of the data-parallel axis (verb, times, blocks x bytes, ranks). The 136 blocks are
+# counted in test_rank_memory.py
 SHARED = [
     (UNTIED, 4, [("all-reduce", 1, 136 * 4, 4)]),
     (

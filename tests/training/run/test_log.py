@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log: what it writes is true to the last bit, survives a kill, and says what is missing."""
+"""The log is exact to the last bit, survives a kill, and says what is missing."""
 
 import json
 import math

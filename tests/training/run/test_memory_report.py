@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of its memory: measured, beside what the formulas state."""
+"""A run's memory report: what was measured, beside what the formulas state."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--tp-comm-overlap: which path is taken and why, from where, and that all of it is told."""
+"""--tp-comm-overlap: which method is chosen, why and from where, and that it is all printed."""
 
 import copy
 import json

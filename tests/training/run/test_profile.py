@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--profile: who writes a trace, and what a pipeline rank tells of a step."""
+"""--profile: which ranks write a trace, and what a pipeline rank records of a step."""
 
 import json
 import types

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks of a checkpoint before it goes on from it, and what it does when a save fails.
+"""What a run checks in a checkpoint before it resumes, and what it does when a save fails.
 
-Each by the program itself, one process, a few steps.
+Each test runs the program itself: one process, a few steps.
 """
 
 import errno

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals, and agreeing on stopping and on skipped updates: one step late, without waiting for a
-step.
-"""
+"""Signals; ranks agree on stopping and on skipped updates a step late, so that no step waits."""
 
 import contextlib
 import os
