@@ -6,10 +6,10 @@
 #   100 steps = 2e5 tokens: 3.4e12 FLOPs, about a minute on two cores. Memory of a rank: 1.7e6
 #   parameters x 16 bytes = 27 MB + 52 MB activations + 17 MB logits = 96 MB.
 #
-#   bash examples/cpu_quickstart.sh                      made-up tokens: it only shows that it runs
+#   bash examples/cpu_quickstart.sh                      made-up tokens, to show that it runs
 #   DATA=prefix TOKENIZER=file.model bash examples/cpu_quickstart.sh --train-iters 1000
 #   WORLD_SIZE=2 LAUNCH=python3 bash examples/cpu_quickstart.sh --dry-run
-# `make train` does the whole of it from text to samples.
+# `make train` does all of it, from text to samples.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Run a command as every task of this SLURM job, and put the job back into the queue where work is
-# left. The job scripts beside this one end in
+# Run a command as every task of this SLURM job, and put the job back into the queue if the run is
+# not done. The job scripts beside this one end in
 #
 #   CHECKPOINTS=its --save directory exec bash examples/slurm_ranks.sh pretrain_llama.py FLAG...
 #
@@ -11,15 +11,15 @@
 #   75  stopped by a signal, saved. Put back, unless SLURM is ending the job already: it puts a
 #       pre-empted one back by itself, and one that was cancelled must stay away
 #    2  a mistake in the flags or the data: it would only be made again
-#   any other: put back if a checkpoint came to be since the start, so that a lost node costs no
-#       night, and what fails again and again at one place ends
+#   any other: put back if a checkpoint was made since the start: a lost node does not end the run,
+#       and a job that fails again and again at one place ends
 set -euo pipefail
 
 newest() { # prints the name of the newest checkpoint; nothing where there is none
     (ls "${CHECKPOINTS:-}" 2> /dev/null || true) | { grep -E '^step_[0-9]+$' || true; } | tail -n 1
 }
 
-main() { # a function, since bash would read on in a file that somebody changes meanwhile
+main() { # a function, since bash reads a script bit by bit, and somebody may change the file
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
     export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
