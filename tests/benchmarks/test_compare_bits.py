@@ -34,12 +34,14 @@ def differ(kept: Path, other: Path) -> str:
     return saves_differ(kept / "base" / "saved", other, STEPS)
 
 
+@pytest.mark.prove
 def test_a_checkout_is_the_same_as_itself(kept: Path) -> None:
     assert [row["iteration"] for row in rows(kept / "resumed")] == [7, 8]
     assert len(rows(kept / "base")) == 8 and rows(kept / "base")[0]["grad_norm"] > 0
     assert differ(kept, kept / "resumed" / "saved") == ""
 
 
+@pytest.mark.prove
 def test_the_last_bit_of_a_loss_or_a_norm_is_found(kept: Path) -> None:
     for key in ("loss", "grad_norm"):
         want, got = rows(kept / "base"), rows(kept / "new")
@@ -49,6 +51,7 @@ def test_the_last_bit_of_a_loss_or_a_norm_is_found(kept: Path) -> None:
     assert rows_differ(want, got[:-1]) == "8 steps are logged in base, here 7"
 
 
+@pytest.mark.prove
 def test_the_last_bit_of_a_tensor_is_found(kept: Path, tmp_path: Path) -> None:
     other = shutil.copytree(kept / "new" / "saved", tmp_path / "saved")
     file = other / STEPS[1] / "rank_00001-000.safetensors"
@@ -61,6 +64,7 @@ def test_the_last_bit_of_a_tensor_is_found(kept: Path, tmp_path: Path) -> None:
     assert said.startswith(head), said
 
 
+@pytest.mark.prove
 def test_json_bytes_and_missing_files_are_found(kept: Path, tmp_path: Path) -> None:
     other = shutil.copytree(kept / "new" / "saved", tmp_path / "saved")
     file = other / STEPS[0] / "state.json"
