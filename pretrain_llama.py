@@ -92,8 +92,8 @@ def train_step(
     """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
     batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
-    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule decides the
-    order and the pipeline rank. Nothing waits for the device: the results are scalars on it.
+    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule decides what
+    this pipeline rank does, in which order. The results are scalars on the device: nothing waits.
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
@@ -104,8 +104,8 @@ def train_step(
     label = Label("train_step", "loss sum")
     total = sum_in_order(sum_in_order(total, run.grid.dp_cp, label), run.grid.pp, label)
     run.monitor.action = f"the update of iteration {step}"
-    masked = tokens / total[1] if run.config.data.eod_mask_loss else None
-    norm, found_inf = run.optimizer.step(lr, decoupled_lr, masked)
+    grad_scale = tokens / total[1] if run.config.data.eod_mask_loss else None
+    norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
     return total[0] / total[1], norm, found_inf
 
 

@@ -111,7 +111,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         x, out = full[:part], torch.empty_like(full)
 
         def in_place() -> Tensor:
-            gathering = Symmetric(axis, axis.transport.workspace).gather(x, None)
+            gathering = Symmetric(axis, axis.transport.workspace).all_gather(x, None)
             whole = gathering.whole()
             gathering.close()  # a longer reader would close later
             return whole

@@ -36,5 +36,8 @@ class LayerContext:
 
     @property
     def replicated_over(self) -> tuple[Axis, ...]:
-        """Return the axes over which gradients of replicated weights are partial (tp under SP)."""
+        """Return the axes over which gradients of replicated weights on hidden states are partial:
+        tp under SP. A weight that sees only this rank's heads or features is partial over tp in any
+        case.
+        """
         return (self.grid.tp,) if self.sp else ()

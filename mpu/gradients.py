@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class GradientSink:
-    """Where layers put weight gradients: one main gradient a parameter, in the accumulation dtype.
+    """Where layers put weight gradients: one main gradient a parameter.
 
     This base class keeps each in a tensor of its own and knows nothing of other ranks.
     ParamAndGradBuffer (mpu/zero) keeps them in flat buckets and sums the buckets over ranks.
@@ -42,7 +42,7 @@ class GradientSink:
         """Note that the weight is not needed for now: ZeRO stage 3 may free it."""
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Start a step: its first gradient of a parameter overwrites the old one, unzeroed."""
+        """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
         self._written.clear()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:

@@ -18,7 +18,7 @@ LINE_LIMIT = 1 << 16  # bytes; no message of ours is longer
 
 
 def at(action: str) -> str:
-    """Return an action with its conjunction: "during the update", "while waiting for F ..."."""
+    """Return an action after "during" or "while": "during the update", "while waiting for F"."""
     return f"{'while' if action.split(' ')[0].endswith('ing') else 'during'} {action}"
 
 
@@ -117,7 +117,7 @@ class Coordinator(threading.Thread):
                     connection.sock.close()
                     self.connections.remove(connection)
                     if not connection.left and connection.rank >= 0:
-                        self._decide(self._silenced(connection, DIED))
+                        self._decide(self._lost(connection, DIED))
             now = time.monotonic()
             if now - turn > self.silence / 2:  # this process was stopped, not the others
                 for connection in self.connections:
@@ -149,7 +149,7 @@ class Coordinator(threading.Thread):
             else:
                 self._decide(cause)
 
-    def _silenced(self, connection: Connection, why: str) -> Cause:
+    def _lost(self, connection: Connection, why: str) -> Cause:
         """Return the cause for a rank that did not report its own failure: its last action."""
         age = time.monotonic() - connection.last
         return Cause(
@@ -161,7 +161,7 @@ class Coordinator(threading.Thread):
             silent = connection.rank >= 0 and now - connection.last > self.silence
             if silent and not connection.left:
                 connection.left = True
-                self._decide(self._silenced(connection, "no sign of life"))
+                self._decide(self._lost(connection, "no sign of life"))
         for due, cause in self.weak:
             if now > due:
                 self._decide(self._with_straggler(cause))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find who failed first, and tell everyone: the one failure channel.
+"""A rank's end of the one failure channel, which finds who failed first and tells everyone.
 
 A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close
 theirs; soon every rank blames another. So each rank holds one TCP connection to a coordinator in

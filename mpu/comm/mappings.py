@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pair the collectives under autograd: what forward does, and what backward must do for it.
 
-                         forward     backward        used where
-    copy_to_parallel     identity    all-reduce      x enters a column-parallel region, no SP
-    reduce_from_parallel all-reduce  identity        y leaves a row-parallel region, no SP
-    gather_from_sequence all-gather  reduce-scatter  x enters a parallel region under SP
-    scatter_to_sequence  reduce-sc.  all-gather      y leaves a parallel region under SP
+    function                                     forward         backward        where, in a layer
+    copy_to_tensor_model_parallel_region         identity        all-reduce      x enters, no SP
+    reduce_from_tensor_model_parallel_region     all-reduce      identity        y leaves, no SP
+    gather_from_sequence_parallel_region         all-gather      reduce-scatter  x enters under SP
+    reduce_scatter_to_sequence_parallel_region   reduce-scatter  all-gather      y leaves under SP
     (operators f and g of Shoeybi et al. 2019, g and g-bar of Korthikanti et al. 2022)
 
-The linear layers fuse these with their matmuls (mpu/comm/overlap.py); everything else calls these
-functions. who: the layer that asks, for the trace of the axis.
+The linear layers fuse these with their matmuls (mpu/layers/linear.py). The embedding calls them,
+and a fork whose own layer enters or leaves a parallel region. who: the layer that asks, for the
+trace of the axis.
 """
 
 from collections.abc import Callable
@@ -65,21 +66,21 @@ def _pair(x: Tensor, axis: Axis, there: Verb, back: Verb, who: object) -> Tensor
     return x if axis.size == 1 else _Pair.apply(x, axis, there, back, who)
 
 
-def copy_to_parallel(x: Tensor, axis: Axis, who: object = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Pass x on; sum its gradient over the axis."""
     return _pair(x, axis, _identity, _reduce, who)
 
 
-def reduce_from_parallel(x: Tensor, axis: Axis, who: object = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Sum x over the axis; pass its gradient on."""
     return _pair(x, axis, _reduce, _identity, who)
 
 
-def gather_from_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Gather [s/t, b, h] -> [s, b, h]; its gradient is summed and scattered back."""
     return _pair(x, axis, _gather, _scatter, who)
 
 
-def scatter_to_sequence(x: Tensor, axis: Axis, who: object = None) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Sum partial [s, b, h] over ranks, keep own rows [s/t, b, h]; its gradient is gathered."""
     return _pair(x, axis, _scatter, _gather, who)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather what a matmul needs, and scatter what it makes: the methods of --tp-comm-overlap.
 
-    gather            x [n, ...] of every rank -> a Gathering; multiply(w) gives gather(x) w^T
-    multiply_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the ranks' sum
+    all_gather             x [n, ...] of every rank -> Gathering; multiply(w) gives gather(x) w^T
+    matmul_reduce_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the sum
 
 The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
 OverlapMethod, one of these:
@@ -63,21 +63,25 @@ class OverlapMethod(ABC):
         return self
 
     @abstractmethod
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start to send x to every rank, to be multiplied there."""
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start the all-gather of x, to be multiplied."""
 
-    def gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start to send x to every rank while something else is multiplied."""
-        return self.gather(x, label)
+    def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start the all-gather of x for a caller that multiplies something else meanwhile. Only the
+        kernels of GPUs, which gather inside a matmul, have another way here.
+        """
+        return self.all_gather(x, label)
 
     @abstractmethod
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Start the sum over ranks of x w^T; return this rank's rows, set after the wait."""
+        """Start the sum over ranks of x w^T; return this rank's rows (Replicated: all rows). They
+        are set after the wait.
+        """
 
 
-class _Collective(Gathering):
+class _Gathered(Gathering):
     """x of all ranks by one collective, or x that is whole already."""
 
     def __init__(self, x: Tensor, axis: Axis, full: Tensor, handle: Handle) -> None:
@@ -92,22 +96,22 @@ class _Collective(Gathering):
 class Replicated(OverlapMethod):
     """x is whole on every rank; partial products are all-reduced."""
 
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Collective(x, self.axis, x, DONE)
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Gathered(x, self.axis, x, DONE)
 
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         return all_reduce(product(x, weight), self.axis, async_op=True, label=label)
 
 
-class Separate(OverlapMethod):
+class NoOverlap(OverlapMethod):
     """The collective, then the matmul; the matmul, then the collective."""
 
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Collective(x, self.axis, *all_gather(x, self.axis, async_op=True, label=label))
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Gathered(x, self.axis, *all_gather(x, self.axis, async_op=True, label=label))
 
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         return reduce_scatter(product(x, weight), self.axis, async_op=True, label=label)

@@ -13,7 +13,7 @@ The recipe must multiply plain tensors of one dtype, since the product is the ke
 import torch
 from torch import Tensor
 
-from mpu.comm.overlap import Gathering, OverlapMethod, Product, Separate
+from mpu.comm.overlap import Gathering, NoOverlap, OverlapMethod, Product
 from mpu.comm.symmetric_cuda import CHUNKS, CudaTurn, CudaWorkspace
 from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
@@ -59,15 +59,15 @@ class KernelOverlap(OverlapMethod):
         self.workspace = workspace
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
-        return Separate(self.axis) if x.dtype == torch.float64 else self
+        return NoOverlap(self.axis) if x.dtype == torch.float64 else self
 
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         return _Pushed(x, self.axis, self.workspace)
 
-    def gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        return Separate(self.axis).gather(x, label)
+    def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
+        return NoOverlap(self.axis).all_gather(x, label)
 
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(weight)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mpu.comm.overlap import OverlapMethod, Replicated, Separate
+from mpu.comm.overlap import NoOverlap, OverlapMethod, Replicated
 from mpu.comm.overlap_ring import Ring
 from mpu.comm.overlap_shared import Symmetric
 from mpu.comm.shared_memory import SharedMemoryTransport
@@ -44,7 +44,7 @@ class OverlapMap:
         return method_called(self.mode, axis)
 
 
-class Auto(Separate):
+class Auto(NoOverlap):
     """Takes the method that was chosen for an operation and its shape; else `none`.
 
     unmeasured: the matmuls for which nothing was chosen, in the order of their first use.
@@ -61,7 +61,7 @@ class Auto(Separate):
         matmul = key(op, rows, x.shape[-1], width, x.dtype)
         if matmul not in self.choices:
             self.unmeasured[matmul] = None
-            return Separate(self.axis)
+            return NoOverlap(self.axis)
         return method_called(self.choices[matmul], self.axis).of(op, x, width)
 
 
@@ -76,7 +76,7 @@ def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
 def method_called(name: str, axis: Axis) -> OverlapMethod:
     """Return the method called `name`; symmetric is ring where the axis shares no memory."""
     if name == "none":
-        return Separate(axis)
+        return NoOverlap(axis)
     if name == "ring" or not axis.symmetric:
         return Ring(axis)
     assert name == "symmetric", name

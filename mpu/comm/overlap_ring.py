@@ -60,10 +60,10 @@ class _RingGathering(Gathering):
 class Ring(OverlapMethod):
     """Parts as messages: gathered round the ring, scattered straight to their owners."""
 
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         return _RingGathering(x, self.axis, label)
 
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         rank, size = self.axis.rank, self.axis.size

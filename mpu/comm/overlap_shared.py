@@ -8,7 +8,7 @@ the transport's reduce-scatter, which sums as under `none`.
 
 from torch import Tensor
 
-from mpu.comm.overlap import Gathering, Separate
+from mpu.comm.overlap import Gathering, NoOverlap
 from mpu.comm.transport import Axis, Label
 from mpu.comm.workspace import Turn, Workspace
 
@@ -44,12 +44,12 @@ class _SharedGathering(Gathering):
         self._turn.close()
 
 
-class Symmetric(Separate):
+class Symmetric(NoOverlap):
     """Gathers are read in place; scatters go by the axis' transport."""
 
     def __init__(self, axis: Axis, workspace: Workspace) -> None:
         super().__init__(axis)
         self.workspace = workspace
 
-    def gather(self, x: Tensor, label: Label | None) -> Gathering:
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         return _SharedGathering(x, self.axis, self.workspace, label)

@@ -28,7 +28,11 @@ def core_attention(
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d]."""
+    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d].
+
+    mask: bool [b, 1, s, S], True where a query may look; without one, causal says whether a query
+    looks at earlier keys only.
+    """
     y = F.scaled_dot_product_attention(
         q,
         k,

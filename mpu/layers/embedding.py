@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpu.comm.mappings import reduce_from_parallel, scatter_to_sequence
+from mpu.comm.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from mpu.context import LayerContext
 from mpu.layers.linear import column_placement
 from mpu.param import parameter
@@ -34,8 +37,9 @@ class VocabParallelEmbedding(nn.Module):
         """Look up, sum over the ranks, and keep this rank's part of the sequence under SP."""
         x = _Lookup.apply(tokens.t(), self.weight, self)
         tp = self.ctx.tp
-        gather = scatter_to_sequence if self.ctx.sp else reduce_from_parallel
-        return gather(x, tp, self)
+        if self.ctx.sp:
+            return reduce_scatter_to_sequence_parallel_region(x, tp, self)
+        return reduce_from_tensor_model_parallel_region(x, tp, self)
 
 
 class _Lookup(torch.autograd.Function):

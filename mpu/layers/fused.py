@@ -57,8 +57,10 @@ def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in the accumulation dtype.
 
-    Under sequence parallelism each rank sees a part of s. Its gradient of w is then a partial sum,
-    and the sink adds these over tp.
+    For hidden states [s/t, b, h]. Under sequence parallelism each rank sees a part of s. Its
+    gradient of w is then a partial sum, and the sink adds these over tp. A norm inside a head sees
+    this rank's heads alone: its gradient is partial without sequence parallelism too, and needs a
+    Placement with reduce_axes=(ctx.tp,).
     """
 
     def __init__(self, hidden_size: int, *, ctx: LayerContext, eps: float = 1e-5) -> None:

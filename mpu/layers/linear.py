@@ -158,7 +158,7 @@ class AllGatherMatmul(torch.autograd.Function):
         saved_ctx.layer = layer
         saved_ctx.save_for_backward(x)
         method = layer.method.of("gather", x, len(weight))
-        gathering = method.gather(x, layer.on_forward)
+        gathering = method.all_gather(x, layer.on_forward)
         y = gathering.multiply(layer.operand_of_weight(), layer.recipe.product)
         gathering.close()
         layer.end_use()
@@ -174,14 +174,14 @@ class AllGatherMatmul(torch.autograd.Function):
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
         dy, queue = layer.recipe.operand(dy), layer.ctx.queue
-        method = layer.method.of("scatter", dy, x.shape[-1])
-        again = None if queue.deferring else method.gather_beside(x, layer.on_backward)
+        method = layer.method.of("scatter", dy, x.shape[-1])  # decides for all of backward
+        again = None if queue.deferring else method.all_gather_beside(x, layer.on_backward)
         weight, product = layer.operand_of_weight().t(), layer.recipe.product
-        dx, scattering = method.multiply_scatter(dy, weight, product, layer.on_backward)
+        dx, scattering = method.matmul_reduce_scatter(dy, weight, product, layer.on_backward)
         layer.end_use()
 
         def wgrad() -> None:
-            gathering = again or method.gather_beside(x, layer.on_wgrad)
+            gathering = again or method.all_gather_beside(x, layer.on_wgrad)
             layer.wgrad(gathering.whole(), dy)
             gathering.close()
 
@@ -230,7 +230,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         saved_ctx.save_for_backward(x)
         method, product = layer.method.of("scatter", x, len(weight)), layer.recipe.product
         operand = layer.operand_of_weight()
-        y, scattering = method.multiply_scatter(x, operand, product, layer.on_forward)
+        y, scattering = method.matmul_reduce_scatter(x, operand, product, layer.on_forward)
         layer.end_use()
         scattering.wait()
         return y
@@ -242,7 +242,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         (x,) = saved_ctx.saved_tensors
         dy, queue = layer.recipe.operand(dy), layer.ctx.queue
         method = layer.method.of("gather", dy, x.shape[-1])
-        gathering = method.gather(dy, layer.on_backward)
+        gathering = method.all_gather(dy, layer.on_backward)
         dx = gathering.multiply(layer.operand_of_weight().t(), layer.recipe.product)
         layer.end_use()
         arrived = None if queue.deferring else gathering
@@ -250,7 +250,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             gathering.close()
 
         def wgrad() -> None:
-            whole_dy = arrived or method.gather_beside(dy, layer.on_wgrad)
+            whole_dy = arrived or method.all_gather_beside(dy, layer.on_wgrad)
             layer.wgrad(x, whole_dy.whole())
             whole_dy.close()
 

@@ -43,8 +43,8 @@ class LiveBytes:
 class ParamAndGradBucket:
     """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
 
-    params: parameters by name. uses: how often this bucket's are used in one micro-batch. main:
-    the main gradients that layers find (GradientSink.main); it has those of open buckets. live:
+    params: parameters by name. uses: gradients that they give in one micro-batch. main: the
+    main gradients that layers find (GradientSink.main); only open buckets have entries. live:
     counts the bytes of whole gradients, from stage 2 on.
     """
 
@@ -172,7 +172,7 @@ class ParamAndGradBucket:
             earlier=self._summed,
             last=not self.rounds,
         )
-        self._handle = next(self._steps)
+        self._handle = next(self._steps)  # here the reduce-scatter starts (sum_over_data)
         self._summed = True
         if self.rounds:
             self.waiting = self.uses

@@ -123,10 +123,10 @@ class Optimizer:
     def _norm(self, tensors: list[Tensor]) -> Tensor:
         """Return the global 2-norm, in fp64, of flat tensors: the owned part of each bucket.
 
-        Norms of blocks of fixed size are gathered from their owners and folded in order to one
-        square a parameter. The squares are summed over tp in rank order, then over the whole
-        model's parameters by name. As no block has two parameters, the bits do not depend on how
-        buckets are cut or shared, nor on the pipeline.
+        Norms of blocks of fixed size are gathered from their owners; their squares are added in
+        order, which gives one number a parameter. These are summed over tp in rank order, then over
+        the whole model's parameters by name. As no block has two parameters, the bits do not depend
+        on how buckets are cut or shared, nor on the pipeline.
         """
         blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
         every = torch.cat(blocks).to(self._order.device)

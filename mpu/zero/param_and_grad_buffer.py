@@ -63,7 +63,10 @@ class ParamAndGradBuffer(GradientSink):
         return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
     def attach(self, module: nn.Module, chunk_of: Callable[[str], int] = lambda name: 0) -> None:
-        """Build the buckets for a module's parameters; a tied parameter counts each of its uses.
+        """Build the buckets for a module's parameters.
+
+        A parameter counts one use for each module that registers it (a tied one has two). A module
+        with a weight is therefore called once in a forward.
 
         chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket.
         """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3: each rank keeps its part of the weights, and a block's are gathered for their use.
 
-    acquire(block i)    free block i-1, start the gather of block i+1, wait for block i's
+    acquire(block i)    reshard blocks that are out of use; unshard block i unless that has begun,
+                        and block i+1 where gathers run ahead; the caller waits for block i's
 
 The next block is known from an earlier pass of the same kind: the order of uses, forward and
 backward, is recorded and followed. Where it differs a block is gathered when it is asked for, and

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mpu.grid import Grid
+from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import NAMES, build
-from mpu.pipeline.simulate import Costs, plan, simulate
+from mpu.pipeline.simulate import Costs, simulate
 from tools.explain import explain, main, tiny
 from tools.explain_formulas import DOCUMENT, evaluate, read_formulas, symbols
 from tools.explain_text import columns, sums
@@ -140,7 +141,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 def test_a_reader_finds_the_gather(world):
     text = world(2).run(run, 2, 1, {})[0][2]
-    gather = line_of("mpu/layers/linear.py", "gathering = method.gather(x, layer.on_forward)")
+    gather = line_of("mpu/layers/linear.py", "gathering = method.all_gather(x, layer.on_forward)")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
@@ -148,7 +149,7 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/layers/linear.py", "else method.gather_beside(x, layer.on_backward)")
+    again = line_of("mpu/layers/linear.py", "else method.all_gather_beside(x, layer.on_backward)")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
     waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.whole(), dy)")

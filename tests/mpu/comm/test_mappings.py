@@ -9,10 +9,10 @@ from mpu.comm.collectives import all_reduce
 
 # name: (rows a rank gives, rows it gets), t ranks, and whether x / y are copies on all ranks
 PAIRS = {
-    "copy_to_parallel": (4, 4, True, False),
-    "reduce_from_parallel": (4, 4, False, True),
-    "gather_from_sequence": (4, 8, False, False),
-    "scatter_to_sequence": (8, 4, False, False),
+    "copy_to_tensor_model_parallel_region": (4, 4, True, False),
+    "reduce_from_tensor_model_parallel_region": (4, 4, False, True),
+    "gather_from_sequence_parallel_region": (4, 8, False, False),
+    "reduce_scatter_to_sequence_parallel_region": (8, 4, False, False),
 }
 
 

@@ -228,7 +228,7 @@ def run_path(comm, shapes):
                 row = RowParallelLinear(comm.size * o, 3, ctx=ctx)
                 for layer in (column, row):
                     kind = type(use_overlap(layer, OverlapMap(mode))).__name__
-                    assert kind == ("Separate" if mode == "none" else "KernelOverlap")
+                    assert kind == ("NoOverlap" if mode == "none" else "KernelOverlap")
                     layer.weight.data.copy_(draw(*layer.weight.shape))
                 x = draw(n, b, k).requires_grad_()
                 y = column(x)

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mpu.pipeline.plan import Message, Step, plan
 from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only
 from mpu.pipeline.simulate import (
     Costs,
-    Message,
     ScheduleError,
-    Step,
-    plan,
     rehearse,
     simulate,
     validate,
