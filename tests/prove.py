@@ -23,18 +23,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "house": ("tests",),
     "mpu": ("tests/mpu",),
     "training": ("tests/training",),
-    "checkpoint": (
-        "tests/training/checkpoint",
-        "tests/training/checkpoint/test_reshard.py",
-        "tests/training/checkpoint/test_large_world.py",
-    ),
+    "checkpoint": ("tests/training/checkpoint",),
     "tools": ("tests/tools", "tests/benchmarks"),
-    "model": (
-        "tests/model/test_parity.py",
-        "tests/model/test_pipeline_parity.py",
-        "tests/model/test_zero_parity.py",
-        "tests/model/test_fork.py",
-    ),
+    "model": ("tests/model",),
     "zero": (
         "tests/mpu/zero/test_order.py",
         "tests/training/plan/test_memory_of_runs.py",
