@@ -39,7 +39,7 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
             lines.append(f"collectives of {name} ({axis.size} ranks): {carrier}")
         space = spaces[axis.ranks]
         if isinstance(space, Workspace):
-            transport = SharedMemoryTransport(group_of(axis), space)
+            transport = SharedMemoryTransport(group_of(axis), space, axis.staged)
             setattr(grid, name, replace(axis, transport=transport))
         else:
             setattr(grid, name, by_process_group(axis, why_not=space))
@@ -54,7 +54,7 @@ def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str
         from mpu.comm.symmetric_cuda import CudaSymmetricTransport, CudaWorkspace  # needs triton
 
         workspace = CudaWorkspace(grid.tp, device, timeout)
-        transport = CudaSymmetricTransport(group_of(grid.tp), workspace)
+        transport = CudaSymmetricTransport(group_of(grid.tp), workspace, grid.tp.staged)
         grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
     except (ImportError, Unavailable) as error:
         grid.tp = by_process_group(grid.tp, why_not=str(error))

@@ -26,8 +26,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     symmetric = True
 
-    def __init__(self, group: Any, workspace: Workspace) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, workspace: Workspace, staged: bool = False) -> None:
+        super().__init__(group, staged)
         self.workspace = workspace
 
     def all_reduce(

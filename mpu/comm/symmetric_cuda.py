@@ -172,6 +172,6 @@ class CudaSymmetricTransport(ProcessGroupTransport):
 
     symmetric = True
 
-    def __init__(self, group: Any, workspace: CudaWorkspace) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, workspace: CudaWorkspace, staged: bool = False) -> None:
+        super().__init__(group, staged)
         self.workspace = workspace

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What carries an axis once the ranks have looked for memory: nothing else of it changes."""
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpu import connect
+from mpu.comm.collectives import ProcessGroupTransport, group_of
+from mpu.comm.symmetric import Unavailable
+from mpu.grid import Grid, Launch
+
+WAIT = timedelta(seconds=1)
+
+
+def two_ranks(staged: bool) -> Grid:
+    """Return the grid of rank 0 of 2, whose process group is a word."""
+    grid = Grid(2, 2, launch=Launch(0, 2))
+    grid.tp = replace(grid.tp, transport=ProcessGroupTransport("the group", staged))
+    return grid
+
+
+def refuse(*about):
+    raise Unavailable("the hosts differ")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("found", [True, False])
+def test_on_gpus_the_group_and_its_staging_stay(monkeypatch, staged, found):
+    cuda = pytest.importorskip("mpu.comm.symmetric_cuda", reason="needs triton")
+    workspace = SimpleNamespace()
+    monkeypatch.setattr(cuda, "CudaWorkspace", (lambda *about: workspace) if found else refuse)
+    grid = two_ranks(staged)
+    (line,) = connect.share_gpus(grid, torch.device("cpu"), WAIT)
+    assert group_of(grid.tp) == "the group" and grid.tp.staged == staged
+    assert grid.tp.symmetric == found
+    if found:
+        assert grid.tp.transport.workspace is workspace and line.endswith("symmetric memory")
+    else:
+        assert grid.tp.transport.why_not == "the hosts differ" and "the hosts differ" in line
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("found", [True, False])
+def test_on_a_host_the_group_and_its_staging_stay(monkeypatch, staged, found):
+    class Shared:
+        def __init__(self, axis, timeout):
+            assert not axis.symmetric
+            if not found:
+                refuse()
+
+    monkeypatch.setattr(connect, "Workspace", Shared)
+    grid = two_ranks(staged)
+    (line,) = connect.share(grid, WAIT)
+    assert group_of(grid.tp) == "the group" and grid.tp.staged == staged
+    assert grid.tp.symmetric == found and ("shared memory" in line) == found
