@@ -183,7 +183,7 @@ def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
         ({**NUMBERS, "tokenizer_digest": "0"}, [], "its SHA-256 differs"),
         (NUMBERS, ["--max-new-tokens", "60"], "max_position_embeddings (64)"),
         (NUMBERS, ["--prompt", "7 x"], "reads numbers below"),
-        ({"hf_config": None}, [], "hf_config is no dict"),
+        ({"hf_config": None}, [], "hf_config must be a dict"),
         (NUMBERS, ["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
     ],
 )

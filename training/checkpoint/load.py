@@ -75,7 +75,8 @@ class Checkpoint:
         for name, kind in STATE_TYPES.items():
             value = self.state.get(name, kind())
             if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise CheckpointError(f"{STATE}: {name} must be {kind.__name__}, not negative")
+                what = "an int >= 0" if kind is int else f"a {kind.__name__}"
+                raise CheckpointError(f"{STATE}: {name} must be {what}")
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:

@@ -233,7 +233,7 @@ def test_what_is_not_as_megatron_says_is_noted():
         ).notes
     )
     assert "--no-overlap-p2p-communication: pipeline messages always travel while" in notes
-    assert "--use-tp-pp-dp-mapping: ranks always stand in the order tensor, data, pipe" in notes
+    assert "--use-tp-pp-dp-mapping: the order of ranks is always tensor, data, pipeline" in notes
     assert "--pipeline-model-parallel-comm-backend: pipeline messages go through --dist" in notes
     assert "--use-ring-exchange-p2p: pipeline messages go from one rank to the other" in notes
     with pytest.raises(UsageError, match="--pipeline-model-parallel-comm-backend ucc: only nccl"):
