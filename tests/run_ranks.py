@@ -40,15 +40,15 @@ def shorten(seconds: float) -> None:
     Grid.connect = connected
 
 
-def load_and_save(run: Any, loaders: Any, saver: Any, *rest: Any) -> None:
+def load_and_save(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> None:
     """Take the place of `train`: save again what was loaded, without a step."""
     saver.save(run.iteration, run.consumed, must=True)
 
 
-def save_first(run: Any, loaders: Any, saver: Any, *rest: Any) -> None:
+def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> None:
     """Take the place of `train`: save again what was loaded, then train."""
     load_and_save(run, loaders, saver)
-    train(run, loaders, saver, *rest)
+    train(run, loaders, saver, *rest, **named)
 
 
 def be_rank(job: dict[str, Any], rank: int) -> None:
