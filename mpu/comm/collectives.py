@@ -197,9 +197,7 @@ class ProcessGroupTransport(Transport):
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:
     """Return the axis with its process group as transport. why_not: why it shares no memory."""
-    transport = axis.carrier
-    assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
-    plain = ProcessGroupTransport(transport.group, transport.staged, why_not)
+    plain = ProcessGroupTransport(group_of(axis), axis.staged, why_not)
     return replace(axis, transport=plain)
 
 

@@ -22,10 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from mpu.comm.collectives import all_gather, all_reduce  # noqa: E402
-from mpu.comm.transport import (
-    Axis,
-    CommunicationError,  # noqa: E402
-)
+from mpu.comm.transport import Axis, CommunicationError  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 
