@@ -35,11 +35,13 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
+from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero import adam_backends
+from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.checkpoint import CheckpointError
@@ -65,6 +67,8 @@ from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
+
+EXPECTED = (UsageError, CheckpointError, FloatingPointError, PlacementError)  # a sentence each
 
 
 @dataclass
@@ -317,7 +321,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = isinstance(error, (UsageError, CheckpointError, FloatingPointError))
+            expected = isinstance(error, EXPECTED)
             if stop_signal.training and not expected:
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
@@ -373,6 +377,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         hf_config=hf_config, from_hf_config=from_hf_config, digests=digests, note=note,
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
+    run.sink.check = GradientCheck(grid, note)
     run.monitor.action = "measuring what overlaps"
     overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = overlap.chosen.choices

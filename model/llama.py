@@ -23,15 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention, document_mask, dot_product_attention
+from mpu.layers.attention import core_attention, document_mask
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.embedding import VocabParallelEmbedding
-from mpu.layers.fused import RMSNorm, apply_rope, swiglu
+from mpu.layers.fused import RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
+
+Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 
 
 @dataclass(frozen=True)
@@ -102,24 +104,13 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x [s/t, b, h] -> [s/t, b, h]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+    ) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
         qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        y = self.core(qkv, cos, sin, self.heads, self.groups, mask)
+        y = self.core(qkv, cos, sin, self.heads, self.groups, mask, cache=cache)
         return self.proj(y)
-
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[Tensor]) -> Tensor:
-        """Attend from new tokens x [n, b, h] to all so far, in `cache`. No SP, no gradient."""
-        n, b, _ = x.shape
-        a, g = self.heads, self.groups
-        qkv = apply_rope(self.qkv(x).view(n, b, a + 2 * g, -1), cos, sin, a + g)
-        q, k, v = qkv.permute(1, 2, 0, 3).split([a, g, g], dim=1)
-        if cache:
-            k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
-        cache[:] = [k, v]
-        seen = k.shape[2]
-        mask = torch.ones(n, seen, dtype=torch.bool, device=x.device).tril(seen - n)
-        return self.proj(dot_product_attention(q, k, v, mask))
 
 
 class MLP(nn.Module):
@@ -146,9 +137,11 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.mlp = MLP(config, ctx)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+    ) -> Tensor:
         """h [s/t, b, h] -> [s/t, b, h]."""
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask, cache)
         return h + self.mlp(self.mlp_norm(h))
 
 
@@ -208,22 +201,23 @@ class Llama(nn.Module):
         *,
         hidden: Tensor | None = None,
         chunk: int = 0,
+        caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
         document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
         ... In a pipeline this runs the stage of `chunk`, which takes hidden [s/t, b, h] unless it
-        is the first stage, and returns hidden unless it is the last.
+        is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1])
         mask = None if document_ids is None else document_mask(document_ids)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
-        if self.recompute.granularity == "full":
+        if self.recompute.granularity == "full" and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, mask)
         else:
-            for block in self.blocks[chunk]:
-                h = block(h, cos, sin, mask)
+            for i, block in enumerate(self.blocks[chunk]):
+                h = block(h, cos, sin, mask, caches and caches[i])
         if not stage.loss:
             return h
         logits = self.head(self.norm(h))  # [s, b, V/t]
@@ -245,15 +239,11 @@ class Llama(nn.Module):
                 return chunk
         return 0
 
-    def decode(self, tokens: Tensor, position: int, caches: list[list[Tensor]]) -> Tensor:
+    def decode(self, tokens: Tensor, position: int, caches: Sequence[Cache]) -> Tensor:
         """Return the logits [n, b, V/t] of new tokens [b, n] at `position`; one cache a layer."""
-        cos, sin = (x[position:] for x in self.rope(None, position + tokens.shape[1]))
-        h = self.embedding(tokens)
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
-            assert isinstance(layer, Block)
-            h = h + layer.attention.decode(layer.attention_norm(h), cos, sin, cache)
-            h = h + layer.mlp(layer.mlp_norm(h))
-        return self.head(self.norm(h))
+        self.rope(None, position + tokens.shape[1])  # the table may grow
+        at = torch.arange(position, position + tokens.shape[1], device=tokens.device)
+        return self(tokens, position_ids=at.expand_as(tokens), caches=caches)
 
     def initialize(self, seed: int, names: Container[str] | None = None) -> "Llama":
         """Draw the weights, or only those of `names`: the same model for every layout.

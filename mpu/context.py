@@ -4,10 +4,12 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
+from mpu.param import Placement, Region, parameter
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,24 @@ class LayerContext:
         object.__setattr__(self, "tp", self.grid.tp)
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 
+    def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
+        """Return the axes over which a replicated weight's gradient is partial in a region."""
+        partial = {
+            Region.WHOLE: False,
+            Region.SEQUENCE_PARALLEL: self.sp,
+            Region.TENSOR_PARALLEL: True,
+        }
+        return (self.tp,) if partial[region] else ()
+
     @property
     def replicated_over(self) -> tuple[Axis, ...]:
-        """Return the axes over which gradients of replicated weights on hidden states are partial:
-        tp under SP. A weight that sees only this rank's heads or features is partial over tp in any
-        case.
+        """Return `reduce_axes` of hidden states."""
+        return self.reduce_axes(Region.SEQUENCE_PARALLEL)
+
+    def replicated_parameter(self, shape: tuple[int, ...], region: Region) -> nn.Parameter:
+        """Return an unset weight that every tp rank holds whole and uses in `region`.
+
+        Its gradient is summed over the axes over which it is partial there.
         """
-        return (self.grid.tp,) if self.sp else ()
+        place = Placement(shape, axis=self.tp, reduce_axes=self.reduce_axes(region))
+        return parameter(place, self.dtype, self.device, self.sink)

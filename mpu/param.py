@@ -7,12 +7,32 @@ and the sums of gradients (mpu/zero/reduce.py) all follow from it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import nn
 
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink
+
+
+class PlacementError(ValueError):
+    """A parameter is not what its Placement says. The message names it and the remedy."""
+
+
+class Region(Enum):
+    """Where between the collectives a replicated weight is used: what of the activations it meets.
+
+    WHOLE: every tp rank has all of them, so every rank's gradient is whole.
+    SEQUENCE_PARALLEL: hidden states. Under sequence parallelism a rank has its part of s, and its
+        gradient is partial; without it they are whole.
+    TENSOR_PARALLEL: between a column- and a row-parallel layer. A rank has its own heads or
+        features, so its gradient is always partial.
+    """
+
+    WHOLE = "whole"
+    SEQUENCE_PARALLEL = "sequence-parallel"
+    TENSOR_PARALLEL = "tensor-parallel"
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,8 @@ class Placement:
         on its own, so that a checkpoint can name q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included; unused where dim is None.
     reduce_axes: axes over which gradients are added before the data-parallel ranks (norm weights
-        under sequence parallelism: tp; tied embeddings: embd).
+        under sequence parallelism: tp; tied embeddings: embd). LayerContext.replicated_parameter
+        finds them from a Region.
     copies: axes over which other ranks hold the same part for another layer (embd).
     """
 
@@ -117,8 +138,16 @@ def placement_of(param: nn.Parameter) -> Placement:
 
 
 def tie(param: nn.Parameter, axis: Axis) -> None:
-    """Mark that the ranks of `axis` hold this weight for other layers: its gradients are added."""
+    """Mark that the ranks of `axis` hold this weight for other layers: its gradients are added.
+
+    Raises PlacementError where they are added over that axis already.
+    """
     place = placement_of(param)
+    if axis.name in (reduced.name for reduced in place.reduce_axes):
+        raise PlacementError(
+            f"a weight of shape {list(place.shape)} is tied over {axis.name} twice: its gradient "
+            "would be added twice"
+        )
     param.placement = replace(  # type: ignore[attr-defined]
         place, reduce_axes=(*place.reduce_axes, axis), copies=(*place.copies, axis)
     )

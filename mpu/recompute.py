@@ -43,12 +43,13 @@ class _Recompute(torch.autograd.Function):
         return None, *grads
 
 
-def recompute(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return run(*inputs), keeping only `inputs` for backward, which runs it again.
+def recompute(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
+    """Return run(*inputs, **options), keeping only `inputs` for backward, which runs it again.
 
     Parameters inside send their gradients to the sink. At least one tensor input must require
     grad, else nothing inside gets a gradient.
     """
+    run = partial(run, **options) if options else run
     if not torch.is_grad_enabled():
         return run(*inputs)
     return _Recompute.apply(run, *inputs)

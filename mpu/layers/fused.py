@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpu import native
 from mpu.context import LayerContext
-from mpu.param import Placement, parameter
+from mpu.param import Region
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
 
@@ -57,17 +57,21 @@ def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in the accumulation dtype.
 
-    For hidden states [s/t, b, h]. Under sequence parallelism each rank sees a part of s. Its
-    gradient of w is then a partial sum, and the sink adds these over tp. A norm inside a head sees
-    this rank's heads alone: its gradient is partial without sequence parallelism too, and needs a
-    Placement with reduce_axes=(ctx.tp,).
+    region: where it is used; the default is hidden states [s/t, b, h]. A norm inside a head, on
+    [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink adds the gradients of w accordingly.
     """
 
-    def __init__(self, hidden_size: int, *, ctx: LayerContext, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        ctx: LayerContext,
+        eps: float = 1e-5,
+        region: Region = Region.SEQUENCE_PARALLEL,
+    ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
-        place = Placement((hidden_size,), axis=ctx.tp, reduce_axes=ctx.replicated_over)
-        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
+        self.weight = ctx.replicated_parameter((hidden_size,), region)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""

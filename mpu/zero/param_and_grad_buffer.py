@@ -20,8 +20,9 @@ from mpu.comm.collectives import gather_bytes
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from mpu.param import placement_of
+from mpu.param import Placement, PlacementError, placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
+from mpu.zero.gradient_check import GradientCheck, unregistered
 from mpu.zero.layout import ZeroConfig, automatic_size, entries_of, make_buckets
 from mpu.zero.reduce import Reduction
 from mpu.zero.weights import Gatherer
@@ -47,6 +48,7 @@ class ParamAndGradBuffer(GradientSink):
         self.reduction = Reduction(stage, grid.dp_cp_shard, grid.dp_cp_replicate, dtype, main, wire)
         self.buckets: list[ParamAndGradBucket] = []
         self.live = LiveBytes()  # bytes of whole gradients, at stages 2 and 3
+        self.check: GradientCheck | None = None  # in a run's first step
         self.gatherer: Gatherer | None = None
         if stage == 3:
             self.gatherer = Gatherer(self.shard, config.overlap_param_gather, config.keep_unsharded)
@@ -68,11 +70,22 @@ class ParamAndGradBuffer(GradientSink):
         A parameter counts one use for each module that registers it (a tied one has two). A module
         with a weight is therefore called once in a forward.
 
-        chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket.
+        chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket. A
+        plain nn.Parameter is taken as replicated over tp. Raises PlacementError where a module
+        holds a tensor that wants a gradient and is not registered.
         """
+        if hidden := unregistered(module):
+            raise PlacementError(
+                f"{hidden}: a tensor there wants a gradient and is no parameter of the module, so "
+                "nothing would train or save it; assign it as an attribute of its own, or put it "
+                "into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
+            )
         for _, param in module.named_parameters(remove_duplicate=False):
             self._uses[param] = self._uses.get(param, 0) + 1
         params = dict(module.named_parameters())
+        for param in params.values():
+            if not hasattr(param, "placement"):
+                param.placement = Placement(tuple(param.shape), axis=self.grid.tp)  # type: ignore[attr-defined]
         axes: dict[tuple[str, ...], tuple[Axis, ...]] = {}
         for param in params.values():
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
@@ -181,6 +194,8 @@ class ParamAndGradBuffer(GradientSink):
     def _leave(self, bucket: ParamAndGradBucket) -> None:
         """Start the sum of a bucket, and the next collective of the bucket that left before it."""
         self._complete(bucket)
+        if self.check:
+            self.check.before_sum(bucket)
         bucket.start_grad_sync()
         if self._last is not None and self._last is not bucket:
             self._last.wait_and_start_next()
@@ -204,6 +219,8 @@ class ParamAndGradBuffer(GradientSink):
                 param.grad, bucket.plain = None, True
             elif param not in self._written:
                 self.main_grad(param).zero_()
+                if self.check:
+                    self.check.unwritten.add(name)
 
     def finish_grad_sync(self) -> None:
         """Complete every sum: each bucket's grad_shard is then the global batch's gradient."""
@@ -216,3 +233,5 @@ class ParamAndGradBuffer(GradientSink):
             bucket.waiting = 0
         if self.gatherer:
             self.gatherer.begin_pass(0)
+        if self.check and self.check.finish(self.buckets):
+            self.check = None

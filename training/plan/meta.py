@@ -202,8 +202,8 @@ class MetaRecompute(Recompute):
 
 
 def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def inside(*inputs: Any) -> Tensor:
+    def inside(*inputs: Any, **options: Any) -> Tensor:
         with MetaAttention(flash_attention):
-            return run(*inputs)
+            return run(*inputs, **options)
 
     return inside

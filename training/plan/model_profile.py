@@ -261,9 +261,9 @@ class _CountedRecompute(Recompute):
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `run` with its FLOPs counted as core attention's."""
 
-        def inside(*inputs: Any) -> Tensor:
+        def inside(*inputs: Any, **options: Any) -> Tensor:
             self.flops.inside = True
-            out = run(*inputs)
+            out = run(*inputs, **options)
             self.flops.inside = False
             return out
 

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold a run's first gradients against what the parameters' placements say.
+
+Several ranks hold a replicated weight: those of tp or, where it is tied, those of embd.
+
+    its Placement says      the ranks' gradients    then
+    whole on each rank      agree                   right
+    whole on each rank      differ                  PlacementError: a sum is missing
+    partial over the axis   differ                  right
+    partial over the axis   agree                   warning: they may have been summed before
+
+Ranks compare a sketch of each gradient, 65 numbers, not the gradient (Charikar et al. 2002). One
+collective over each such axis and one over all ranks do it, once. A weight whose gradient is still
+zero is looked at again in the next steps. No gradient is changed.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_gather, gather_bytes
+from mpu.comm.transport import Axis, Label
+from mpu.grid import Grid
+from mpu.param import PlacementError, placement_of
+from mpu.zero.bucket import ParamAndGradBucket
+
+# by how much of the norm gradients of ranks that do the same may differ (docs/numerics.md)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+STEPS = 10  # looks at a weight whose gradient is zero, at most
+WIDTH, PART = 64, 1 << 20  # numbers of a sketch; elements sketched at a time, a multiple of WIDTH
+REMEDY = (
+    "say where it is used, as in RMSNorm(d, ctx=ctx, region=Region.TENSOR_PARALLEL) on a shard of "
+    "heads or features; docs/forking.md"
+)
+
+
+def sketch(gradient: Tensor) -> Tensor:
+    """Return WIDTH + 1 numbers in fp64 from which the norm of a difference can be estimated.
+
+    Element i is added, with a random sign, to number i mod WIDTH: the sketches of two gradients are
+    as far apart as the gradients, on average. The signs are the same on every rank. The last number
+    is the norm.
+    """
+    flat, device = gradient.flatten(), gradient.device
+    out = torch.zeros(WIDTH + 1, dtype=torch.float64, device=device)
+    generator = torch.Generator(device)
+    for first in range(0, len(flat), PART):
+        part = flat[first : first + PART].double()
+        generator.manual_seed(first)
+        signs = torch.randint(0, 2, part.shape, generator=generator, device=device).mul_(2).sub_(1)
+        out[-1] += part.square().sum()
+        signed = nn.functional.pad(part * signs, (0, -len(part) % WIDTH))
+        out[:-1] += signed.view(-1, WIDTH).sum(0)
+    out[-1].sqrt_()
+    return out
+
+
+class GradientCheck:
+    """Compare the gradients of replicated weights over the ranks that hold them; see above.
+
+    grid: of the run. warn: called on rank 0 with a line for each warning.
+    """
+
+    def __init__(self, grid: Grid, warn: Callable[[str], None] = print) -> None:
+        self.grid, self.warn, self.steps = grid, warn, 0
+        self.unwritten: set[str] = set()  # parameters to which no layer gave a gradient
+        self._decided: set[tuple[str, str]] = set()  # (axis, parameter)
+        self._partial: dict[str, Tensor] = {}  # sketches from before the sums
+
+    def before_sum(self, bucket: ParamAndGradBucket) -> None:
+        """Keep sketches of gradients that are about to be summed over another axis than dp_cp."""
+        if bucket.reduce_axes and bucket.grad is not None:
+            for name, param, start in bucket.params:
+                self._partial[name] = sketch(bucket.grad[start : start + param.numel()])
+
+    def finish(self, buckets: Sequence[ParamAndGradBucket]) -> bool:
+        """Compare, after all sums. Return whether nothing is left to look at.
+
+        Raises PlacementError, on every rank, for gradients that should agree and do not.
+        """
+        self.steps += 1
+        errors: list[str] = []
+        warnings, pending = self._unwritten_lines(), False
+        for axis in (self.grid.tp, self.grid.embd):
+            held = [e for e in self._held(buckets, axis) if (axis.name, e[0]) not in self._decided]
+            if axis.size == 1 or not held:
+                continue
+            own = torch.stack([values for _, _, values in held])
+            every = all_gather(own[None], axis, label=Label(self, "gradient check"))[0]
+            apart = (every[..., :-1] - own[:, :-1]).norm(dim=-1).amax(0)
+            largest = every[..., -1].amax(0)
+            for (name, param, _), far, norm in zip(
+                held, apart.tolist(), largest.tolist(), strict=True
+            ):
+                if not 0 < norm < math.inf:
+                    pending = True
+                    continue
+                self._decided.add((axis.name, name))
+                partial = axis.name in (a.name for a in placement_of(param).reduce_axes)
+                agree = far <= TOLERANCE.get(param.dtype, TOLERANCE[torch.float32]) * norm
+                if not agree and not partial:
+                    errors.append(
+                        f"{name}: its gradient differs among the ranks of {axis.name}, by "
+                        f"{far / norm:.2g} of its norm, though it should be whole on each of them: "
+                        f"{REMEDY}"
+                    )
+                elif agree and partial:
+                    warnings.append(
+                        f"{name}: its gradients are added over {axis.name}, whose ranks all have "
+                        "the same already; if they were added before, this is once too often: run "
+                        "make fork-check (docs/forking.md)"
+                    )
+        self._partial.clear()
+        self.unwritten.clear()
+        return self._tell(errors, warnings, pending, buckets[0].grad_shard.device)
+
+    def _held(
+        self, buckets: Sequence[ParamAndGradBucket], axis: Axis
+    ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yield (name, parameter, sketch) of the weights that the ranks of the axis all hold."""
+        for bucket in buckets:
+            owned = {name: (low, high) for name, low, high, _ in bucket.owned()}
+            for name, param, _ in bucket.params:
+                if axis.name not in (a.name for a in placement_of(param).holders):
+                    continue
+                if name not in self._partial:
+                    low, high = owned.get(name, (bucket.low, bucket.low))
+                    values = bucket.grad_shard[low - bucket.low : high - bucket.low]
+                    yield name, param, sketch(values)
+                else:
+                    yield name, param, self._partial[name]
+
+    def _unwritten_lines(self) -> list[str]:
+        """Return warnings of the parameters without a gradient in the first step."""
+        if self.steps > 1:
+            return []
+        return [
+            f"{name} got no gradient in the first step: autograd has no way from the loss to it "
+            "(docs/forking.md)"
+            for name in sorted(self.unwritten)
+        ]
+
+    def _tell(
+        self, errors: list[str], warnings: list[str], pending: bool, device: torch.device
+    ) -> bool:
+        """Let all ranks know what each found: raise, warn, and return whether all is decided."""
+        own = json.dumps([errors, warnings, pending]).encode()
+        every = [json.loads(text) for text in gather_bytes(own, self.grid.world, device)]
+        wrong = sorted({line for found, _, _ in every for line in found})
+        if wrong:
+            more = f" (and {len(wrong) - 1} more parameters)" if len(wrong) > 1 else ""
+            raise PlacementError(wrong[0] + more)
+        if self.grid.rank == 0:
+            for line in sorted({line for _, found, _ in every for line in found}):
+                self.warn(line)
+        return self.steps >= STEPS or not any(waiting for _, _, waiting in every)
+
+
+def unregistered(module: nn.Module) -> str:
+    """Return where a module holds a tensor that wants a gradient and is no parameter, or ""."""
+    known = set(module.parameters())
+
+    def inside(value: object) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_leaf and value.requires_grad and value not in known
+        if isinstance(value, nn.Module):
+            return any(inside(param) for param in value.parameters())
+        if isinstance(value, dict):
+            return any(map(inside, value.values()))
+        return isinstance(value, (list, tuple)) and any(map(inside, value))
+
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if not attribute.startswith("_") and inside(value):
+                return f"{name}.{attribute}" if name else attribute
+    return ""
