@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names, parameter_group
+from model.llama import Llama
+from model.load import config_of, digest, load_model_file
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
@@ -51,7 +52,7 @@ from training.data.build import Loaders, build_loaders
 from training.data.loader import Loader
 from training.data.tokenizer import build_tokenizer
 from training.flags import model_sizes
-from training.flags.parse import parse
+from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
@@ -59,9 +60,9 @@ from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import memory_report
+from training.run.device import choose_device
 from training.run.dry_run import report
 from training.run.log import Log
-from training.run.malloc import keep_freed_memory
 from training.run.overlap import Overlap, settle
 from training.run.profile import Profile
 from training.run.saver import Saver
@@ -159,7 +160,9 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; `training` learns all that it knows of a model from this."""
-    return Llama(LlamaConfig(**model_sizes.of_model(config.model)), ctx, recompute, stages)
+    file = load_model_file(config.model.model_file)
+    sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
+    return file.Model(sizes, ctx, recompute, stages)
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:
@@ -173,7 +176,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o = config.parallel, config.optimizer
+    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
@@ -184,28 +187,12 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     for names in sink.fill():
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
-        model, sink, grid, parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
+        model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
         eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
     return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor)
-
-
-def choose_device(config: Config, launch: Launch) -> torch.device:
-    """Return this rank's device; on a CPU, under torchrun, also set its share of the cores."""
-    kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
-        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    keep_freed_memory()
-    # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
-    return torch.device("cpu")
 
 
 def train(
@@ -300,7 +287,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            config = parse(argv, launch.world, from_hf=from_hf_config)
+            file = load_model_file(model_file(argv))
+            own = getattr(file, "extra_args_provider", None)
+            config = parse(argv, launch.world, own, file.from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, model_provider))
@@ -343,7 +332,9 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
     grid.launch.check_meeting()
-    device, data = choose_device(config, grid.launch), config.data
+    # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
+    share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    device, data = choose_device(config, grid.launch, share), config.data
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
@@ -355,6 +346,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         torch.use_deterministic_algorithms(True)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
+    digests["model_digest"] = digest(load_model_file(config.model.model_file))
     return config, device, loaders, digests
 
 
@@ -371,10 +363,10 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    model, ctx = run.model, run.model.ctx
+    model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
     saver = Saver(
-        config, ctx, model, run.optimizer, hf_names(model),
-        hf_config=hf_config, from_hf_config=from_hf_config, digests=digests, note=note,
+        config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
+        hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
     run.sink.check = GradientCheck(grid, note)

@@ -15,7 +15,7 @@ hidden states between them.
 """
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.rope import rope_frequencies, rope_table
-from mpu.param import draw_normal, tie, unique_parameters
+from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
@@ -130,10 +130,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer, pre-norm."""
 
+    attention_type: type[Attention] = Attention
+
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
-        self.attention = Attention(config, ctx, recompute)
+        self.attention = self.attention_type(config, ctx, recompute)
         self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.mlp = MLP(config, ctx)
 
@@ -150,6 +152,17 @@ class Llama(nn.Module):
 
     Raises ValueError where a size does not divide over the tensor-parallel ranks.
     """
+
+    block: type[Block] = Block
+    # a block's modules, and Hugging Face's modules that are fused in each
+    hf_modules: Mapping[str, tuple[str, ...]] = {
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.proj": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    }
 
     def __init__(
         self,
@@ -168,7 +181,7 @@ class Llama(nn.Module):
             self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
-        self.layers = nn.ModuleDict({str(i): Block(config, ctx, recompute) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): self.block(config, ctx, recompute) for i in numbers})
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
@@ -265,27 +278,27 @@ class Llama(nn.Module):
 
 
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
-    """Return each parameter's Hugging Face tensor names, one for each fused section of it."""
-    head = "model.embed_tokens.weight" if model.config.tied else "lm_head.weight"
+    """Return each parameter's Hugging Face tensor names, one for each fused section of it.
+
+    A parameter of a module that the tables do not list keeps its own name.
+    """
     table: dict[str, tuple[str, ...]] = {
-        "embedding.weight": ("model.embed_tokens.weight",),
-        "norm.weight": ("model.norm.weight",),
-        "head.weight": (head,),
-    }
-    inside: dict[str, tuple[str, ...]] = {
-        "attention_norm": ("input_layernorm",),
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.proj": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down": ("mlp.down_proj",),
+        "embedding": ("model.embed_tokens",),
+        "norm": ("model.norm",),
+        "head": ("model.embed_tokens" if model.config.tied else "lm_head",),
     }
     for i in range(model.config.num_layers):
-        for ours, theirs in inside.items():
-            table[f"layers.{i}.{ours}.weight"] = tuple(
-                f"model.layers.{i}.{n}.weight" for n in theirs
-            )
-    return {name: table[name] for name, _ in unique_parameters(model)}
+        for ours, theirs in model.hf_modules.items():
+            table[f"layers.{i}.{ours}"] = tuple(f"model.layers.{i}.{n}" for n in theirs)
+
+    def names(name: str, sections: int) -> tuple[str, ...]:
+        module, _, kind = name.rpartition(".")
+        if module in table:
+            return tuple(f"{theirs}.{kind}" for theirs in table[module])
+        return tuple(f"{name}.{i}" for i in range(sections)) if sections > 1 else (name,)
+
+    every = unique_parameters(model)
+    return {name: names(name, len(placement_of(p).sections)) for name, p in every}
 
 
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -373,3 +386,6 @@ def parameter_group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
     Decay is for matrices, not norms; the decoupled learning rate for the embedding and the head.
     """
     return param.dim() > 1, name in ("embedding.weight", "head.weight")
+
+
+Model, ModelConfig = Llama, LlamaConfig  # as --model-file finds them (model/load.py)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.llama import from_hf_config, hf_config
+from model.load import model_file_of
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, CheckpointError, NamedPiece, find_latest
 from training.checkpoint import save as save_checkpoint
@@ -25,7 +25,8 @@ Say = Callable[[str], None]
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a Hugging Face config.json to the form of our checkpoints."""
-    return hf_config(from_hf_config(config))
+    file = model_file_of(config)
+    return file.hf_config(file.from_hf_config(config))
 
 
 def warn(line: str) -> None:

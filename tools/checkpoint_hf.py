@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names
+from model.llama import LlamaConfig
+from model.load import ModelFile, model_file_of, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
@@ -41,11 +42,11 @@ TOKENIZER_FILES = (
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 
 
-def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return {canonical name: full shape} of a model, without allocating it."""
     grid = Grid()
-    model = Llama(config, LayerContext(grid, device=torch.device("meta")))
-    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+    model = file.Model(config, LayerContext(grid, device=torch.device("meta")))
+    pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
     return {piece.name: piece.shape for piece in pieces}
 
 
@@ -76,8 +77,9 @@ def import_hf(source: Path, root: Path) -> Path:
     if not source.is_dir():
         raise ValueError(f"--from-hf {source} is not a directory")
     found = HuggingFaceDirectory(source, from_hf)
-    config = from_hf_config(found.config)
-    expected = expected_tensors(config)
+    file = model_file_of(found.config)
+    config = file.from_hf_config(found.config)
+    expected = expected_tensors(file, config)
     check_shapes(found, expected)
     found.check_names(expected)
     found.verify(found.manifest["files"])
@@ -87,7 +89,7 @@ def import_hf(source: Path, root: Path) -> Path:
     files = tokenizer_files(found.directory)
     state = {
         **found.state,
-        "hf_config": {**hf_config(config, dtype), **ids},
+        "hf_config": {**file.hf_config(config, dtype), **ids},
         **tokenizer_of(files),
     }
     pieces = stream(found, expected)
@@ -103,12 +105,14 @@ def export_hf(
     found = open_newest(place, hashed=True)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
-    expected = expected_tensors(from_hf_config(found.state["hf_config"]))
+    sizes, saved = found.state["hf_config"], found.state.get("config")
+    file = model_file_of(sizes, saved)
+    expected = expected_tensors(file, saved_config(file, sizes, saved))
     check_shapes(found, expected)
     pieces = stream(found, expected, dtype)
     files = into_files(pieces, shard_bytes)
     kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
-    config = {**found.state["hf_config"], "torch_dtype": kept}
+    config = {**sizes, "torch_dtype": kept}
     if tokenizer is None and isinstance(found, HuggingFaceDirectory):
         tokenizer = found.directory
     extra = tokenizer_files(tokenizer) if tokenizer else attached(found, TOKENIZER_FILES)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.llama import Llama, from_hf_config, hf_names
+from model.llama import Llama
+from model.load import load_model_file, model_file_of, saved_config
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
@@ -133,9 +134,12 @@ def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
 
 
 def load_model(
-    root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None
+    root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None, own: str | None = None
 ) -> tuple[Llama, dict[str, Any], Path]:
-    """Build and load the checkpoint's model on this rank; return (model, state, directory)."""
+    """Build and load the checkpoint's model on this rank; return (model, state, directory).
+
+    own: the model's file, where it is not the one that the checkpoint names.
+    """
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
@@ -150,10 +154,12 @@ def load_model(
         accumulate=torch.float64 if (dtype or stored) == torch.float64 else torch.float32,
         device=device,
     )
-    model = Llama(from_hf_config(sizes), ctx).requires_grad_(False)
+    saved = newest.state.get("config")
+    file = load_model_file(own) if own else model_file_of(sizes, saved)
+    model = file.Model(saved_config(file, sizes, saved), ctx).requires_grad_(False)
     for param in model.parameters():
         param.zero_()  # the padding of the vocabulary is in no file
-    pieces = parameter_pieces(unique_parameters(model), hf_names(model), grid)
+    pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
 
     def note(line: str) -> None:
         print(line, file=sys.stderr)
@@ -180,6 +186,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1234, help="of the draws (1234)")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="left out: the checkpoint's")
     add("--tokenizer-model", metavar="PATH", help="left out: the checkpoint's")
+    add("--model-file", metavar="PATH", help="of the model; left out: the checkpoint's")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
     add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
@@ -199,7 +206,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     """Load, generate, and print on rank 0."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, state, directory = load_model(args.load, grid, device, dtype)
+    model, state, directory = load_model(args.load, grid, device, dtype, args.model_file)
     tokenizer = tokenizer_of(args, state, directory)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

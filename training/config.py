@@ -40,6 +40,7 @@ class ModelConfig:
     rope_scaling_factor: float = 8.0
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
+    model_file: str = "model/llama.py"
 
     def __post_init__(self) -> None:
         """Fill in the sizes that follow from the others."""
@@ -253,7 +254,8 @@ class RunConfig:
 
 # The settings that define a run's numbers. Layout, output paths and logging do not.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
-_NOT_MATHEMATICS = ("batch.micro_batch_size", "data.num_workers", "data.data_cache_path")
+_NOT_MATHEMATICS = {"batch.micro_batch_size", "data.num_workers", "data.data_cache_path"}
+_NOT_MATHEMATICS |= {"model.model_file"}  # a path
 # Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir"}
 _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}

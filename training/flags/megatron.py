@@ -28,6 +28,7 @@ CHECKED = """
 --softmax-type | text | vanilla | a Llama's softmax has no sink
 --glu-linear-offset | float>=0 | 0.0 | a Llama's SwiGLU has no offset
 --encoder-num-layers | int>=1 | any | = --num-layers
+--qk-layernorm | switch | any | = --model-file model/qwen3.py
 --vocab-extra-ids | int>=0 | 0 | there are no span tokens
 --num-experts | int>=1 | 1 | there are no experts
 --expert-model-parallel-size --expert-tensor-parallel-size | int>=1 | 1 | there are no experts
@@ -401,7 +402,7 @@ REFUSED = (
         "it makes another architecture than a Llama; fork model/llama.py for that",
         """
 --fp32-residual-connection --apply-residual-connection-post-layernorm --add-qkv-bias
---activation-func-clamp-value --rotary-interleaved --qk-layernorm --qk-l2-norm
+--activation-func-clamp-value --rotary-interleaved --qk-l2-norm
 --attention-output-gate --apply-query-key-layer-scaling --use-fused-weighted-squared-relu
 --enable-mhc-connections --mhc-num-residual-streams --mhc-sinkhorn-iterations
 --mhc-init-gating-factor --mhc-recompute-layer-num --mrope-section --window-size

@@ -65,6 +65,16 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
+def model_file(argv: Sequence[str] | None) -> str:
+    """Return --model-file, or its default, before anything else is parsed: it may bring flags."""
+    words: list[str] = []
+    for token in sys.argv[1:] if argv is None else argv:
+        flag = table.known_flags().get(token)
+        words += flag.stands_for if flag and flag.stands_for else token.split("=", 1)
+    found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
+    return found[-1] if found else config.ModelConfig.model_file
+
+
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
     """Build argparse from the table: live flags under headings, checked ones hidden from --help."""
     parser = _Parser(
@@ -154,8 +164,7 @@ def _expand(token: str, own_names: set[str]) -> list[str]:
         raise UsageError(f"{name} is not a flag of this program; {table.suggest(name)}")
     if flag.kind == table.REFUSED_KIND:
         raise UsageError(f"{name} is refused: {flag.text}")
-    if flag.text.startswith("= "):
-        spelled = flag.text.removeprefix("= ").split()
+    if spelled := flag.stands_for:
         return [*spelled, value] if equals else spelled
     return [token]
 

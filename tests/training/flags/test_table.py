@@ -26,7 +26,7 @@ LIVE = """
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
---manual-gc-interval --max-position-embeddings --micro-batch-size
+--manual-gc-interval --max-position-embeddings --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
@@ -45,8 +45,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --keep-last-k --log-json --no-shared-memory --on-nan "
-    "--on-save-failure --optimizer-backend "
+    "--allow-change --device --dry-run --fp64 --keep-last-k --log-json --model-file --no-shared-memory "
+    "--on-nan --on-save-failure --optimizer-backend "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.

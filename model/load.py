@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the file of a model: the one that --model-file names, or a checkpoint's.
+
+A model's file defines what ModelFile lists, as model/llama.py does. A changed copy of it, or a file
+that derives from it, is a model too.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import nn
+
+from model.llama import Llama, LlamaConfig
+
+HERE = Path(__file__).resolve().parent
+NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
+
+
+class ModelFile(Protocol):
+    """What a model's file defines; it may also have extra_args_provider(parser), for own flags.
+
+    An own flag whose name is a field of ModelConfig sets that field.
+    """
+
+    __file__: str
+    Model: type[Llama]
+    ModelConfig: type[LlamaConfig]
+
+    def hf_names(self, model: Llama) -> dict[str, tuple[str, ...]]:
+        """Return each parameter's names in a checkpoint, one for each fused section of it."""
+
+    def hf_config(self, config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
+        """Return the sizes as Hugging Face's config.json."""
+
+    def from_hf_config(self, hf: dict[str, Any]) -> LlamaConfig:
+        """Return the inverse of `hf_config`."""
+
+    def parameter_group(self, name: str, param: nn.Parameter) -> tuple[bool, bool]:
+        """Return (weight decay applies, --decoupled-lr applies) for a parameter."""
+
+
+@cache
+def load_model_file(path: str = "model/llama.py") -> ModelFile:
+    """Import a model's file: a path, which may also be relative to the folder above this one.
+
+    Raises ValueError where there is none, where it fails, or where it lacks a name of ModelFile.
+    """
+    at = next((p for p in (Path(path), HERE.parent / path) if p.is_file()), None)
+    if at is None or at.suffix != ".py":
+        raise ValueError(f"--model-file {path}: there is no such Python file")
+    try:
+        module = _import(at.resolve())
+    except Exception as error:
+        trace, line = error.__traceback__, 0
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == str(at.resolve()):
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        where = f"line {line}: " if line else ""
+        raise ValueError(f"--model-file {path}: {where}{type(error).__name__}: {error}") from error
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        raise ValueError(
+            f"--model-file {path} does not define {', '.join(missing)}, as model/llama.py does "
+            "(docs/forking.md)"
+        )
+    return module  # type: ignore[return-value]
+
+
+def _import(at: Path) -> ModuleType:
+    if at.parent == HERE:
+        return importlib.import_module(f"model.{at.stem}")
+    name = f"model_file_{at.stem}"
+    spec = importlib.util.spec_from_file_location(name, at)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def model_file_of(hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> ModelFile:
+    """Return the file of a checkpoint's model: the one it was trained with, else by model_type.
+
+    hf: its sizes, a config.json. saved: the settings of the run that saved it. Raises ValueError
+    where no file of this folder is that model_type's.
+    """
+    own = (saved or {}).get("model.model_file")
+    if own and any(p.is_file() for p in (Path(own), HERE.parent / own)):
+        return load_model_file(own)
+    kind = hf.get("model_type", "llama")
+    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load"))
+    if kind not in known:
+        raise ValueError(
+            f"config.json: model_type is {kind!r}, and Weft has {' and '.join(known)} "
+            "(a fork is named by --model-file)"
+        )
+    return load_model_file(f"model/{kind}.py")
+
+
+def digest(file: ModelFile) -> str:
+    """Return the SHA-256 of a model's file, which all ranks must share, in hex."""
+    return hashlib.sha256(Path(file.__file__).read_bytes()).hexdigest()
+
+
+def config_of(
+    file: ModelFile, sizes: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> LlamaConfig:
+    """Return the model's config: `sizes` from Weft's flags, and those of the file's own flags."""
+    fields = file.ModelConfig.__dataclass_fields__
+    return file.ModelConfig(**sizes, **{k: v for k, v in (own or {}).items() if k in fields})
+
+
+def saved_config(
+    file: ModelFile, hf: dict[str, Any], saved: Mapping[str, Any] | None = None
+) -> LlamaConfig:
+    """Return the config of a checkpoint's model from what `model_file_of` takes."""
+    found = {k.removeprefix("extra."): v for k, v in (saved or {}).items() if "extra." in k}
+    own = {k: v for k, v in found.items() if k in file.ModelConfig.__dataclass_fields__}
+    own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
+    return replace(file.from_hf_config(hf), **own)

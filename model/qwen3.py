@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3, dense: a Llama that normalises each head's queries and keys. What differs, and no more.
+
+    q, k [s, b, n/t, d] -> RMSNorm over d, the same weight for every head -> RoPE -> attention
+
+The heads of a rank alone meet these norms, so their gradients are partial over tp: they are in
+Region.TENSOR_PARALLEL. (Qwen3 technical report, 2025; Henry et al. 2020, Query-key normalization)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import llama
+from model.llama import Cache, LlamaConfig, hf_names, parameter_group
+from mpu.context import LayerContext
+from mpu.layers.fused import RMSNorm
+from mpu.param import Region
+from mpu.recompute import Recompute
+
+__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+
+
+class Attention(llama.Attention):
+    """Grouped-query attention with normalised queries and keys."""
+
+    def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        super().__init__(config, ctx, recompute)
+        d, eps, region = config.head_size, config.norm_epsilon, Region.TENSOR_PARALLEL
+        self.q_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)
+        self.k_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+    ) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]."""
+        a, g = self.heads, self.groups
+        qkv = self.qkv(x).unflatten(-1, (a + 2 * g, self.head_size))  # [s, b, (a + 2g) / t, d]
+        q, k, v = qkv.split([a, g, g], dim=2)
+        qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2).flatten(2)
+        return self.proj(self.core(qkv, cos, sin, a, g, mask, cache=cache))
+
+
+class Block(llama.Block):
+    """One transformer layer, pre-norm."""
+
+    attention_type = Attention
+
+
+class Qwen3(llama.Llama):
+    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+
+    block = Block
+    hf_modules = {
+        **llama.Llama.hf_modules,
+        "attention.q_norm": ("self_attn.q_norm",),
+        "attention.k_norm": ("self_attn.k_norm",),
+    }
+
+
+def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
+    """Return Hugging Face's config.json of the same model."""
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return {**llama.hf_config(config, dtype), **names}
+
+
+def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
+    """Read a Hugging Face config.json of a dense Qwen3; refuse what this file does not compute.
+
+    Raises ValueError naming the field, its value and what is supported.
+    """
+    if hf.get("model_type", "qwen3") != "qwen3":
+        raise ValueError(f"config.json: model_type is {hf['model_type']!r}, and this is 'qwen3'")
+    if hf.get("use_sliding_window"):
+        raise ValueError("config.json: use_sliding_window is True, which this Qwen3 does not have")
+    return llama.from_hf_config({"head_dim": 128, **hf, "model_type": "llama"})
+
+
+Model, ModelConfig = Qwen3, LlamaConfig
