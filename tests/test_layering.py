@@ -23,7 +23,7 @@ MAY = {
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
     "mpu/grid.py": ("mpu.comm",),
     "mpu/connect.py": ("mpu.comm", "mpu.grid"),
-    "mpu/context.py": ("mpu.comm.transport", "mpu.gradients", "mpu.grid"),
+    "mpu/context.py": ("mpu.comm.transport", "mpu.gradients", "mpu.grid", "mpu.param"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients",
                    "mpu.context", "mpu.recompute", "mpu.native"),
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),

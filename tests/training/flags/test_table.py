@@ -45,8 +45,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --keep-last-k --log-json --model-file --no-shared-memory "
-    "--on-nan --on-save-failure --optimizer-backend "
+    "--allow-change --device --dry-run --fp64 --keep-last-k --log-json --model-file "
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
