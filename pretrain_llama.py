@@ -10,6 +10,7 @@
 """
 
 import gc
+import inspect
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ from torch import Tensor
 
 import mpu
 from model.llama import Llama
-from model.load import config_of, digest, load_model_file
+from model.load import ModelFile, config_of, digest, extra_args_provider, load_model_file
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
@@ -68,8 +69,6 @@ from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
-
-EXPECTED = (UsageError, CheckpointError, FloatingPointError, PlacementError)  # a sentence each
 
 
 @dataclass
@@ -153,6 +152,11 @@ def evaluate(run: Run, loader: Loader) -> float:
     return loss / tokens
 
 
+def file_of(path: str) -> ModelFile:
+    """Return the model's file, --model-file or else the one from which Llama is imported above."""
+    return load_model_file(path or inspect.getfile(Llama))
+
+
 def model_provider(
     config: Config,
     ctx: LayerContext,
@@ -160,7 +164,7 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; `training` learns all that it knows of a model from this."""
-    file = load_model_file(config.model.model_file)
+    file = file_of(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     return file.Model(sizes, ctx, recompute, stages)
 
@@ -176,7 +180,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
+    p, o, file = config.parallel, config.optimizer, file_of(config.model.model_file)
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
@@ -287,9 +291,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            file = load_model_file(model_file(argv))
-            own = getattr(file, "extra_args_provider", None)
-            config = parse(argv, launch.world, own, file.from_hf_config)
+            file = file_of(model_file(argv))
+            config = parse(argv, launch.world, extra_args_provider(file), file.from_hf_config)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, model_provider))
@@ -310,8 +313,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = isinstance(error, EXPECTED)
-            if stop_signal.training and not expected:
+            expected = (UsageError, CheckpointError, FloatingPointError, PlacementError)
+            if stop_signal.training and not isinstance(error, expected):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
         except CommunicationError:
@@ -346,7 +349,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         torch.use_deterministic_algorithms(True)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
-    digests["model_digest"] = digest(load_model_file(config.model.model_file))
+    digests["model_digest"] = digest(file_of(config.model.model_file))
     return config, device, loaders, digests
 
 
@@ -363,7 +366,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
+    model, ctx, file = run.model, run.model.ctx, file_of(config.model.model_file)
     saver = Saver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,

@@ -130,12 +130,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer, pre-norm."""
 
-    attention_type: type[Attention] = Attention
+    Attention: type[nn.Module] = Attention
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
-        self.attention = self.attention_type(config, ctx, recompute)
+        self.attention = self.Attention(config, ctx, recompute)
         self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.mlp = MLP(config, ctx)
 
@@ -153,7 +153,7 @@ class Llama(nn.Module):
     Raises ValueError where a size does not divide over the tensor-parallel ranks.
     """
 
-    block: type[Block] = Block
+    Block: type[nn.Module] = Block
     # a block's modules, and Hugging Face's modules that are fused in each
     hf_modules: Mapping[str, tuple[str, ...]] = {
         "attention_norm": ("input_layernorm",),
@@ -181,7 +181,7 @@ class Llama(nn.Module):
             self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
-        self.layers = nn.ModuleDict({str(i): self.block(config, ctx, recompute) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): self.Block(config, ctx, recompute) for i in numbers})
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,8 @@ NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "pa
 
 
 class ModelFile(Protocol):
-    """What a model's file defines; it may also have extra_args_provider(parser), for own flags.
-
-    An own flag whose name is a field of ModelConfig sets that field.
+    """What a model's file defines. It may also have extra_args_provider(parser), for its own flags:
+    one whose name is a field of ModelConfig sets that field.
     """
 
     __file__: str
@@ -48,7 +47,7 @@ class ModelFile(Protocol):
 
 
 @cache
-def load_model_file(path: str = "model/llama.py") -> ModelFile:
+def load_model_file(path: str) -> ModelFile:
     """Import a model's file: a path, which may also be relative to the folder above this one.
 
     Raises ValueError where there is none, where it fails, or where it lacks a name of ModelFile.
@@ -76,6 +75,9 @@ def load_model_file(path: str = "model/llama.py") -> ModelFile:
 
 
 def _import(at: Path) -> ModuleType:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(at):
+            return module
     if at.parent == HERE:
         return importlib.import_module(f"model.{at.stem}")
     name = f"model_file_{at.stem}"
@@ -104,6 +106,11 @@ def model_file_of(hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None)
             "(a fork is named by --model-file)"
         )
     return load_model_file(f"model/{kind}.py")
+
+
+def extra_args_provider(file: ModelFile) -> Callable[[Any], None] | None:
+    """Return the function that adds a model file's own flags to an argparse parser, if any."""
+    return getattr(file, "extra_args_provider", None)
 
 
 def digest(file: ModelFile) -> str:

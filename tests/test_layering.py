@@ -29,7 +29,7 @@ MAY = {
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.param", "mpu.gradients", "mpu.grid"),
     "mpu/__init__.py": (),
-    "model": ("mpu",),
+    "model": ("mpu", "model"),
     "training/config.py": ("mpu",),
     "training/data": ("training.data", "training.config", "mpu"),
     "training/checkpoint": ("training.checkpoint", "mpu"),

@@ -126,12 +126,11 @@ class GradientCheck:
             for name, param, _ in bucket.params:
                 if axis.name not in (a.name for a in placement_of(param).holders):
                     continue
-                if name not in self._partial:
-                    low, high = owned.get(name, (bucket.low, bucket.low))
-                    values = bucket.grad_shard[low - bucket.low : high - bucket.low]
-                    yield name, param, sketch(values)
-                else:
+                if name in self._partial:
                     yield name, param, self._partial[name]
+                elif name in owned:  # by the same ranks of the axis
+                    low, high = (at - bucket.low for at in owned[name])
+                    yield name, param, sketch(bucket.grad_shard[low:high])
 
     def _unwritten_lines(self) -> list[str]:
         """Return warnings of the parameters without a gradient in the first step."""

@@ -66,13 +66,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def model_file(argv: Sequence[str] | None) -> str:
-    """Return --model-file, or its default, before anything else is parsed: it may bring flags."""
+    """Return --model-file, or "", before the rest is parsed: the file may bring flags."""
     words: list[str] = []
     for token in sys.argv[1:] if argv is None else argv:
         flag = table.known_flags().get(token)
         words += flag.stands_for if flag and flag.stands_for else token.split("=", 1)
     found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
-    return found[-1] if found else config.ModelConfig.model_file
+    return found[-1] if found else ""
 
 
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:

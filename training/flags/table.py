@@ -39,7 +39,7 @@ LIVE = """
 --use-rope-scaling | switch | off: left out | scale the rotary frequencies as Llama 3.1 does
 --rope-scaling-factor | float>0 | ratio | factor of --use-rope-scaling (3.1: 8, 3.2: 32)
 --untie-embeddings-and-output-weights | switch | off: left out, one tied matrix | give the output layer its own weights
---model-file | text | file | Python file of the model: model/qwen3.py, or your changed copy of model/llama.py (ours, not Megatron's)
+--model-file | text | file; default: model/llama.py | Python file of the model: model/qwen3.py, or your changed copy of model/llama.py (ours, not Megatron's)
 --init-method-std | float>0 | standard deviation | spread of the initial weights, drawn from a normal distribution around 0
 [parallel] The layout
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t

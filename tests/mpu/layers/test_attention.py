@@ -105,3 +105,28 @@ def test_a_document_does_not_see_another(dtype):
     assert not torch.equal(before[2:cut], after[2:cut])
     alone = core_attention(qkv[:cut], cos[:cut], sin[:cut], 2, 1, None)
     torch.testing.assert_close(before[:cut], alone)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 50])
+@pytest.mark.parametrize("cuts", [[12], [5, 12], list(range(1, 13))])
+def test_a_cache_and_a_window_give_what_one_dense_mask_gives(window, cuts):
+    """Token by token, in two parts or at once; a query sees the `window` last tokens, or all."""
+    s, d, heads, groups = 12, 8, 4, 2
+    cos, sin = table(s, d)
+    qkv = torch.randn(s, 3, (heads + 2 * groups) * d, dtype=torch.float64)
+    back = torch.arange(s)[:, None] - torch.arange(s)
+    mask = (back >= 0) & (back < (window or s))
+    want = core_attention(qkv, cos, sin, heads, groups, mask.expand(3, 1, s, s))
+    cache, got, first = [], [], 0
+    for last in cuts:
+        at = slice(first, last)
+        part = (qkv[at], cos[at], sin[at], heads, groups, None)
+        got.append(core_attention(*part, cache=cache, window=window))
+        first = last
+    torch.testing.assert_close(torch.cat(got), want, rtol=1e-12, atol=1e-14)
+    whole = core_attention(qkv, cos, sin, heads, groups, None, window=window)
+    torch.testing.assert_close(whole, want, rtol=1e-12, atol=1e-14)
+    ids = (torch.arange(s) >= 5).int()[None].expand(3, s)
+    both = core_attention(qkv, cos, sin, heads, groups, document_mask(ids), window=window)
+    want = core_attention(qkv, cos, sin, heads, groups, document_mask(ids) & mask)
+    torch.testing.assert_close(both, want, rtol=1e-12, atol=1e-14)
