@@ -33,7 +33,8 @@ def rows_differ(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> str:
 def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
     """Return the first difference between the checkpoints in two directories, or "".
 
-    Tensor files come first, then JSON; the manifest, which hashes every other file, comes last.
+    Tensor files come first, then JSON; the manifest, which hashes every other file, comes last. A
+    setting or hash that only the new state.json has is no difference.
     """
     for folder in (want, got):
         saved = sorted(path.name for path in folder.glob("step_*"))
@@ -46,15 +47,25 @@ def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
         by_kind = sorted(names[0], key=lambda n: (n == "manifest.json", n.endswith("json"), n))
         for name in by_kind:
             one, other = want / step / name, got / step / name
-            if one.read_bytes() != other.read_bytes():
-                return f"{step}/{name}: {file_differs(one, other) or 'bytes, not contents'}"
+            if one.read_bytes() == other.read_bytes():
+                continue
+            where = file_differs(one, other)
+            grown = name == "state.json" and json.loads(one.read_text()) != json.loads(
+                other.read_text()
+            )
+            if where or not (grown or name == "manifest.json"):
+                return f"{step}/{name}: {where or 'bytes, not contents'}"
     return ""
 
 
 def file_differs(one: Path, other: Path) -> str:
     """Return the first difference in what two files of a checkpoint hold, or ""."""
     if one.suffix == ".json":
-        return value_differs(json.loads(one.read_text()), json.loads(other.read_text()))
+        here, there = json.loads(one.read_text()), json.loads(other.read_text())
+        if one.name == "manifest.json":  # it has the hash of state.json
+            for manifest in (here, there):
+                manifest.get("files", {}).pop("state.json", None)
+        return value_differs(here, there, more=one.name == "state.json")
     here, there = load_file(one), load_file(other)
     if here.keys() != there.keys():
         return f"only one of both has {sorted(here.keys() ^ there.keys())[:3]}"
@@ -78,13 +89,13 @@ def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
     return f"{len(unlike)} of {one.numel()} differ, element {at}: {values[0]!r}, here {values[1]!r}"
 
 
-def value_differs(one: Any, other: Any, at: str = "") -> str:
-    """Return where two JSON values first differ, and how, or ""."""
+def value_differs(one: Any, other: Any, at: str = "", more: bool = False) -> str:
+    """Return where two JSON values first differ, and how, or "". more: `other` may have more keys."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
+        for key in [*one, *(key for key in other if key not in one and not more)]:
             if key not in one or key not in other:
                 return f"{at}{key} is only in {'base' if key in one else 'new'}"
-            if where := value_differs(one[key], other[key], f"{at}{key}: "):
+            if where := value_differs(one[key], other[key], f"{at}{key}: ", more):
                 return where
         return ""
     return "" if one == other else f"{at}{one!r}, here {other!r}"

@@ -74,6 +74,12 @@ def test_json_bytes_and_missing_files_are_found(kept: Path, tmp_path: Path) -> N
     state["config"]["run.seed"] = 5
     file.write_text(json.dumps(state))
     assert differ(kept, other) == f"{STEPS[0]}/state.json: config: run.seed: 1234, here 5"
+    state["config"] |= {"run.seed": 1234, "run.newer": 1}
+    file.write_text(json.dumps(state))
+    assert differ(kept, other) == ""  # a newer commit may store more
+    del state["config"]["run.seed"]
+    file.write_text(json.dumps(state))
+    assert differ(kept, other).endswith("config: run.seed is only in base")
     file.unlink()
     assert differ(kept, other) == f"{STEPS[0]}: only one of both has ['state.json']"
     shutil.rmtree(other / STEPS[0])
