@@ -90,7 +90,10 @@ def tensor_differs(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def value_differs(one: Any, other: Any, at: str = "", more: bool = False) -> str:
-    """Return where two JSON values first differ, and how, or "". more: `other` may have more keys."""
+    """Return where two JSON values first differ, and how, or "".
+
+    more: `other` may have keys that `one` has not.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one and not more)]:
             if key not in one or key not in other:
