@@ -47,7 +47,7 @@ from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.data.loader import Loader
-from training.data.tokenizer import build_tokenizer
+from training.data.tokenizer import tokenizer_for
 from training.flags import model_sizes
 from training.flags.parse import parse
 from training.flags.zero_rules import zero_config
@@ -339,11 +339,11 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
     grid.launch.check_meeting()
-    device, data = choose_device(config, grid.launch), config.data
+    device = choose_device(config, grid.launch)
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
+    tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note_of(grid))
     if config.run.deterministic_mode:
