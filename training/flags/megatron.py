@@ -81,6 +81,7 @@ CHECKED = """
 --defer-embedding-wgrad-compute | switch | any | ! the output layer's weight gradient is computed in its own backward: the same sum, earlier; --pipeline-schedule zb-h1, zb-v and v-half put weight gradients off
 --wgrad-deferral-limit | int>=0 | any | how many weight gradients --defer-embedding-wgrad-compute may put off, and nothing without it
 --use-torch-fsdp2 | switch | any | = --zero-stage 3
+--ddp-average-in-collective | switch | any | ! ranks' gradients are added and scaled once: the same mean, other rounding
 --use-custom-fsdp | switch | any | = --use-megatron-fsdp
 --outer-dp-sharding-strategy | text | no_shard | --num-distributed-optimizer-instances shards inside each group of ranks and replicates over the groups
 --megatron-fsdp-version | int>=1 | 1,2 | sharding is --zero-stage's own
@@ -401,7 +402,7 @@ REFUSED = (
     (
         "reductions are sums, scaled once; the numbers would differ",
         """
---ddp-param-name-patterns-for-fp32-local-accumulation --ddp-average-in-collective
+--ddp-param-name-patterns-for-fp32-local-accumulation
         """,
     ),
     (

@@ -235,6 +235,9 @@ def _assemble(
             "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
             "so give other bits; name a method, or a --tp-comm-overlap-cache"
         )
+    if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+            parallel.pop(name, None)  # the first 0 layers: none
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)

@@ -220,6 +220,8 @@ def _recompute(config: Config) -> None:
         ):
             if value is not None:
                 raise UsageError(f"{flag} {value} needs --recompute-granularity full")
+    elif p.recompute_num_layers == 0:
+        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
     elif (p.recompute_num_layers or 1) > config.model.num_layers:
         raise UsageError(
             f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "

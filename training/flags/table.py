@@ -62,7 +62,7 @@ LIVE = """
 --tp-comm-overlap-cache | text | file; off: left out, measure at each start | store what --tp-comm-overlap auto chose for this machine; a later run reads it instead of measuring (ours, not Megatron's)
 --recompute-granularity | one of selective,full | off: left out, keep activations | run again in backward, to save memory: core attention (selective) or whole layers (full)
 --recompute-method | one of uniform,block | default: uniform; with full only | recompute all layers in chunks (uniform) or the first layers of each stage (block)
---recompute-num-layers | int>=1 | layers; default: 1 | layers of a chunk (uniform), or layers that each stage recomputes (block)
+--recompute-num-layers | int>=0 | layers; default: 1; off: 0 with block | layers of a chunk (uniform), or layers that each stage recomputes (block)
 --use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
 --zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
 --zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other rounding (ours; --zero-stage 2 and 3, no pipeline)

@@ -103,6 +103,8 @@ def test_full_recomputation_alone_is_uniform_by_one():
     assert (p.recompute_method, p.recompute_num_layers) == ("uniform", 1)
     p = read("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
     assert (p.parallel.recompute_method, p.parallel.recompute_num_layers) == ("block", 3)
+    p = read("--recompute-granularity full --recompute-method block --recompute-num-layers 0")
+    assert p.parallel.recompute_granularity is None  # the first 0 layers
 
 
 def test_batch_size_schedule():
@@ -256,6 +258,7 @@ MISTAKES = [
         1,
         "--recompute-num-layers 1 needs --recompute-granularity full",
     ),
+    ("--recompute-granularity full --recompute-num-layers 0", 1, "0 needs --recompute-method"),
     ("--recompute-granularity full --recompute-num-layers 5", 1, "is more than --num-layers 4"),
     (
         "--distributed-backend nccl --device cpu",

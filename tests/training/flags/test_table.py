@@ -17,12 +17,14 @@ from training.flags.table import UsageError, headings, known_flags, like, live, 
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
---data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size --decoder-first-pipeline-num-layers
+--data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
+--decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr --deterministic-mode --device
 --distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
---ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval --log-json --log-params-norm
+--ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval --log-json
+--log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
@@ -42,11 +44,13 @@ LIVE = """
 --tp-comm-overlap-cache --train-data-path --train-iters --train-samples
 --untie-embeddings-and-output-weights --use-checkpoint-args --use-checkpoint-opt-param-scheduler
 --use-distributed-optimizer --use-megatron-fsdp
---use-rope-scaling --valid-data-path --vocab-file --vocab-size --wandb-exp-name --wandb-project --weight-decay
+--use-rope-scaling --valid-data-path --vocab-file --vocab-size --wandb-exp-name --wandb-project
+--weight-decay
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --no-shared-memory --on-nan "
+    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json "
+    "--no-shared-memory --on-nan "
     "--on-save-failure --optimizer-backend "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
@@ -213,7 +217,8 @@ ELSEWHERE = """
 --extra-vocab-size --patch-tokenizer-type --max-padding-length --dataset --use-mpi --use-z-loss
 --wandb-name --trigger-path --tokenizer-name-or-path --use-fused-rmsnorm --use-fused-swiglu
 --use-fused-rotary-pos-emb --handler-name --enable-hf2mg-convert --reuse-fp32-param
---job.config_file --model.flavor --training.steps --optimizer.name --parallelism.tensor_parallel_degree
+--job.config_file --model.flavor --training.steps --optimizer.name
+--parallelism.tensor_parallel_degree
 --activation_checkpoint.mode --metrics.log_freq --trainer.devices --exp_manager.name
 --output_dir --per_device_train_batch_size --gradient_accumulation_steps --learning_rate
 --num_train_epochs --max_steps --warmup_steps --warmup_ratio --lr_scheduler_type --logging_steps
