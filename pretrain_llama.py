@@ -51,7 +51,7 @@ from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders, build_loaders
 from training.data.loader import Loader
-from training.data.tokenizer import build_tokenizer
+from training.data.tokenizer import tokenizer_for
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
@@ -337,11 +337,11 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
     grid.launch.check_meeting()
     # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
     share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    device, data = choose_device(config, grid.launch, share), config.data
+    device = choose_device(config, grid.launch, share)
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
+    tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note_of(grid))
     if config.run.deterministic_mode:

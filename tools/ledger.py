@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from training.config import Config
 from training.data.build import build_loaders
-from training.data.tokenizer import Tokenizer, build_tokenizer
+from training.data.tokenizer import Tokenizer, tokenizer_for
 from training.flags.parse import parse
 from training.plan.batch_size import global_batch_size, samples_after
 
@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.first_step < 1 or args.steps < 0:
             raise ValueError("--first-step counts from 1 and --steps from 0")
         config = parse(args.flags, int(os.environ.get("WORLD_SIZE", "1")))
-        tokenizer = build_tokenizer(
-            config.data.tokenizer_type, config.data.tokenizer_model, config.model.vocab_size
-        )
+        tokenizer = tokenizer_for(config)
         for entry in ledger(
             config, tokenizer, range(args.first_step, args.first_step + args.steps)
         ):

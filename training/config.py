@@ -196,7 +196,8 @@ class DataConfig:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = None  # or --vocab-file
+    merge_file: str | None = None  # None: merges.txt beside --vocab-file
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ class CheckpointConfig:
     no_load_optim: bool = False
     ckpt_step: int | None = None  # None: the newest complete one
     use_checkpoint_args: bool = False
+    use_checkpoint_opt_param_scheduler: bool = False
     allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch
     exit_on_missing_checkpoint: bool = False
 
@@ -244,12 +246,13 @@ class RunConfig:
     deterministic_mode: bool = False
     eval_interval: int | None = None  # steps; None: never
     eval_iters: int = 100
-    exit_interval: int | None = None
-    exit_duration_in_mins: int | None = None
+    exit_interval: int | None = None  # steps; None or 0: never
+    exit_duration_in_mins: int | None = None  # None or 0: no limit
     manual_gc: bool = False
     manual_gc_interval: int = 0  # steps; 0: only around evaluation
     on_nan: str = "stop"  # or "skip": what to do where the gradient norm is not finite
     dry_run: bool = False
+    ignore_flags: tuple[str, ...] = ()  # "name:count" of another program's flags
 
 
 # The settings that define a run's numbers. Layout, output paths and logging do not.

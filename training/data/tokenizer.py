@@ -7,6 +7,7 @@
     Llama2Tokenizer            the same; documents also begin with <s>, as in Megatron
     TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
     HuggingFaceTokenizer       tokenizer.json, or a directory that holds one
+    GPT2BPETokenizer           vocab.json, as --vocab-file; --merge-file is merges.txt beside it
     NullTokenizer              none: text is numbers below --vocab-size, the last of which
                                (--vocab-size - 1) ends a document
 
@@ -19,7 +20,12 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from training.data.gpt2_tokenizer import GPT2BPETokenizer
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 
 class Tokenizer(Protocol):
@@ -211,12 +217,24 @@ TOKENIZER_TYPES = (
     "Llama2Tokenizer",
     "TikTokenizer",
     "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
     "NullTokenizer",
 )
 
 
+def tokenizer_for(config: "Config") -> Tokenizer:
+    """Return the tokenizer that a run's flags ask for. Raises ValueError."""
+    data = config.data
+    return build_tokenizer(
+        data.tokenizer_type, data.tokenizer_model, config.model.vocab_size, data.merge_file
+    )
+
+
 def build_tokenizer(
-    tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None
+    tokenizer_type: str | None,
+    tokenizer_model: str | None,
+    vocab_size: int | None,
+    merge_file: str | None = None,
 ) -> Tokenizer:
     """Return the tokenizer that the flags of these names ask for. Raises ValueError."""
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -231,6 +249,8 @@ def build_tokenizer(
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     if tokenizer_type == "TikTokenizer":
         return TikTokenizer(tokenizer_model)
+    if tokenizer_type == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(tokenizer_model, merge_file)
     if tokenizer_type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(tokenizer_model)
     return SentencePieceTokenizer(tokenizer_model, tokenizer_type)

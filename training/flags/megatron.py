@@ -51,13 +51,14 @@ CHECKED = """
 --use-nccl-ub --disable-symmetric-registration --use-sharp | switch | any | ! NCCL buffer registration and SHARP are not used: the same numbers
 --high-priority-stream-groups | texts | any | ! every group uses a plain stream: the same numbers
 --disable-gloo-process-groups | switch | any | CPU groups are made only where they are needed
---local-rank | int>=0 | any | the local rank is taken from the launcher's LOCAL_RANK
+--local-rank --local_rank | int>=0 | any | the local rank is taken from the launcher's LOCAL_RANK
 --distributed-timeout-seconds-after-init | int>=1 | any | ! --distributed-timeout-minutes holds for the whole run
 --attention-backend | text | flash,fused,unfused,local,auto | torch's SDPA picks the kernel; each gives the same function
 --flash-attention-version | int>=1 | 2,3,4 | torch's SDPA picks the kernel; each gives the same function
 --use-flash-attn --use-flash-attn-v2 | switch | any | attention goes through torch's SDPA, which is flash attention where it can be
 --transformer-impl | text | local,transformer_engine | the layers are written out here; either name gives the same Llama
---use-mcore-models | switch | any | the model is model/llama.py
+--use-mcore-models --use-legacy-models | switch | any | the model is model/llama.py
+--layernorm-epsilon | float>0 | any | = --norm-epsilon
 --spec | texts | any | ! the model is model/llama.py; fork that file to change a layer
 --attention-softmax-in-fp32 | switch | any | softmax is always computed in fp32 or better
 --accumulate-allreduce-grads-in-fp32 | switch | any | gradients are accumulated and reduced in fp32 or better unless --grad-reduce-in-bf16 or --main-grads-dtype says otherwise
@@ -78,7 +79,20 @@ CHECKED = """
 --disable-bf16-reduced-precision-matmul | switch | any | ! torch's default for reduced precision in matmuls is kept
 --batch-invariant-backend | text | any | there is no batch-invariant mode
 --no-query-key-layer-scaling | switch | any | there is no query-key layer scaling
+--defer-embedding-wgrad-compute | switch | any | ! the output layer's weight gradient is computed in its own backward: the same sum, earlier; --pipeline-schedule zb-h1, zb-v and v-half put weight gradients off
+--wgrad-deferral-limit | int>=0 | any | how many weight gradients --defer-embedding-wgrad-compute may put off, and nothing without it
+--use-torch-fsdp2 | switch | any | = --zero-stage 3
+--ddp-average-in-collective | switch | any | ! ranks' gradients are added and scaled once: the same mean, other rounding
+--use-custom-fsdp | switch | any | = --use-megatron-fsdp
+--outer-dp-sharding-strategy | text | no_shard | --num-distributed-optimizer-instances shards inside each group of ranks and replicates over the groups
+--megatron-fsdp-version | int>=1 | 1,2 | sharding is --zero-stage's own
+--fsdp-double-buffer --fsdp-manual-registration --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-max-pool-double-buffer | switch | any | ! buffers of gathered weights are --zero-stage 3's own, a block ahead with --overlap-param-gather: the same numbers
+--suggested-communication-unit-size | int>=1 | any | ! --zero-stage 3 gathers a block, with --overlap-param-gather also the next one: the same numbers
+--megatron-fsdp-main-params-dtype | text | fp32 | masters are fp32
+--megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype | text | fp32 | gradients are fp32 unless --main-grads-dtype or --grad-reduce-in-bf16 says otherwise
 --DDP-impl | text | local,torch | gradients are reduced by our own buckets
+--no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --no-delay-grad-reduce --delay-param-gather | switch | any | gradients are reduced by our own buckets
+--no-scatter-gather-tensors-in-pipeline | switch | any | ! under --sequence-parallel pipeline messages are shards already; else they travel whole: the same numbers
 --recompute-activations | switch | any | = --recompute-granularity selective
 --recompute-modules | texts | core_attn | selective recomputation repeats core attention
 --cpu-offloading-num-layers | int>=0 | 0 | activations are not offloaded
@@ -93,7 +107,9 @@ CHECKED = """
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
 --weight-decay-incr-style | text | constant | weight decay is constant
 --persistent-save-interval | int>=1 | any | = --save-interval
---override-opt-param-scheduler --override-opt_param-scheduler | switch | any | the learning rate always follows the flags
+--dist-ckpt-strictness | text | assume_ok_unexpected,raise_unexpected,raise_all | a checkpoint is read by name and shape, all of it or not at all
+--override-opt-param-scheduler --override-opt_param-scheduler --override-lr-scheduler | switch | any | the learning rate follows the flags unless --use-checkpoint-opt-param-scheduler is given
+--use-checkpoint-opt_param-scheduler --use-checkpoint-lr-scheduler | switch | any | = --use-checkpoint-opt-param-scheduler
 --eval-global-batch-size | int>=1 | see --global-batch-size | evaluation uses the training batch size
 --eval-micro-batch-size | int>=1 | see --micro-batch-size | evaluation uses the training micro-batch size
 --empty-unused-memory-level | int>=0 | 0,1,2 | ! the allocator keeps its memory; speed and peak may differ, numbers do not
@@ -102,6 +118,7 @@ CHECKED = """
 --exit-signal-handler --exit-signal-handler-for-training | switch | any | SIGTERM always ends the run after the current step, saved
 --exit-signal | text | SIGTERM,SIGINT,SIGUSR1 | each of these ends the run after the current step, saved
 --dataloader-type | text | single | samples are read once, in one global order
+--mmap-warmup | switch | any | ! files are read when needed: the same tokens
 --no-mmap-bin-files | switch | any | ! .bin files are mapped into memory: the same tokens
 --no-create-attention-mask-in-dataloader | switch | any | the loader never builds a mask
 --num-dataset-builder-threads | int>=1 | any | each node builds an index once, with a compiled or vectorised builder
@@ -230,13 +247,14 @@ REFUSED = (
     (
         "write --recompute-granularity full with --recompute-method",
         """
---checkpoint-activations
+--checkpoint-activations --checkpoint-num-layers --activations-checkpoint-method
+--activations-checkpoint-num-layers
         """,
     ),
     (
         "use --sequence-parallel: a layer input saved under it is already a shard",
         """
---distribute-saved-activations
+--distribute-saved-activations --distribute-checkpointed-activations
         """,
     ),
     (
@@ -278,7 +296,7 @@ REFUSED = (
     (
         "--pipeline-schedule zb-h1, zb-v and v-half put off weight gradients; leave it out",
         """
---delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit
+--delay-wgrad-compute
         """,
     ),
     (
@@ -337,7 +355,7 @@ REFUSED = (
     (
         "there is no fp8 or fp4 in this version; use --bf16",
         """
---fp8-format --fp8-recipe --fp8-quantizer-factory --fp8-margin --fp8-interval
+--fp8-e4m3 --fp8-hybrid --fp8-format --fp8-recipe --fp8-quantizer-factory --fp8-margin --fp8-interval
 --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --disable-fp8-wgrad
 --fp8-output-proj --first-last-layers-bf16 --num-layers-at-start-in-bf16
 --num-layers-at-end-in-bf16 --fp4-format --fp4-recipe --fp4-quantizer-factory
@@ -355,29 +373,19 @@ REFUSED = (
     (
         "sharding is --zero-stage: no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3",
         """
---use-megatron-fsdp --use-torch-fsdp2 --megatron-fsdp-version --data-parallel-sharding-strategy
 --no-use-layer-wise-param-layout --create-all-gather-group
         """,
     ),
     (
         "--num-distributed-optimizer-instances shards inside each group of ranks and replicates over the groups",
         """
---outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+--enable-full-sharding-in-hsdp
         """,
     ),
     (
         "--zero-stage 3 gathers a block, with --overlap-param-gather also the next one, and frees it after its use",
         """
---fsdp-manual-registration --fsdp-double-buffer --suggested-communication-unit-size
 --torch-fsdp2-no-reshard-after-forward --megatron-fsdp-enable-fine-grained-param-gather
---megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
-        """,
-    ),
-    (
-        "masters are fp32; gradients follow --main-grads-dtype and --grad-reduce-in-bf16",
-        """
---megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
---megatron-fsdp-grad-comm-dtype
         """,
     ),
     (
@@ -395,7 +403,7 @@ REFUSED = (
     (
         "reductions are sums, scaled once; the numbers would differ",
         """
---ddp-param-name-patterns-for-fp32-local-accumulation --ddp-average-in-collective
+--ddp-param-name-patterns-for-fp32-local-accumulation
         """,
     ),
     (
@@ -499,12 +507,6 @@ REFUSED = (
         """,
     ),
     (
-        "the learning rate follows the flags, never a checkpoint",
-        """
---use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler
-        """,
-    ),
-    (
         "all layers train",
         """
 --freeze-all-layers
@@ -546,7 +548,7 @@ REFUSED = (
 --ckpt-fully-parallel-save-process-group --ckpt-fully-parallel-load-process-group
 --ckpt-pg-tensors-cache-path --ckpt-pg-tensors-cache-create
 --no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity
---dist-ckpt-strictness --dist-ckpt-save-pre-mcore-014
+--dist-ckpt-save-pre-mcore-014
 --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers
 --ckpt-drop-redundant-extra-state
         """,
@@ -600,7 +602,7 @@ REFUSED = (
     (
         "use SentencePieceTokenizer, TikTokenizer or HuggingFaceTokenizer with one file in --tokenizer-model",
         """
---vocab-file --merge-file --tokenizer-metadata --tokenizer-special-tokens
+--tokenizer-metadata --tokenizer-special-tokens
 --tiktoken-num-special-tokens --no-tokenizer-sentencepiece-ignore-extra-whitespaces
 --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --use-gigatoken
         """,
@@ -753,11 +755,16 @@ DIFFERENCES = (
         "it counts the samples those steps consume",
     ),
     (
-        "--lr-wsd-decay-style, other --lr-* flags",
-        "stored in a checkpoint and compared",
-        "always from the flags",
+        "--lr-decay-style, other --lr-* flags, --weight-decay",
+        "a resume compares them with the checkpoint's, and stops where they differ",
+        "they may change from run to run; --use-checkpoint-opt-param-scheduler takes the checkpoint's",
     ),
     ("--save-interval", "needed with --save", "left out: one checkpoint at the end"),
+    (
+        "--use-megatron-fsdp",
+        "turns --use-distributed-optimizer on; main gradients are bf16 where no flag says otherwise",
+        "--data-parallel-sharding-strategy alone says what is sharded; main gradients are fp32",
+    ),
     (
         "--ckpt-format",
         "torch_dist",

@@ -41,7 +41,7 @@ def from_checkpoint(
     """
     where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
     for flag, root in where:
-        found = _read(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
+        found = newest(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
         if found is None:
             continue
         directory = found.directory
@@ -63,7 +63,7 @@ def from_checkpoint(
     )
 
 
-def _read(flag: str, root: Path, step: int | None) -> Checkpoint | None:
+def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:
     """Return the newest checkpoint that opens; find_latest later reports those passed over."""
     for name in candidates(root, step, flag)[0]:
         with suppress(CheckpointError):

@@ -16,7 +16,7 @@ import torch
 from training import config
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
-from training.flags import model_sizes, rules, table, zero_rules
+from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
 from training.flags.table import Flag
 from training.plan import batch_size, pipeline
 
@@ -32,6 +32,7 @@ _SECTIONS = {
     "log": config.LogConfig,
     "run": config.RunConfig,
 }
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
 
 
@@ -51,6 +52,8 @@ def parse(
     if "--use-checkpoint-args" in given:
         assert from_hf is not None
         given = model_sizes.from_checkpoint(given, from_hf)
+    if "--use-checkpoint-opt-param-scheduler" in given:
+        given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
@@ -132,6 +135,7 @@ def _read(
     parser = build_parser(extra)
     known = set(table.known_flags())
     own_names = set(parser._option_string_actions) - known
+    argv, ignored = foreign.take_out(argv, own_names)
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
@@ -139,8 +143,12 @@ def _read(
         raise UsageError(str(error)) from None
     if stray:
         raise UsageError(f"{stray[0]}: a value that belongs to no flag")
-    given: dict[str, Any] = {}
-    notes: list[str] = []
+    given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
+    notes = [
+        f"--ignore-flags: --{name.partition(':')[0]} is left out: what it does in another program "
+        "is not done here"
+        for name in ignored
+    ]
     own: list[tuple[str, Any]] = []
     for name, text in vars(found).items():
         flag = table.known_flags().get(name)
@@ -161,7 +169,7 @@ def _expand(token: str, own_names: set[str]) -> list[str]:
         return [token]
     flag = table.known_flags().get(name)
     if flag is None:
-        raise UsageError(f"{name} is not a flag of this program; {table.suggest(name)}")
+        raise UsageError(f"{name} is not a flag of this program{table.suggest(name)}")
     if flag.kind == table.REFUSED_KIND:
         raise UsageError(f"{name} is refused: {flag.text}")
     if spelled := flag.stands_for:
@@ -215,6 +223,9 @@ def _assemble(
     if "--group-query-attention" in given and "--num-query-groups" not in given:
         model["num_query_groups"] = 1
     parallel["world_size"] = world_size
+    strategy = parallel.pop("data_parallel_sharding_strategy", STRATEGIES[0])
+    if parallel.pop("use_megatron_fsdp", False):  # it turns use_distributed_optimizer on
+        parallel |= {"zero_stage": STRATEGIES.index(strategy), "use_distributed_optimizer": False}
     tp = parallel.get("tensor_model_parallel_size", 1)
     if parallel.get("sequence_parallel") and tp == 1:
         parallel["sequence_parallel"] = False
@@ -233,6 +244,9 @@ def _assemble(
             "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
             "so give other bits; name a method, or a --tp-comm-overlap-cache"
         )
+    if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+            parallel.pop(name, None)  # the first 0 layers: none
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
@@ -253,6 +267,9 @@ def _assemble(
     if run.pop("no_check_for_nan_in_loss_and_grad", False):
         run["on_nan"] = "skip"
     data = parts["data"]
+    vocab_file = data.pop("vocab_file", None)
+    if data.get("tokenizer_type") == "GPT2BPETokenizer":
+        data["tokenizer_model"] = vocab_file  # as there, --tokenizer-model is not read
     if data.get("split"):
         data["split"] = data["split"].strip(" '\"")
     if data.get("data_path"):

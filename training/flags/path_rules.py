@@ -42,17 +42,16 @@ def _data(config: Config) -> None:
             "--tokenizer-type is missing: it says how large the vocabulary is and which token "
             "ends a document"
         )
-    if dry and config.model.vocab_size is None:
-        raise UsageError("--vocab-size is missing: --dry-run opens no tokenizer to learn it from")
     if d.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         raise UsageError("--vocab-size is missing: NullTokenizer has no file that says it")
     if d.tokenizer_type not in (None, "NullTokenizer"):
+        flag = "--vocab-file" if d.tokenizer_type == "GPT2BPETokenizer" else "--tokenizer-model"
         if d.tokenizer_model is None:
-            raise UsageError(f"--tokenizer-model is missing: {d.tokenizer_type} reads that file")
+            raise UsageError(f"{flag} is missing: {d.tokenizer_type} reads that file")
         if not os.path.exists(d.tokenizer_model) and not dry:
-            raise UsageError(
-                f"--tokenizer-model {d.tokenizer_model}: no such file (nothing is downloaded)"
-            )
+            raise UsageError(f"{flag} {d.tokenizer_model}: no such file (nothing is downloaded)")
+        if d.merge_file is not None and not os.path.exists(d.merge_file) and not dry:
+            raise UsageError(f"--merge-file {d.merge_file}: no such file (nothing is downloaded)")
 
 
 def _split(text: str) -> tuple[float, float, float]:

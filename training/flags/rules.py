@@ -54,6 +54,9 @@ EXCLUDE = (
     ("--decoder-last-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
+    ("--use-megatron-fsdp", "--zero-stage"),
+    ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
+    ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
 CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
@@ -74,6 +77,10 @@ IDLE = (
     ("--on-save-failure", "--save"),
     ("--keep-last-k", "--save"),
     ("--save-retain-interval", "--save"),
+    ("--save-interval", "--save"),
+    ("--use-checkpoint-opt-param-scheduler", "--load"),
+    ("--data-parallel-sharding-strategy", "--use-megatron-fsdp"),
+    ("--wgrad-deferral-limit", "--defer-embedding-wgrad-compute"),
 )
 
 
@@ -118,6 +125,12 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:
                 yield f"{name} has nothing to act on without --lr-decay-style WSD"
+    for name in ("--vocab-file", "--merge-file"):
+        if name in given and given.get("--tokenizer-type") != "GPT2BPETokenizer":
+            yield f"{name} has nothing to act on without --tokenizer-type GPT2BPETokenizer"
+    for name in ("--finetune", "--no-load-optim"):
+        if name in given and "--use-checkpoint-opt-param-scheduler" in given:
+            yield f"--use-checkpoint-opt-param-scheduler has nothing to act on with {name}"
     if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
         yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 
@@ -207,6 +220,8 @@ def _recompute(config: Config) -> None:
         ):
             if value is not None:
                 raise UsageError(f"{flag} {value} needs --recompute-granularity full")
+    elif p.recompute_num_layers == 0:
+        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
     elif (p.recompute_num_layers or 1) > config.model.num_layers:
         raise UsageError(
             f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
@@ -274,8 +289,6 @@ def _run(config: Config) -> None:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        raise UsageError(f"--save-interval {checkpoint.save_interval} needs --save")
     if log.profile:
         if log.profile_step_start >= log.profile_step_end:
             raise UsageError(

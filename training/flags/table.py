@@ -13,7 +13,9 @@ A flag of `one of a,b; bare b` may be given without a value, and then means b.
 
 import difflib
 import math
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -61,11 +63,13 @@ LIVE = """
 --tp-comm-overlap-cache | text | file; off: left out, measure at each start | store what --tp-comm-overlap auto chose for this machine; a later run reads it instead of measuring (ours, not Megatron's)
 --recompute-granularity | one of selective,full | off: left out, keep activations | run again in backward, to save memory: core attention (selective) or whole layers (full)
 --recompute-method | one of uniform,block | default: uniform; with full only | recompute all layers in chunks (uniform) or the first layers of each stage (block)
---recompute-num-layers | int>=1 | layers; default: 1 | layers of a chunk (uniform), or layers that each stage recomputes (block)
+--recompute-num-layers | int>=0 | layers; default: 1; off: 0 with block | layers of a chunk (uniform), or layers that each stage recomputes (block)
 --use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
 --zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
 --zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other rounding (ours; --zero-stage 2 and 3, no pipeline)
 --num-distributed-optimizer-instances | int>=1 | groups of data-parallel ranks; off: 1 | shard inside a group of ranks, replicate over the groups
+--use-megatron-fsdp | switch | off: left out | let --data-parallel-sharding-strategy give the --zero-stage
+--data-parallel-sharding-strategy | one of no_shard,optim,optim_grads,optim_grads_params | default: no_shard; with --use-megatron-fsdp only | another name of --zero-stage 0, 1, 2, 3
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
 --overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated weights during the next forward; at --zero-stage 3 one block ahead
 --ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block
@@ -112,8 +116,10 @@ LIVE = """
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
---tokenizer-type | one of SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer,TikTokenizer,HuggingFaceTokenizer,NullTokenizer | default: NullTokenizer with --mock-data | format of --tokenizer-model
---tokenizer-model | text | file; off: left out, with NullTokenizer | SentencePiece .model, Llama 3's tiktoken file, or tokenizer.json
+--tokenizer-type | one of SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer,TikTokenizer,HuggingFaceTokenizer,GPT2BPETokenizer,NullTokenizer | default: NullTokenizer with --mock-data | format of --tokenizer-model
+--tokenizer-model | text | file; off: left out, with NullTokenizer and GPT2BPETokenizer | SentencePiece .model, Llama 3's tiktoken file, or tokenizer.json
+--vocab-file | text | file; off: left out, with GPT2BPETokenizer only | vocab.json: ids by token
+--merge-file | text | file; default: merges.txt beside --vocab-file | the merges of GPT2BPETokenizer, one a line
 [checkpoint] Checkpoints
 --save | text | directory; off: left out | where checkpoints go
 --load | text | directory; off: left out | resume from the newest complete checkpoint there
@@ -128,6 +134,7 @@ LIVE = """
 --ckpt-step | int>=0 | step; off: left out, the newest | load the checkpoint of this step
 --use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
 --allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these differ from the checkpoint's (ours, not Megatron's)
+--use-checkpoint-opt-param-scheduler | switch | off: left out, from the flags | take peak, floor, warm-up, length and style of the learning rate, and the weight decay, from the checkpoint of --load
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
 --log-interval | int>=1 | steps | steps between two log lines
@@ -146,13 +153,14 @@ LIVE = """
 --fp64 | switch | off: left out, fp32 | everything in double precision, for tests of exactness (ours, not Megatron's)
 --deterministic-mode | switch | off: left out | refuse kernels whose results differ from run to run
 --eval-interval | int>=1 | steps; off: left out | steps between two evaluations
---eval-iters | int>=0 | steps; off: 0 | global batches in one evaluation
---exit-interval | int>=1 | steps; off: left out | save and stop after a step that is a multiple of this
---exit-duration-in-mins | int>=1 | minutes; off: left out | save and stop after this time
+--eval-iters | int>=-1 | steps; off: 0 or -1 | global batches in one evaluation
+--exit-interval | int>=0 | steps; off: left out or 0 | save and stop after a step that is a multiple of this
+--exit-duration-in-mins | int>=0 | minutes; off: left out or 0 | save and stop after this time
 --manual-gc | switch | off: left out | collect Python's garbage at fixed steps, all ranks together
 --manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | steps between two collections of --manual-gc
 --on-nan | one of stop,skip | default: stop | what to do where the gradient norm is not finite and the update was skipped: end the run or go on (ours, not Megatron's)
 --no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
+--ignore-flags | texts | NAME:COUNT ...; off: left out | leave out these flags of somebody's fork with the COUNT values after each; Weft and Megatron-LM must not know them (ours, not Megatron's)
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
 """  # noqa: E501
 
@@ -268,7 +276,35 @@ def live() -> list[Flag]:
 
 
 def suggest(name: str) -> str:
-    """Return a hint: the known flags closest to an unknown one, or where the list is."""
-    usable = [f.name for f in known_flags().values() if f.kind != REFUSED_KIND]
-    close = difflib.get_close_matches(name, usable, n=3, cutoff=0.7)
-    return f"did you mean {' or '.join(close)}?" if close else "--help lists the flags"
+    """Return the rest of a sentence on an unknown flag: the closest ones, or where the list is."""
+    close = like(name, [f.name for f in known_flags().values() if f.kind != REFUSED_KIND])
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return " nor of Megatron-LM; --help lists the flags, --ignore-flags leaves out other programs'"
+
+
+def like(name: str, names: Sequence[str]) -> list[str]:
+    """Return up to 3 of `names` that `name` may be a slip of the pen for, the closest first.
+
+    Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
+    next, more in a long name.
+    """
+    told = {_plain(known): known for known in names}
+    plain = _plain(name)
+    exact = [told[plain]] if plain in told else []
+    near = exact or [known for short, known in told.items() if _one_edit(plain, short)]
+    alike = near or [told[p] for p in difflib.get_close_matches(plain, told, 3, cutoff=0.89)]
+    return alike[:3]
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def _one_edit(a: str, b: str) -> bool:
+    """Return whether one letter left out, added, changed or swapped makes b of a."""
+    start = len(os.path.commonprefix((a, b)))
+    a, b = a[start:], b[start:]
+    end = len(os.path.commonprefix((a[::-1], b[::-1])))
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    return max(len(a), len(b)) <= 1 or (len(a) == len(b) == 2 and a == b[::-1])

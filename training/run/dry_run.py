@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report what a run would do before it starts: layout, memory, work, traffic.
 
-It works for any WORLD_SIZE: the model is built and run on meta tensors, and no process group, no
-device and no file is touched.
+It works for any WORLD_SIZE: the model is built and run on meta tensors, and no process group and no
+device is touched. The tokenizer's file is read where --vocab-size is left out and the file is here.
 """
 
+import os
 from dataclasses import replace
 
 from training.config import Config
+from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
 from training.plan import activations, batch_size, buffers, pipeline, rank_memory, traffic
 from training.plan.activations import Held
@@ -16,19 +18,44 @@ from training.plan.rank_memory import Shapes
 from training.plan.traffic import Traffic
 
 GPU_BYTES = 80e9  # memory of an H100 or A100
+NO_VOCABULARY = (
+    "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
+    "tokenizer is here; give --vocab-size"
+)
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
 def report(config: Config, provider: ModelProvider) -> str:
     """Return the report of --dry-run. In a pipeline it details the rank that needs most memory."""
+    model = config.data.tokenizer_model
+    if config.model.vocab_size is None and model and os.path.exists(model):
+        config = config.with_vocab(tokenizer_for(config).vocab_size)
+    sections = [("Layout", _layout(config))]
+    if config.model.vocab_size is None:
+        sections += [("Batch", _batch(config)), ("Not known", [NO_VOCABULARY])]
+    else:
+        sections += _of_the_model(config, provider)
+    sections += [
+        ("Notes on the flags", list(config.notes)),
+        (
+            "Differs from Megatron-LM",
+            [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES],
+        ),
+    ]
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
+    )
+
+
+def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, list[str]]]:
+    """Return the sections that depend on the model's shapes."""
     size = config.parallel.pipeline_model_parallel_size
     shapes = [rank_memory.shapes(config, provider, rank) for rank in range(size)]
     held = activations.held(config, provider)
     kinds = [memory(config, provider, rank, held[rank]) for rank in range(size)]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
-    sections = [
-        ("Layout", _layout(config)),
+    return [
         ("Pipeline", pipeline.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
@@ -39,15 +66,7 @@ def report(config: Config, provider: ModelProvider) -> str:
             f"Traffic of one step{f', {rank}' if size > 1 else ''}",
             _traffic(traffic.traffic(config, provider, fullest)),
         ),
-        ("Notes on the flags", list(config.notes)),
-        (
-            "Differs from Megatron-LM",
-            [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES],
-        ),
     ]
-    return "\n\n".join(
-        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
-    )
 
 
 def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:

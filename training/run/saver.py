@@ -60,6 +60,9 @@ class Saver:
         tokenizer, self._attach = Path(config.data.tokenizer_model or ""), {}
         if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
             self._attach[checkpoint.plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
+        if config.data.tokenizer_type == "GPT2BPETokenizer":
+            merges = Path(config.data.merge_file or tokenizer.parent / "merges.txt")
+            self._attach["merges.txt"] = merges.read_bytes()
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""

@@ -262,5 +262,5 @@ def due(interval: int | None, iteration: int, last: bool = False) -> bool:
 
 def time_is_up(settings: RunConfig, started: float) -> bool:
     """Return whether --exit-duration-in-mins have passed since `started`, a time.monotonic()."""
-    minutes = settings.exit_duration_in_mins
-    return minutes is not None and time.monotonic() - started > 60 * minutes
+    minutes = settings.exit_duration_in_mins or 0  # 0: no limit
+    return 0 < 60 * minutes < time.monotonic() - started

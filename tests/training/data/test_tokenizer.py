@@ -204,7 +204,7 @@ def test_what_a_user_is_told(tmp_path, sentencepiece_path, tiktoken_path):
             build_tokenizer(*flags)
 
     refused("--tokenizer-type None is none of SentencePiece", None, None, None)
-    refused("--tokenizer-type GPT2BPETokenizer is none of", "GPT2BPETokenizer", "x", None)
+    refused("--tokenizer-type BertWordPiece is none of", "BertWordPiece", "x", None)
     refused("NullTokenizer needs --vocab-size", "NullTokenizer", None, None)
     refused("NullTokenizer needs --vocab-size", "NullTokenizer", None, -5)
     for kind in TOKENIZER_TYPES[:-1]:

@@ -103,6 +103,8 @@ def test_full_recomputation_alone_is_uniform_by_one():
     assert (p.recompute_method, p.recompute_num_layers) == ("uniform", 1)
     p = read("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
     assert (p.parallel.recompute_method, p.parallel.recompute_num_layers) == ("block", 3)
+    p = read("--recompute-granularity full --recompute-method block --recompute-num-layers 0")
+    assert p.parallel.recompute_granularity is None  # the first 0 layers
 
 
 def test_batch_size_schedule():
@@ -121,6 +123,55 @@ def test_a_fork_adds_its_own_flags():
         read("--window x", extra=extra)
     with pytest.raises(UsageError, match="--window is not a flag"):
         read("--window 9")
+
+
+def test_flags_of_another_program_are_left_out_and_told():
+    config = read(
+        "--trigger-path /x --bf16 --use-mpi --beta=0.5 --data-weights 1 2 --seed 3 "
+        "--ignore-flags trigger-path:1 --use-mpi:0 beta:1 data-weights:2"
+    )
+    assert (config.run.dtype, config.run.seed) == (torch.bfloat16, 3)
+    assert config.run.ignore_flags == ("trigger-path:1", "use-mpi:0", "beta:1", "data-weights:2")
+    for name in ("trigger-path", "use-mpi", "beta", "data-weights"):
+        assert f"--ignore-flags: --{name} is left out" in "\n".join(config.notes)
+
+
+@pytest.mark.parametrize(
+    "more,stage",
+    [
+        ("--use-megatron-fsdp", 0),
+        ("--use-megatron-fsdp --use-distributed-optimizer", 0),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+        ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
+        ("--data-parallel-sharding-strategy optim_grads_params", 0),
+        ("--use-torch-fsdp2", 3),
+    ],
+)
+def test_sharding_under_megatrons_names(more, stage):
+    config = read(more, world=2)
+    assert config.parallel.zero == stage
+    alone = "--data-parallel-sharding-strategy has nothing to act on without --use-megatron-fsdp"
+    assert (alone in config.notes) == more.startswith("--data")
+
+
+def test_off_values_of_megatron():
+    config = read("--eval-iters -1 --eval-interval 5 --exit-interval 0 --exit-duration-in-mins 0")
+    assert config.run.eval_iters == -1
+    notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
+    assert "--save-interval has nothing to act on without --save" in notes
+    assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes
+    notes = "\n".join(read("--wgrad-deferral-limit 50 --defer-embedding-wgrad-compute").notes)
+    assert "the output layer's weight gradient is computed in its own backward" in notes
+
+
+def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):
+    for name in ("v.json", "m.txt"):
+        (tmp_path / name).touch()
+    files = f"--vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt"
+    data = read(f"--tokenizer-type GPT2BPETokenizer --tokenizer-model unread {files}").data
+    assert (data.tokenizer_model, data.merge_file) == (f"{tmp_path}/v.json", f"{tmp_path}/m.txt")
+    assert "--vocab-file has nothing to act on without" in "\n".join(read(files).notes)
 
 
 def test_nan_is_stopped_on_unless_told():
@@ -147,7 +198,11 @@ MISTAKES = [
     ("--fp16", 1, "--fp16 is refused: fp16 needs loss scaling, which is not here; use --bf16"),
     ("--num-experts 8", 1, "--num-experts 8: only 1 is accepted"),
     ("--moe-grouped-gemm", 1, "--moe-grouped-gemm is refused"),
-    ("--use-torch-fsdp2", 1, "--use-torch-fsdp2 is refused"),
+    (
+        "--deepspeed",
+        1,
+        "--deepspeed is not a flag of this program nor of Megatron-LM; --help lists",
+    ),
     ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
     ("--context-parallel-size 2", 2, "--context-parallel-size 2: only 1"),
     (
@@ -203,6 +258,7 @@ MISTAKES = [
         1,
         "--recompute-num-layers 1 needs --recompute-granularity full",
     ),
+    ("--recompute-granularity full --recompute-num-layers 0", 1, "0 needs --recompute-method"),
     ("--recompute-granularity full --recompute-num-layers 5", 1, "is more than --num-layers 4"),
     (
         "--distributed-backend nccl --device cpu",
@@ -212,7 +268,13 @@ MISTAKES = [
     ("--data-path x", 1, "--mock-data and --data-path exclude each other"),
     ("--split a,b", 1, "--split a,b: give up to three numbers"),
     ("--eval-interval 5 --split 1,0,0", 1, "--eval-interval 5 has nothing to evaluate on"),
-    ("--tokenizer-type GPT2BPETokenizer", 1, "--tokenizer-type GPT2BPETokenizer: must be one of"),
+    ("--tokenizer-type BertWordPieceCase", 1, "--tokenizer-type BertWordPieceCase: must be one of"),
+    ("--tokenizer-type GPT2BPETokenizer", 1, "--vocab-file is missing: GPT2BPETokenizer reads"),
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file README.md --merge-file none",
+        1,
+        "--merge-file none: no such file (nothing is downloaded)",
+    ),
     ("--tokenizer-type TikTokenizer", 1, "--tokenizer-model is missing: TikTokenizer reads"),
     (
         "--tokenizer-type TikTokenizer --tokenizer-model meta-llama/Llama-3",
@@ -220,15 +282,35 @@ MISTAKES = [
         "--tokenizer-model meta-llama/Llama-3: no such file (nothing is downloaded)",
     ),
     ("--ckpt-step 5", 1, "--ckpt-step 5 needs --load"),
-    ("--save-interval 5", 1, "--save-interval 5 needs --save"),
     ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),
     ("--profile --profile-ranks 0 2", 2, "--profile-ranks 2: ranks go from 0 to 1"),
     ("--on-nan stop --no-check-for-nan-in-loss-and-grad", 1, "the latter is --on-nan skip"),
-    ("--use-megatron-fsdp", 1, "is refused: sharding is --zero-stage: no_shard is 0, optim 1"),
-    ("--data-parallel-sharding-strategy optim_grads_params", 1, "optim_grads_params 3"),
+    ("--use-megatron-fsdp --zero-stage 3", 1, "--use-megatron-fsdp and --zero-stage exclude each"),
+    (
+        "--data-parallel-sharding-strategy full",
+        1,
+        "must be one of no_shard, optim, optim_grads, opt",
+    ),
     ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances shards"),
-    ("--megatron-fsdp-grad-comm-dtype bf16", 1, "gradients follow --main-grads-dtype and --grad"),
-    ("--fsdp-double-buffer", 1, "with --overlap-param-gather also the next one"),
+    ("--megatron-fsdp-grad-comm-dtype bf16", 1, "only fp32 is accepted; gradients are fp32 unless"),
+    ("--enable-full-sharding-in-hsdp", 1, "--num-distributed-optimizer-instances shards"),
+    ("--dist-ckpt-strictness ignore_all", 1, "a checkpoint is read by name and shape, all of it"),
+    (
+        "--dataloader-type cyclic",
+        1,
+        "only single is accepted; samples are read once, in one global",
+    ),
+    ("--rotary-percent 0.5", 1, "only 1.0 is accepted; a Llama rotates the whole head"),
+    ("--eval-iters -2", 1, "--eval-iters -2: must be a whole number >= -1"),
+    ("--ignore-flags", 1, "--ignore-flags names no flag: give NAME:COUNT"),
+    ("--ignore-flags use-mpi", 1, "--ignore-flags use-mpi: give NAME:COUNT, COUNT the number"),
+    ("--ignore-flags lr:1", 1, "--ignore-flags lr: --lr is known here, so it cannot be left out"),
+    ("--ignore-flags moe-router-topk:1", 1, "--moe-router-topk is known here"),
+    ("--ignore-flags num-layer:1", 1, "too close to --num-layers, for which --num-layer may be"),
+    ("--ignore-flags tensor-model-paralel-siz:1", 1, "too close to --tensor-model-parallel-size"),
+    ("--trigger-path /x /y --ignore-flags trigger-path:1", 1, "/y follows, a value more than that"),
+    ("--trigger-path --bf16 --ignore-flags trigger-path:1", 1, "--trigger-path has fewer values"),
+    ("--trigger-path=/x --ignore-flags trigger-path:0", 1, "--trigger-path=/x has more values"),
     ("--optimizer-offload-fraction 0.5", 1, "0.5: only 1.0 is accepted; --optimizer-cpu-offload"),
 ]
 

@@ -11,22 +11,24 @@ import pytest
 from training import config
 from training.flags.megatron import CHECKED, DIFFERENCES
 from training.flags.parse import build_parser
-from training.flags.table import UsageError, headings, known_flags, live, suggest
+from training.flags.table import UsageError, headings, known_flags, like, live, suggest
 
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
---data-cache-path --data-path --ddp-bucket-size --decoder-first-pipeline-num-layers
+--data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
+--decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr --deterministic-mode --device
 --distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
---init-method-std --keep-last-k --kv-channels --load --log-interval --log-json --log-params-norm
+--ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval --log-json
+--log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
---manual-gc-interval --max-position-embeddings --micro-batch-size --model-file
+--manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
@@ -40,17 +42,24 @@ LIVE = """
 --sequence-parallel --split --step-batch-size-schedule --tensor-model-parallel-size
 --tensorboard-dir --test-data-path --tokenizer-model --tokenizer-type --tp-comm-overlap
 --tp-comm-overlap-cache --train-data-path --train-iters --train-samples
---untie-embeddings-and-output-weights --use-checkpoint-args --use-distributed-optimizer
---use-rope-scaling --valid-data-path --vocab-size --wandb-exp-name --wandb-project --weight-decay
+--untie-embeddings-and-output-weights --use-checkpoint-args --use-checkpoint-opt-param-scheduler
+--use-distributed-optimizer --use-megatron-fsdp
+--use-rope-scaling --valid-data-path --vocab-file --vocab-size --wandb-exp-name --wandb-project
+--weight-decay
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --keep-last-k --log-json --model-file "
+    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
+--activations-checkpoint-method --activations-checkpoint-num-layers --checkpoint-num-layers
+--delay-param-gather --distribute-checkpointed-activations --fp8-e4m3 --fp8-hybrid
+--layernorm-epsilon --local_rank --mmap-warmup --no-contiguous-buffers-in-local-ddp
+--no-delay-grad-reduce --no-scatter-gather-tensors-in-pipeline --override-lr-scheduler
+--use-checkpoint-lr-scheduler --use-contiguous-buffers-in-ddp --use-custom-fsdp --use-legacy-models
 --DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
 --log-learning-rate-to-tensorboard --no-async-tensor-model-parallel-allreduce
 --no-log-learnig-rate-to-tensorboard --no-query-key-layer-scaling --use-flash-attn-v2
@@ -72,7 +81,9 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
         ("--use-distributed-optimizer", "live"),
         ("--num-experts", "checked"),
         ("--moe-router-topk", "refused"),
-        ("--use-torch-fsdp2", "refused"),
+        ("--use-torch-fsdp2", "checked"),
+        ("--use-megatron-fsdp", "live"),
+        ("--enable-full-sharding-in-hsdp", "refused"),
         ("--num-distributed-optimizer-instances", "live"),
         ("--grad-reduce-in-bf16", "live"),
         ("--main-grads-dtype", "live"),
@@ -105,6 +116,8 @@ def test_live_flags_and_config_fields_are_the_same_list():
     }
     assert set(sections) == set(headings())
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
+    named |= {"use_megatron_fsdp": "zero_stage", "data_parallel_sharding_strategy": "zero_stage"}
+    named |= {"vocab_file": "tokenizer_model"}
     held = {section: set() for section in sections}
     for flag in live():
         held[flag.group].add(named.get(flag.dest, flag.dest))
@@ -141,7 +154,8 @@ def test_every_setting_is_read_by_the_run():
     names = config.Config(config.ModelConfig(2, 64, 4, 32)).flat()
     fields_of = {name: name.split(".")[1] for name in names}
     unread = {name for name, field in fields_of.items() if through.get(field, field) not in read}
-    assert unread == {"checkpoint.use_checkpoint_args"}  # parse() has acted on it
+    parsed = {"checkpoint.use_checkpoint_args", "checkpoint.use_checkpoint_opt_param_scheduler"}
+    assert unread == parsed | {"run.ignore_flags"}  # parse() has acted on them
 
 
 def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
@@ -162,8 +176,60 @@ def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
 
 
 def test_an_unknown_flag_gets_close_ones():
-    assert suggest("--num-layer").startswith("did you mean --num-layers")
+    assert suggest("--num-layer").startswith("; did you mean --num-layers")
     assert "--help" in suggest("--xyzzy")
+    assert suggest("--micro_batch_size") == "; did you mean --micro-batch-size?"
+
+
+def slips(name):
+    """Yield `name` with one letter left out, doubled, changed or swapped with the next."""
+    for i in range(2, len(name)):
+        before, letter, after = name[:i], name[i], name[i + 1 :]
+        yield before + after
+        yield before + 2 * letter + after
+        yield before + ("x" if letter != "x" else "y") + after
+        if after:
+            yield before + after[0] + letter + after[1:]
+
+
+def close_to(typed, names):
+    return [name.replace("_", "-") for name in like(typed, names)]
+
+
+def test_a_slip_of_the_pen_suggests_the_flag_that_was_meant():
+    known = known_flags()
+    usable = [name for name, flag in known.items() if flag.kind != "refused"]
+    wrong = [
+        (typed, name)
+        for i, name in enumerate(usable)
+        for typed in list(slips(name))[i % 61 :: 61]
+        if typed not in known and name.replace("_", "-") not in close_to(typed, usable)
+    ]
+    assert not wrong
+
+
+# Flags of Megatron-DeepSpeed, Pai-Megatron-Patch, llm-jp, MindSpeed-LLM, torchtitan, NeMo and
+# Hugging Face's Trainer that are like none of ours.
+ELSEWHERE = """
+--deepspeed --deepspeed_config --deepspeed-activation-checkpointing --ds-sequence-parallel-size
+--num-key-value-heads --no-pipeline-parallel --cpu-optimizer --remote-device --universal-checkpoint
+--extra-vocab-size --patch-tokenizer-type --max-padding-length --dataset --use-mpi --use-z-loss
+--wandb-name --trigger-path --tokenizer-name-or-path --use-fused-rmsnorm --use-fused-swiglu
+--use-fused-rotary-pos-emb --handler-name --enable-hf2mg-convert --reuse-fp32-param
+--job.config_file --model.flavor --training.steps --optimizer.name
+--parallelism.tensor_parallel_degree
+--activation_checkpoint.mode --metrics.log_freq --trainer.devices --exp_manager.name
+--output_dir --per_device_train_batch_size --gradient_accumulation_steps --learning_rate
+--num_train_epochs --max_steps --warmup_steps --warmup_ratio --lr_scheduler_type --logging_steps
+--save_steps --save_total_limit --eval_steps --evaluation_strategy --report_to --push_to_hub
+--gradient_checkpointing --max_grad_norm --dataloader_num_workers --fsdp --tf32 --torch_compile
+--overwrite_output_dir --do_train --do_eval --label_names --group_by_length --ddp_timeout
+""".split()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_flag_of_another_program_is_not_taken_for_one_of_ours(name):
+    assert "--help" in suggest(name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dry run: what it prints, and what it advises."""
 
+import base64
+
 import pytest
 
 from pretrain_llama import model_provider
@@ -77,10 +79,23 @@ def test_the_report_of_a_large_run():
     assert "none: one rank" in report(read())
 
 
-def test_the_vocabulary_must_be_known():
+def test_without_a_vocabulary_it_says_what_is_not_known():
+    """Rules, layout, batch and notes need no vocabulary, so a run is checked without one."""
     base = SMALL.replace("--vocab-size 300", "").replace("--mock-data", "")
-    with pytest.raises(UsageError, match="--vocab-size is missing: --dry-run opens no tokenizer"):
-        read("", 1, base)
+    text = report(read("", 1, base))
+    assert "Layout" in text and "Batch" in text and "Differs from Megatron-LM" in text
+    assert "Not known\n  parameters, memory" in text and "give --vocab-size" in text
+    assert "Memory of" not in text
+    with pytest.raises(UsageError, match="--global-batch-size 3 is not a multiple"):
+        read("--global-batch-size 3", 2, base)
+
+
+def test_the_vocabulary_is_read_where_the_tokenizer_is_here(tmp_path):
+    byte = "".join(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
+    (tmp_path / "tokenizer.model").write_text(byte)
+    base = SMALL.replace("--vocab-size 300", "").replace("--mock-data", "")
+    tokenizer = f"--tokenizer-type TikTokenizer --tokenizer-model {tmp_path}/tokenizer.model"
+    assert "vocabulary 512," in report(read(tokenizer, 1, base))
 
 
 LLAMA_8B = (

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take the learning rate's curve and the weight decay from a checkpoint instead of the flags.
+
+--use-checkpoint-opt-param-scheduler restores what Megatron-LM restores (load_state_dict of
+core/optimizer_param_scheduler.py): peak, floor, warm-up, length and style of the learning rate, and
+the weight decay. The flags keep --lr-warmup-init, WSD's last part and the decoupled learning rate.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from training.config import UsageError
+from training.flags import model_sizes
+
+FLAG = "--use-checkpoint-opt-param-scheduler"
+TAKEN = ("lr", "min_lr", "lr_decay_style", "weight_decay")
+
+
+def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given`, {flag: value}, with the schedule of the checkpoint that --load will resume.
+
+    Where --load holds none, or only weights are loaded, the flags hold, as in Megatron-LM. Raises
+    UsageError where the two runs count the schedule's lengths in different units.
+    """
+    if "--load" not in given or "--finetune" in given or "--no-load-optim" in given:
+        return dict(given)
+    found = model_sizes.newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
+    if found is None or "config" not in found.state:  # nothing, or Hugging Face's
+        return dict(given)
+    saved = found.state["config"]
+    unit = "iters" if saved["batch.train_iters"] is not None else "samples"
+    if f"--train-{unit}" not in given:
+        raise UsageError(
+            f"{FLAG}: {found.directory} was made with --train-{unit}, in which its schedule "
+            "counts; give that flag"
+        )
+    size = saved["batch.global_batch_size"]
+    if unit == "iters" and given.get("--global-batch-size", size) != size:
+        raise UsageError(
+            f"{FLAG}: {found.directory} counts its schedule in steps of {size} samples, and "
+            f"--global-batch-size is {given['--global-batch-size']}"
+        )
+    taken = {name: saved[f"optimizer.{name}"] for name in TAKEN}
+    taken[f"lr_warmup_{unit}"] = saved[f"optimizer.lr_warmup_{unit}"]
+    taken["lr_warmup_fraction"] = saved["optimizer.lr_warmup_fraction"]
+    taken[f"lr_decay_{unit}"] = saved[f"optimizer.lr_decay_{unit}"] or saved[f"batch.train_{unit}"]
+    flags = {"--" + name.replace("_", "-"): value for name, value in taken.items()}
+    rest = {name: value for name, value in given.items() if name not in flags}
+    return rest | {name: value for name, value in flags.items() if value is not None}
