@@ -245,5 +245,6 @@ def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
     if megatron:
         raise CheckpointError(
             f"{flag} {root} holds a Megatron-LM checkpoint ({megatron[0]}), not read here: "
-            "convert it to Hugging Face format with Megatron's own tools and load that"
+            "convert it with tools/checkpoint.py convert --from-mcore (format torch_dist), or to "
+            "Hugging Face format with Megatron's own tools, and load that"
         )
