@@ -108,9 +108,9 @@ def train_step(
     label = Label("train_step", "loss sum")
     total = sum_in_order(sum_in_order(total, run.grid.dp_cp, label), run.grid.pp, label)
     run.monitor.action = f"the update of iteration {step}"
-    grad_scale = tokens / total[1] if run.config.data.eod_mask_loss else None
+    grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
-    return total[0] / total[1], norm, found_inf
+    return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
 def run_schedule(
@@ -149,7 +149,7 @@ def evaluate(run: Run, loader: Loader) -> float:
         total += run_schedule(run, schedule, batches, 1, during)
     run.monitor.action = f"the sum of the losses {during}"
     loss, tokens = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
-    return loss / tokens
+    return loss / max(tokens, 1)
 
 
 def file_of(path: str) -> ModelFile:

@@ -7,6 +7,7 @@
     python tools/checkpoint.py show runs/llama --tensors   what is in the newest, and who wrote it
     python tools/checkpoint.py diff runs/a runs/b          where two differ, to the bit
     python tools/checkpoint.py convert --from-hf Llama-3.2-1B --save runs/llama
+    python tools/checkpoint.py convert --from-mcore ckpt --hf-config Llama-3.2-1B --save runs/llama
     python tools/checkpoint.py convert --to-hf out --load runs/llama --dtype bfloat16
     python tools/checkpoint.py consolidate runs/llama --save runs/whole
     python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from tools.checkpoint_copy import consolidate, open_newest, warn
 from tools.checkpoint_diff import diff
 from tools.checkpoint_hf import export_hf, import_hf
+from tools.checkpoint_mcore import import_mcore
 from tools.checkpoint_show import bytes_of, list_steps, show, size_of, verify
 from training.checkpoint import Checkpoint, CheckpointError
 from training.checkpoint.find import refuse_foreign
@@ -98,10 +100,14 @@ def do_diff(args: argparse.Namespace) -> int:
 
 
 def do_convert(args: argparse.Namespace) -> int:
-    """Convert a model from or to Hugging Face's format."""
-    if args.from_hf:
-        made = import_hf(args.from_hf, args.save)
-        print(f"{args.from_hf} -> {made}; train on from it with --load {args.save} --finetune")
+    """Convert a model from or to another program's format."""
+    if args.to_hf is None:
+        source = args.from_hf or args.from_mcore
+        if args.from_hf:
+            made = import_hf(source, args.save)
+        else:
+            made = import_mcore(source, args.hf_config, args.save)
+        print(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
@@ -198,15 +204,21 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--tensors", action="store_true", help="tensors only, not state and config")
     sub = command(
         "convert",
-        "convert from and to Hugging Face's format, bit for bit",
+        "convert from and to Hugging Face's format, and from Megatron's, bit for bit",
         "Weights must be safetensors: .bin files are pickles, which can run code, and are not\n"
         "read. A run also takes a Hugging Face directory as it is: --load DIR. Conversion keeps\n"
-        "the tokenizer's files.",
+        "the tokenizer's files. Of Megatron's formats torch_dist is read, its weights only, and\n"
+        "unpickling nothing; --hf-config says the model's sizes.",
     )
     way = sub.add_mutually_exclusive_group(required=True)
     way.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
+    way.add_argument("--from-mcore", type=Path, metavar="DIR", help="Megatron's --save to read")
     way.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face directory to write")
-    sub.add_argument("--save", type=Path, metavar="RUN", help="with --from-hf: where to write")
+    sub.add_argument("--save", type=Path, metavar="RUN", help="with --from-*: where to write")
+    sub.add_argument(
+        "--hf-config", type=Path, metavar="DIR",
+        help="with --from-mcore: a directory with the model's config.json, and its tokenizer",
+    )  # fmt: skip
     sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-hf: what to read")
     sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
     sub.add_argument(
@@ -239,18 +251,24 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
+def spelt(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that do not go together."""
     if args.do is do_convert:
-        if args.from_hf and not args.save:
-            raise ValueError("--from-hf needs --save")
-        if args.to_hf and not args.load:
-            raise ValueError("--to-hf needs --load")
-        only = ("load", "dtype", "max_shard_size", "tokenizer") if args.from_hf else ("save",)
-        for name in only:
-            if getattr(args, name) is not None:
-                way = "--to-hf" if args.from_hf else "--from-hf"
-                raise ValueError(f"--{name.replace('_', '-')} goes with {way} only")
+        goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore")}
+        goes |= {"hf_config": ("from_mcore",)}
+        goes |= dict.fromkeys(("load", "dtype", "max_shard_size", "tokenizer"), ("to_hf",))
+        (way,) = (name for name in ("from_hf", "from_mcore", "to_hf") if getattr(args, name))
+        for name, ways in goes.items():
+            given = getattr(args, name) is not None
+            flag, those = spelt(name), " or ".join(map(spelt, ways))
+            if way in ways and not given and name in ("save", "hf_config", "load"):
+                raise ValueError(f"{spelt(way)} needs {flag}")
+            if way not in ways and given:
+                raise ValueError(f"{flag} goes with {those} only")
     if args.do is do_prune and args.keep_last_k is args.save_retain_interval is None:
         raise ValueError("prune needs --keep-last-k or --save-retain-interval")
 

@@ -2,9 +2,11 @@
 """Text to .bin/.idx: the same bytes whatever the workers, shards and interruptions."""
 
 import gzip
+import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +48,36 @@ def test_documents_come_in_order_and_end(tmp_path, inputs):
     counted = [[*range(i), 100] for i in range(1, 60)]  # a document without text is left out
     assert documents == [*counted, *counted[:2], [7, 8, 9, 100]]
     assert (summary.documents, summary.tokens) == (62, sum(map(len, documents)))
+
+
+@pytest.mark.parametrize("kind", ["Llama2Tokenizer", "SentencePieceTokenizer"])
+def test_the_bytes_are_those_of_megatrons_tool(tmp_path, kind):
+    """Its format written out: int32 lengths, int64 offsets and document ends, tokens of uint16. A
+    document is the ids of its text and </s>, without <s>, also under the name Llama2Tokenizer.
+
+    Megatron-LM's tools/preprocess_data.py (commit d98e8a64dd) has written the same for real text.
+    """
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["one two three", "two three"] * 20),
+        model_writer=model, vocab_size=40, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    texts = ["one two", "three three one two"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (made,) = preprocess(
+        [str(tmp_path / "a.jsonl")], str(tmp_path / "out"), kind, str(tmp_path / "tokenizer.model"),
+        append_eod=True, report=lambda line: None,
+    )  # fmt: skip
+    library = SentencePieceProcessor(model_proto=model.getvalue())
+    rows = [[*library.encode(text), library.eos_id()] for text in texts]
+    first, second = map(len, rows)
+    tokens = struct.pack(f"<{first + second}H", *rows[0], *rows[1])
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    index += struct.pack("<2i2q3q", first, second, 0, 2 * first, 0, 1, 2)
+    assert pair(made.prefix) == [tokens, index]
 
 
 def test_keys_lines_and_no_eod(tmp_path, inputs):

@@ -128,8 +128,7 @@ def _verified(
             # and what is kept beside the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
-        first = isinstance(checkpoint, HuggingFaceDirectory) and not grid.tp.rank + grid.dp_cp.rank
-        names = [piece.name for piece in pieces] if first else []
+        names = names_told(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []
         return bits, names, checkpoint.manifest.get("digest", "")
 
     outcomes = together(check, grid.world, device)
@@ -151,12 +150,26 @@ def _verified(
         model = {name for o in outcomes for name in o.value[1]}
 
         def verify() -> None:
-            if model and isinstance(checkpoint, HuggingFaceDirectory):  # else nothing is loaded yet
-                checkpoint.check_names(model)
-            checkpoint.verify(mine)
+            if not isinstance(checkpoint, HuggingFaceDirectory):
+                return checkpoint.verify(mine)
+            try:
+                if model:  # else nothing is loaded yet
+                    checkpoint.check_names(model)
+                checkpoint.verify(mine)
+            except CheckpointError as error:  # there is no older one to take instead
+                raise MismatchError(str(error)) from None
 
         failed = first_error(together(verify, grid.world, device))
     return failed or opened[0]
+
+
+def names_told(pieces: Sequence[NamedPiece]) -> list[str]:
+    """Return the tensors whose first element this rank holds, as the first of its holders.
+
+    In every layout one rank of the world tells a name, also where weights are sharded.
+    """
+    first = (p for p in pieces if not any(p.starts) and not any(a.rank for a in p.holders))
+    return [piece.name for piece in first]
 
 
 def is_hugging_face(
@@ -232,5 +245,6 @@ def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
     if megatron:
         raise CheckpointError(
             f"{flag} {root} holds a Megatron-LM checkpoint ({megatron[0]}), not read here: "
-            "convert it to Hugging Face format with Megatron's own tools and load that"
+            "convert it with tools/checkpoint.py convert --from-mcore (format torch_dist), or to "
+            "Hugging Face format with Megatron's own tools, and load that"
         )

@@ -4,12 +4,16 @@
     --tokenizer-type           --tokenizer-model
     SentencePieceTokenizer     a SentencePiece .model
     GPTSentencePieceTokenizer  the same, another name
-    Llama2Tokenizer            the same; documents also begin with <s>, as in Megatron
+    Llama2Tokenizer            the same, another name
     TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
     HuggingFaceTokenizer       tokenizer.json, or a directory that holds one
     GPT2BPETokenizer           vocab.json, as --vocab-file; --merge-file is merges.txt beside it
     NullTokenizer              none: text is numbers below --vocab-size, the last of which
                                (--vocab-size - 1) ends a document
+
+Ids are those of Megatron's preprocessing tool. Two have changed there: until Megatron Core 0.14
+Llama2Tokenizer began each document with <s>, and until 0.17 NullTokenizer had one id more,
+--vocab-size, which ended a document. Data of those times is read with --vocab-size one larger.
 
 Tokenizers are read from local files only, and code that comes with a tokenizer is never run.
 """
@@ -55,7 +59,7 @@ class SentencePieceTokenizer:
         from sentencepiece import SentencePieceProcessor
 
         self.name = name
-        self.starts_with_bos = name == "Llama2Tokenizer"
+        self.starts_with_bos = False
         self._bytes = _read(path)
         self._model = SentencePieceProcessor()
         try:
