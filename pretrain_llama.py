@@ -215,7 +215,7 @@ def train(
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with Profile(config, run.grid, run.engine) as profile:
+    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
         while run.iteration < total:
             begin = time.perf_counter()
             run.monitor.action = f"reading the data of iteration {run.iteration + 1}"

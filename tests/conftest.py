@@ -9,6 +9,7 @@ and the next test gets a fresh world.
 
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 120.0
+
+
+def pytest_configure() -> None:
+    """Heed Ctrl-C in a shell's background job too, where it is ignored: what tests start inherits
+    that, and some tests interrupt it.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass

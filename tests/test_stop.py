@@ -83,6 +83,7 @@ def by_train(case, monkeypatch):
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
+        sink=None,
         monitor=SimpleNamespace(action=""),
         device="cpu",
     )

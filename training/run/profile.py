@@ -14,7 +14,9 @@ import torch
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
+from training.run.stop import Agreement
 
 
 class Profile:
@@ -23,15 +25,28 @@ class Profile:
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
     pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
     --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
+
+    torch's profiler frees its events when it stops. A collective of gloo that ends later writes
+    into its event all the same: into memory that is in use again. So what is in flight between two
+    steps (the weights of `sink`, the flags of `agreement`) is waited for before the trace stops,
+    and after an error, when nobody can wait, the trace is not stopped, nor written.
     """
 
-    def __init__(self, config: Config, grid: Grid, engine: Engine) -> None:
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        engine: Engine,
+        sink: ParamAndGradBuffer,
+        agreement: Agreement,
+    ) -> None:
         log = config.log
         self._folder, self._steps = Path(log.tensorboard_dir or "profile"), 0
         self._first, self._end = log.profile_step_start, log.profile_step_end
         first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.dp_cp.rank == 0
         self._engine = engine if log.profile and first_pipeline else None
         self._pp: Axis = grid.pp
+        self._in_flight = (sink.wait_for_weights, agreement.wait)
         self._trace: torch.profiler.profile | None = None
         self._recorded: list[dict[str, Any]] = []
         if log.profile and grid.rank in log.profile_ranks:
@@ -54,7 +69,8 @@ class Profile:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._trace is not None:
+        if self._trace is not None and error[0] is None:
+            self._settle()
             self._trace.__exit__(*error)
         if self._recorded:  # also where the run ended before --profile-step-end
             self._write()
@@ -62,11 +78,17 @@ class Profile:
     def step(self) -> None:
         """Count one training step."""
         if self._trace is not None:
+            if self._trace.current_action is torch.profiler.ProfilerAction.RECORD_AND_SAVE:
+                self._settle()  # it stops now
             self._trace.step()
         self._steps += 1
         if self._engine is not None and self._engine.spans is not None:
             self._note(self._engine)
         self._measure()
+
+    def _settle(self) -> None:
+        for wait in self._in_flight:
+            wait()
 
     def _measure(self) -> None:
         if self._engine is not None:

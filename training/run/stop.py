@@ -214,6 +214,11 @@ class Agreement:
         self._asked = _Flags(flags, self.world, self._stream)
         return last.read() if last else Heard()
 
+    def wait(self) -> None:
+        """Wait for what all ranks reported of the last step; `ask` or `close` returns it."""
+        if self._asked:
+            self._asked.wait()
+
     def close(self) -> Heard:
         """Wait for what all ranks reported of the last step and return it, once.
 
@@ -242,11 +247,14 @@ class _Flags:
                 self._host.copy_(self._sum, non_blocking=True)
                 self._arrived = stream.record_event()
 
-    def read(self) -> Heard:
+    def wait(self) -> None:
         if self._arrived is None:
             self._handle.wait()
         else:
             self._arrived.synchronize()
+
+    def read(self) -> Heard:
+        self.wait()
         return Heard(*(flag > 0 for flag in self._host.tolist()))
 
 

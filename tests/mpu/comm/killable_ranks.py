@@ -65,8 +65,8 @@ def hold(axis: Axis, say: Say) -> None:
 def wait(axis: Axis, say: Say) -> None:
     """Wait for rank 1, again after each interruption."""
     while True:
-        say("ready")
         try:
+            say("ready")
             if axis.rank == 1:
                 signal.pause()
             axis.transport.workspace.buffer.wait(1, 2, "vain")
@@ -83,7 +83,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         said.write(json.dumps([what, time.monotonic(), text]) + "\n")
 
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    limit, launch = timedelta(seconds=60), Launch(rank, size, rank, size)
+    limit, launch = timedelta(seconds=600), Launch(rank, size, rank, size)
     store = dist.FileStore(str(folder / "store"), size)
     grid = Grid(size, launch=launch).connect(torch.device("cpu"), store, limit)
     assert share(grid, limit) == [f"collectives of dp_cp ({size} ranks): shared memory"]

@@ -117,14 +117,13 @@ def test_wherever_the_others_wait(server, tmp_path, do):
 
 
 def test_an_interrupt_ends_a_wait(server, tmp_path):
-    ranks, took = Ranks(server, 2, "wait", tmp_path), []
+    """It ends long before the wait's own limit, which is longer than our patience."""
+    ranks = Ranks(server, 2, "wait", tmp_path)
     try:
         for i in range(1, 6):
             ranks.said(0, "ready", i)
             time.sleep(0.05)
-            at = time.monotonic()
             os.kill(ranks.pids[0], signal.SIGINT)
-            took.append(ranks.said(0, "interrupted", i)[0] - at)
+            ranks.said(0, "interrupted", i)
     finally:
         ranks.kill()
-    assert sorted(took)[2] < 0.2 and max(took) < 2, took

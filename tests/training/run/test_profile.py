@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--profile: which ranks write a trace, and what a pipeline rank records of a step."""
+"""--profile: which ranks write a trace, when it stops, what a pipeline rank records of a step."""
 
 import json
 import types
 
+import pytest
 import torch
 
+import pretrain_llama
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.transport import Axis
 from mpu.grid import Grid, Launch
 from mpu.pipeline.schedules import build
+from tests.model.twin import config_of, micro_batches
 from training.flags.parse import parse
 from training.run.profile import Profile
+from training.run.stop import Agreement
 
 FLAGS = """--mock-data --vocab-size 100 --num-layers 4 --hidden-size 32 --num-attention-heads 2
     --seq-length 16 --lr 1e-3 --train-iters 3 --profile --profile-step-start 1 --profile-step-end 3
@@ -20,10 +26,15 @@ def grid(rank: int) -> Grid:
     return Grid(4, 1, 1, 2, Launch(rank, 4))
 
 
+SINK = types.SimpleNamespace(wait_for_weights=lambda: None)
+AGREEMENT = types.SimpleNamespace(wait=lambda: None)
+
+
 def test_only_the_ranks_asked_for_are_traced():
     config, engine = parse(FLAGS, 4), types.SimpleNamespace(spans=None)
-    assert Profile(config, grid(0), engine)._trace is None
-    assert isinstance(Profile(config, grid(1), engine)._trace, torch.profiler.profile)
+    assert Profile(config, grid(0), engine, SINK, AGREEMENT)._trace is None
+    profile = Profile(config, grid(1), engine, SINK, AGREEMENT)
+    assert isinstance(profile._trace, torch.profiler.profile)
 
 
 def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
@@ -33,7 +44,7 @@ def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
     for rank in range(4):
         engine = types.SimpleNamespace(spans=None, schedule=schedule)
         asked = []
-        with Profile(config, grid(rank), engine) as profile:
+        with Profile(config, grid(rank), engine, SINK, AGREEMENT) as profile:
             for step in range(4):
                 asked.append(engine.spans is not None)
                 if asked[-1]:
@@ -48,3 +59,66 @@ def test_the_first_pipeline_writes_when_each_action_ran(tmp_path, monkeypatch):
     for step in record["steps"]:
         ((kind, chunk, micro_batch, begin, end),) = step["spans"]
         assert (kind, chunk, micro_batch) == ("F", 0, 0) and abs(end - begin - 0.5) < 1e-6
+
+
+@pytest.mark.parametrize("steps, fails", [(4, False), (2, False), (2, True)])
+def test_the_trace_stops_when_nothing_is_in_flight(tmp_path, monkeypatch, steps, fails):
+    """Also where the run ends inside of it; after an error it does not stop."""
+    monkeypatch.chdir(tmp_path)
+    done, stop_trace = [], torch.profiler.profile.stop_trace
+
+    def stopped(trace):
+        done.append("stop")
+        stop_trace(trace)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop_trace", stopped)
+    sink = types.SimpleNamespace(wait_for_weights=lambda: done.append("weights"))
+    agreement = types.SimpleNamespace(wait=lambda: done.append("flags"))
+    engine = types.SimpleNamespace(spans=None)
+    profile = Profile(parse(FLAGS, 4), grid(1), engine, sink, agreement)
+    try:
+        with profile:
+            for step in range(steps):
+                assert done == ([] if step < 3 else ["weights", "flags", "stop"])
+                profile.step()
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert done == []
+        profile._trace.stop()
+    else:
+        assert done[:3] == ["weights", "flags", "stop"]
+
+
+def in_flight(comm, cases):
+    """Return, for each case, which verbs are in flight after a step, and after those two waits."""
+    found, start, started = [], Axis.start, []
+
+    def noted(axis, verb, *args, **kwargs):
+        started.append((verb, start(axis, verb, *args, **kwargs)))
+        return started[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axis, "start", noted)
+        for case in cases:
+            grid = comm.grid()
+            run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+            agreement = Agreement(grid.world)
+            started.clear()
+            for step in range(2):  # the second knows in which order weights are used
+                batches = micro_batches(case, grid.dp.rank, step)
+                _, _, skipped = pretrain_llama.train_step(run, batches, 1e-2)
+                agreement.ask(False, False, skipped)
+            found.append([])
+            for wait in (lambda: None, run.sink.wait_for_weights, agreement.wait):
+                wait()
+                found[-1].append({verb for verb, handle in started if handle._work is not None})
+    return found
+
+
+def test_nothing_but_weights_and_flags_is_in_flight_between_two_steps(world):
+    base = dict(tp=1, dp=2, sp=False, dtype="float32", recompute=None, tied=True, m=2, rows=8)
+    cases = [base | dict(lr=1e-2, clip=0.1, zero=z, gather=True) for z in range(4)]
+    flags, both = {"all_reduce"}, {"all_gather", "all_reduce"}
+    for found in world(2).run(in_flight, cases):
+        assert found == [[before, flags, set()] for before in (flags, both, both, flags)]
