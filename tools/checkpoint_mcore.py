@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.llama import LlamaConfig, from_hf_config, hf_config
+from model.llama import LlamaConfig
+from model.load import ModelFile, model_file_of
 from mpu.grid import Grid
 from tools.checkpoint_copy import check_empty
 from tools.checkpoint_hf import TOKEN_IDS, expected_tensors, tokenizer_files
@@ -58,6 +59,8 @@ INSIDE = {  # each layer's tensors; q, k, v and gate, up share one
     "self_attn.k_proj": f"{QKV}.weight",
     "self_attn.v_proj": f"{QKV}.weight",
     "self_attn.o_proj": "self_attention.linear_proj.weight",
+    "self_attn.q_norm": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm": "self_attention.k_layernorm.weight",
     "post_attention_layernorm": f"{FC1}.layer_norm_weight",
     "mlp.gate_proj": f"{FC1}.weight",
     "mlp.up_proj": f"{FC1}.weight",
@@ -233,7 +236,7 @@ class Source:
     inside: the shape of each tensor of one layer, in Megatron's names.
     """
 
-    def __init__(self, found: McoreCheckpoint, config: LlamaConfig) -> None:
+    def __init__(self, found: McoreCheckpoint, file: ModelFile, config: LlamaConfig) -> None:
         self.found, self.config = found, config
         c, h, d = config, config.hidden_size, config.head_size
         self.inside = {
@@ -244,7 +247,9 @@ class Source:
             f"{FC1}.weight": (2 * c.ffn_hidden_size, h),
             "mlp.linear_fc2.weight": (h, c.ffn_hidden_size),
         }
-        self.shapes = expected_tensors(config)
+        self.shapes = expected_tensors(file, config)
+        if any(name.endswith("q_norm.weight") for name in self.shapes):
+            self.inside |= {INSIDE[f"self_attn.{n}_norm"]: (d,) for n in "qk"}
         wanted: dict[str, tuple[int, ...]] = {}
         for name in TOP.keys() & self.shapes.keys():
             wanted[TOP[name]] = self.shapes[name]
@@ -308,8 +313,9 @@ def import_mcore(source: Path, hf: Path, root: Path) -> Path:
     hf: a directory with the model's config.json and, if there are any, its tokenizer's files.
     """
     foreign = read_json(hf / CONFIG)
-    config = from_hf_config(foreign)
-    made = Source(McoreCheckpoint(source), config)
+    file = model_file_of(foreign)
+    config = file.from_hf_config(foreign)
+    made = Source(McoreCheckpoint(source), file, config)
     check_empty(root)
     dtype = str(made.found.index[TOP[EMBEDDING]].dtype).removeprefix("torch.")
     ids = {k: foreign[k] for k in TOKEN_IDS if foreign.get(k) is not None}
@@ -317,7 +323,7 @@ def import_mcore(source: Path, hf: Path, root: Path) -> Path:
     state = {
         "iteration": 0,
         "consumed_samples": 0,
-        "hf_config": {**hf_config(config, dtype), **ids},
+        "hf_config": {**file.hf_config(config, dtype), **ids},
         **tokenizer_of(files),
     }
     pieces = made.pieces()

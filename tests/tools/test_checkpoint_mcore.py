@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from model.llama import Llama, LlamaConfig, hf_config, hf_names
+from model import llama, qwen3
+from model.llama import Llama, LlamaConfig, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
@@ -41,9 +42,9 @@ V, PADDED, H, F, L, A, G = 251, 256, 48, 72, 3, 6, 2
 D = H // A
 
 
-def model_of(tied: bool, dtype: torch.dtype = torch.float32) -> Llama:
+def model_of(tied: bool, dtype: torch.dtype = torch.float32, file: Any = llama) -> Llama:
     config = LlamaConfig(V, H, F, L, A, G, max_position_embeddings=32, tied=tied)
-    return Llama(config, LayerContext(Grid(), dtype=dtype))
+    return file.Model(config, LayerContext(Grid(), dtype=dtype))
 
 
 def weights_of(model: Llama) -> dict[str, Tensor]:
@@ -67,7 +68,9 @@ def interleave(ours: dict[str, Tensor], stacked: bool) -> dict[str, Tensor]:
         for g in range(G):
             rows += [q[g * per : (g + 1) * per], k[g * D : (g + 1) * D], v[g * D : (g + 1) * D]]
         gate_up = [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]]
+        norms = {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
         layers.append({
+            **{theirs: w[own] for theirs, own in norms.items() if own in w},
             "self_attention.linear_qkv.layer_norm_weight": w["input_layernorm.weight"],
             "self_attention.linear_qkv.weight": torch.cat(rows),
             "self_attention.linear_proj.weight": w["self_attn.o_proj.weight"],
@@ -126,8 +129,10 @@ def write_format(place: Path, backend: str = "torch_dist") -> None:
     torch.save({"args": "is not opened"}, place / "common.pt")
 
 
-def convert(tmp_path: Path, source: Path, tied: bool = False, **more: Any) -> int:
-    config = hf_config(model_of(tied).config, "float32") | more
+def convert(
+    tmp_path: Path, source: Path, tied: bool = False, file: Any = llama, **more: Any
+) -> int:
+    config = file.hf_config(model_of(tied).config, "float32") | more
     (tmp_path / "sizes").mkdir(exist_ok=True)
     (tmp_path / "sizes" / "config.json").write_text(json.dumps(config))
     flags = ["--hf-config", str(tmp_path / "sizes"), "--save", str(tmp_path / "weft")]
@@ -135,11 +140,16 @@ def convert(tmp_path: Path, source: Path, tied: bool = False, **more: Any) -> in
 
 
 @pytest.mark.parametrize(
-    "tied, dtype, stacked",
-    [(False, torch.float32, True), (True, torch.bfloat16, True), (False, torch.float32, False)],
+    "tied, dtype, stacked, file",
+    [
+        (False, torch.float32, True, llama),
+        (True, torch.bfloat16, True, llama),
+        (False, torch.float32, False, llama),
+        (False, torch.float32, True, qwen3),
+    ],
 )
-def test_weights_come_in_to_the_bit(tmp_path, tied, dtype, stacked):
-    model = model_of(tied, dtype).initialize(4)
+def test_weights_come_in_to_the_bit(tmp_path, tied, dtype, stacked, file):
+    model = model_of(tied, dtype, file).initialize(4)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -147,11 +157,11 @@ def test_weights_come_in_to_the_bit(tmp_path, tied, dtype, stacked):
     ours = weights_of(model)
     write_parts(tmp_path / "ckpt" / "iter_0000007", interleave(ours, stacked))
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("7")
-    assert convert(tmp_path, tmp_path / "ckpt", tied) == 0
+    assert convert(tmp_path, tmp_path / "ckpt", tied, file) == 0
     back = stored(tmp_path / "weft" / "step_00000000")
     assert back.keys() == ours.keys()
     assert [n for n in ours if back[n].dtype != dtype or not torch.equal(back[n], ours[n])] == []
-    found, again = find_latest(str(tmp_path / "weft"), Grid()), model_of(tied, dtype)
+    found, again = find_latest(str(tmp_path / "weft"), Grid()), model_of(tied, dtype, file)
     pieces = parameter_pieces(unique_parameters(again), hf_names(again), Grid())
     load(found, pieces, Grid())
     tokens = torch.arange(32).view(1, 32) * 5 % V
