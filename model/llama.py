@@ -33,6 +33,7 @@ from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
+MODEL_TYPE = "llama"  # in every checkpoint; a fork has its own, so that it is not taken for a Llama
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 
 
@@ -181,7 +182,9 @@ class Llama(nn.Module):
             self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
-        self.layers = nn.ModuleDict({str(i): self.block(config, ctx, recompute) for i in numbers})
+        self.layers = nn.ModuleDict(
+            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+        )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
@@ -190,6 +193,10 @@ class Llama(nn.Module):
             end = self.embedding if hasattr(self, "embedding") else self.head
             tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy
         self._rope: tuple[Tensor, Tensor] | None = None
+
+    def layer_config(self, i: int) -> LlamaConfig:
+        """Return the sizes of layer i: all layers have the same."""
+        return self.config
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
@@ -313,8 +320,8 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
             "original_max_position_embeddings": config.rope_original_length,
         }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{MODEL_TYPE.capitalize()}ForCausalLM"],
+        "model_type": MODEL_TYPE,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,
@@ -340,16 +347,18 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules: dict[str, Callable[[object], bool]] = {
-        "model_type": lambda v: v == "llama",
+    rules: dict[str, Callable[[Any], bool]] = {
+        "model_type": lambda v: v == MODEL_TYPE,
         "hidden_act": lambda v: v in ("silu", "swish"),
         "attention_bias": lambda v: not v,
         "mlp_bias": lambda v: not v,
+        "use_sliding_window": lambda v: not v,
+        "layer_types": lambda v: set(v or ()) <= {"full_attention"},
     }
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
             raise ValueError(
-                f"config.json: {field} is {hf[field]!r}, which this Llama does not have"
+                f"config.json: {field} is {hf[field]!r}, which this --model-file does not compute"
             )
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope or {}
