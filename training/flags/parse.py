@@ -130,8 +130,8 @@ def _read(
 ) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
     """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
     parser = build_parser(extra)
-    known = set(table.known_flags())
-    own_names = set(parser._option_string_actions) - known
+    taken = {f.name for f in table.known_flags().values() if f.kind != table.REFUSED_KIND}
+    own_names = set(parser._option_string_actions) - taken  # a fork may have what we refuse
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
