@@ -33,7 +33,7 @@ from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
-MODEL_TYPE = "llama"  # in every checkpoint; a fork has its own, so that it is not taken for a Llama
+MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 
 

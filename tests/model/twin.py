@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import pretrain_llama
 from model.llama import hf_names, parameter_group
+from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import METHODS, OverlapMap
@@ -46,7 +47,7 @@ SIZES = dict(
 def config_of(case: dict) -> Config:
     tp, dp, pp = case["tp"], case["dp"], case.get("pp", 1)
     rows = case.get("rows", ROWS)
-    sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])}
+    sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])} | case.get("sizes", {})
     return Config(
         ModelConfig(
             **sizes,
@@ -145,7 +146,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         for name, param, _ in bucket.params:
             if bucket.weights is not None:
                 assert torch.equal(param, gathered_weights[name]), "the weights were not gathered"
-    grads, names = [], hf_names(run.model)
+    grads, names = [], load_model_file(config.model.model_file).hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"
         for piece in placement_of(param).pieces(names[name]):
@@ -167,8 +168,8 @@ def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def run_cases(comm, some: list[dict]) -> list[dict]:
-    return [run_layout(comm, case) for case in some]
+def run_cases(comm, some: list[dict], steps: int = 1) -> list[dict]:
+    return [run_layout(comm, case, steps) for case in some]
 
 
 class Twin:
