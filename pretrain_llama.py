@@ -29,7 +29,7 @@ from torch import Tensor
 
 import mpu
 from model.llama import Llama
-from model.load import config_of, digest, load_model_file
+from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
@@ -287,9 +287,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            file = load_model_file(model_file(argv))
-            own = getattr(file, "extra_args_provider", None)
-            config = parse(argv, launch.world, own, file.from_hf_config)
+            own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
+            config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, model_provider))

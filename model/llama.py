@@ -354,6 +354,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         "mlp_bias": lambda v: not v,
         "use_sliding_window": lambda v: not v,
         "layer_types": lambda v: set(v or ()) <= {"full_attention"},
+        "quantization_config": lambda v: not v,
     }
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
@@ -367,9 +368,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     if not plain and (
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
-        raise ValueError(
-            f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is supported"
-        )
+        raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
     a = hf["num_attention_heads"]
     return LlamaConfig(
         vocab_size=hf["vocab_size"],

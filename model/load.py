@@ -106,6 +106,22 @@ def model_file_of(hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None)
     return load_model_file(f"model/{kind}.py")
 
 
+def of_checkpoint(
+    hf: dict[str, Any], saved: Mapping[str, Any] | None = None, own: str | None = None
+) -> tuple[str, LlamaConfig]:
+    """Return the path of a checkpoint's model file, as --model-file takes it, and its config.
+
+    hf, saved: as for `model_file_of`. own: the --model-file that was given, if one was. Raises
+    ValueError for a file with own flags that was not given: the command line was read without them.
+    """
+    file = load_model_file(own) if own else model_file_of(hf, saved)
+    at = Path(file.__file__)
+    path = own or (f"model/{at.name}" if at.parent == HERE else str(at))
+    if not own and hasattr(file, "extra_args_provider"):
+        raise ValueError(f"its model has flags of its own: give --model-file {path}")
+    return path, saved_config(file, hf, saved)
+
+
 def digest(file: ModelFile) -> str:
     """Return the SHA-256 of a model's file, which all ranks must share, in hex."""
     return hashlib.sha256(Path(file.__file__).read_bytes()).hexdigest()

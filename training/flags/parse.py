@@ -39,18 +39,18 @@ def parse(
     argv: Sequence[str] | None,
     world_size: int,
     extra: Extra | None = None,
-    from_hf: Callable[[dict[str, Any]], Any] | None = None,
+    of_checkpoint: model_sizes.OfCheckpoint | None = None,
 ) -> Config:
     """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
-    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
-    makes the model's config from Hugging Face's, for --use-checkpoint-args. Raises UsageError
-    naming the flag, its value and the rule; `--help` prints and exits.
+    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
+    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. Raises UsageError naming
+    the flag, its value and the rule; `--help` prints and exits.
     """
     given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
     if "--use-checkpoint-args" in given:
-        assert from_hf is not None
-        given = model_sizes.from_checkpoint(given, from_hf)
+        assert of_checkpoint is not None
+        given = model_sizes.from_checkpoint(given, of_checkpoint)
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
