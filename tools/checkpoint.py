@@ -100,12 +100,13 @@ def do_diff(args: argparse.Namespace) -> int:
 def do_convert(args: argparse.Namespace) -> int:
     """Convert a model from or to Hugging Face's format."""
     if args.from_hf:
-        made = import_hf(args.from_hf, args.save)
+        made = import_hf(args.from_hf, args.save, args.model_file)
         print(f"{args.from_hf} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
-    print(f"{export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer)} -> {args.to_hf}")
+    read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
+    print(f"{read} -> {args.to_hf}")
     return 0
 
 
@@ -208,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     way.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face directory to write")
     sub.add_argument("--save", type=Path, metavar="RUN", help="with --from-hf: where to write")
     sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-hf: what to read")
+    sub.add_argument("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
     sub.add_argument(
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--model-file: what is no model is refused in a sentence, and a checkpoint chooses no code."""
+
+import pytest
+
+from model import llama, qwen3
+from model.load import load_model_file, model_file_of, of_checkpoint
+from tests.training.small_llama import read
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "there is no such Python file"),
+        ("def f(:\n", "SyntaxError: "),
+        ("import math\n\nmath.squirt(1)\n", "line 3: AttributeError: .*squirt"),
+        ("Model = ModelConfig = hf_names = hf_config = 1\n", "does not define from_hf_config, par"),
+    ],
+)
+def test_what_is_no_model(tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=f"--model-file {tmp_path}/mine.py.*{sentence}"):
+        load_model_file(f"{tmp_path}/mine.py")
+
+
+def test_a_checkpoint_says_which_of_our_models_it_is():
+    assert model_file_of({"model_type": "llama"}) is llama and model_file_of({}) is llama
+    qwen = {"model_type": "qwen3"}
+    for saved in (None, {}, {"model.model_file": "model/qwen3.py"}):
+        assert model_file_of(qwen, saved) is qwen3
+    assert model_file_of(qwen, None, "model/llama.py") is llama
+    sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
+    path, config = of_checkpoint(sizes)
+    assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
+    with pytest.raises(ValueError, match="model_type is 'mixtral', and Weft has llama and qwen3"):
+        model_file_of({"model_type": "mixtral"})
+
+
+@pytest.mark.parametrize("place", ["{folder}/evil.py", "model/../../../{folder}/evil.py"])
+def test_what_a_checkpoint_says_runs_no_code(tmp_path, place):
+    (tmp_path / "evil.py").write_text(f"open('{tmp_path}/ran', 'w')\nfrom model.llama import *\n")
+    named = place.format(folder=tmp_path)
+    with pytest.raises(ValueError, match="trained with --model-file .*evil.py: give that too"):
+        model_file_of({"model_type": "llama"}, {"model.model_file": named})
+    with pytest.raises(ValueError, match="model_type is '../evil'"):
+        model_file_of({"model_type": "../evil"})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_megatrons_flag_names_the_second_model():
+    assert read("--qk-layernorm").model.model_file == "model/qwen3.py"
+    assert read("--model-file model/qwen3.py") == read("--qk-layernorm")
