@@ -14,10 +14,12 @@ import torch
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
+from mpu.grid import Grid
 from mpu.layers.fused import apply_rope
 from mpu.param import draw_normal, unique_parameters
 from mpu.pipeline.schedules import CHUNKS
 from pretrain_llama import model_provider
+from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import V, config_of, run_cases
 from tools.generate import load_model
 
@@ -183,6 +185,25 @@ def test_windows_are_those_of_a_dense_mask(world, paths):
     (found,) = world(1).run(windows_in, case_of("sliding_window", paths["sliding_window"]))
     windows, from_mask, from_none = found
     assert windows == [3, 0, 3] and from_mask < 1e-12 and from_none > 1e-3
+
+
+def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
+    """Other windows are refused, and so is another model; the tools need the file's name."""
+    own = f"--model-file {paths['sliding_window']}"
+    flags, saved = f"{SMALL} --train-iters 2", f"{tmp_path}/saved"
+    windows = f"{flags} {own} --window-size 3"
+    tp2 = "--tensor-model-parallel-size 2"
+    run(launcher, 2, f"{windows} --save {saved} --save-interval 2 {tp2}")
+    run(launcher, 1, f"{windows.replace('iters 2', 'iters 3')} --load {saved}")
+    for other, sentence in {
+        f"{flags} {own} --window-size 4": "window_size is 3 there and 4 here",
+        flags: "model_type is 'windows' there and 'llama' here (--model-file)",
+    }.items():
+        assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
+    with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
+        load_model(saved, Grid(), torch.device("cpu"), None)
+    model, _, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["sliding_window"])
+    assert [block.attention.window for block in model.layers.values()] == [3, 0]
 
 
 def test_widths_grow_with_depth(paths):
