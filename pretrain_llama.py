@@ -10,14 +10,15 @@
 """
 
 import gc
-import inspect
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from inspect import getfile
 
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
@@ -30,7 +31,7 @@ from torch import Tensor
 
 import mpu
 from model.llama import Llama
-from model.load import ModelFile, config_of, digest, extra_args_provider, load_model_file
+from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
@@ -152,9 +153,9 @@ def evaluate(run: Run, loader: Loader) -> float:
     return loss / max(tokens, 1)
 
 
-def file_of(path: str) -> ModelFile:
-    """Return the model's file, --model-file or else the one from which Llama is imported above."""
-    return load_model_file(path or inspect.getfile(Llama))
+def name_fork(argv: list[str]) -> list[str]:
+    """Add --model-file where a fork of this program imports Llama from another file."""
+    return argv if Llama.__module__ == "model.llama" else ["--model-file", getfile(Llama), *argv]
 
 
 def model_provider(
@@ -164,7 +165,7 @@ def model_provider(
     stages: Sequence[Stage] | None = None,
 ) -> Llama:
     """Build one rank's model; `training` learns all that it knows of a model from this."""
-    file = file_of(config.model.model_file)
+    file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     return file.Model(sizes, ctx, recompute, stages)
 
@@ -172,15 +173,14 @@ def model_provider(
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Return the layout of the ranks, without process groups yet."""
     p = config.parallel
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    pp, backend = p.pipeline_model_parallel_size, p.distributed_backend
-    instances = p.num_distributed_optimizer_instances
-    return Grid(launch.world, tp, cp, pp, launch, backend=backend, instances=instances)
+    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
+    backend, instances = p.distributed_backend, p.num_distributed_optimizer_instances
+    return Grid(launch.world, *sizes, launch, backend=backend, instances=instances)
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o, file = config.parallel, config.optimizer, file_of(config.model.model_file)
+    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
@@ -291,8 +291,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
-            file = file_of(model_file(argv))
-            config = parse(argv, launch.world, extra_args_provider(file), file.from_hf_config)
+            argv = name_fork(sys.argv[1:] if argv is None else argv)
+            own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
+            config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(report(config, model_provider))
@@ -349,7 +350,7 @@ def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, 
         torch.use_deterministic_algorithms(True)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
-    digests["model_digest"] = digest(file_of(config.model.model_file))
+    digests["model_digest"] = digest(load_model_file(config.model.model_file))
     return config, device, loaders, digests
 
 
@@ -366,7 +367,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
-    model, ctx, file = run.model, run.model.ctx, file_of(config.model.model_file)
+    model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
     saver = Saver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,

@@ -33,6 +33,7 @@ from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
+MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 
 
@@ -130,12 +131,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer, pre-norm."""
 
-    Attention: type[nn.Module] = Attention
+    attention_type: type[Attention] = Attention
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
-        self.attention = self.Attention(config, ctx, recompute)
+        self.attention = self.attention_type(config, ctx, recompute)
         self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.mlp = MLP(config, ctx)
 
@@ -153,7 +154,7 @@ class Llama(nn.Module):
     Raises ValueError where a size does not divide over the tensor-parallel ranks.
     """
 
-    Block: type[nn.Module] = Block
+    block: type[Block] = Block
     # a block's modules, and Hugging Face's modules that are fused in each
     hf_modules: Mapping[str, tuple[str, ...]] = {
         "attention_norm": ("input_layernorm",),
@@ -181,7 +182,9 @@ class Llama(nn.Module):
             self.embedding = VocabParallelEmbedding(v, h, ctx=ctx, pad_to=pad)
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
-        self.layers = nn.ModuleDict({str(i): self.Block(config, ctx, recompute) for i in numbers})
+        self.layers = nn.ModuleDict(
+            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+        )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
@@ -190,6 +193,10 @@ class Llama(nn.Module):
             end = self.embedding if hasattr(self, "embedding") else self.head
             tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy
         self._rope: tuple[Tensor, Tensor] | None = None
+
+    def layer_config(self, i: int) -> LlamaConfig:
+        """Return the sizes of layer i: all layers have the same."""
+        return self.config
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
@@ -313,8 +320,8 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
             "original_max_position_embeddings": config.rope_original_length,
         }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{MODEL_TYPE.capitalize()}ForCausalLM"],
+        "model_type": MODEL_TYPE,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,
@@ -340,16 +347,19 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules: dict[str, Callable[[object], bool]] = {
-        "model_type": lambda v: v == "llama",
+    rules: dict[str, Callable[[Any], bool]] = {
+        "model_type": lambda v: v == MODEL_TYPE,
         "hidden_act": lambda v: v in ("silu", "swish"),
         "attention_bias": lambda v: not v,
         "mlp_bias": lambda v: not v,
+        "use_sliding_window": lambda v: not v,
+        "layer_types": lambda v: set(v or ()) <= {"full_attention"},
+        "quantization_config": lambda v: not v,
     }
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
             raise ValueError(
-                f"config.json: {field} is {hf[field]!r}, which this Llama does not have"
+                f"config.json: {field} is {hf[field]!r}, which this --model-file does not compute"
             )
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope or {}
@@ -358,9 +368,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     if not plain and (
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
-        raise ValueError(
-            f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is supported"
-        )
+        raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
     a = hf["num_attention_heads"]
     return LlamaConfig(
         vocab_size=hf["vocab_size"],

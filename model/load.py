@@ -89,23 +89,36 @@ def _import(at: Path) -> ModuleType:
     return module
 
 
-def model_file_of(hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> ModelFile:
-    """Return the file of a checkpoint's model: the one it was trained with, else by model_type.
+def model_file_of(
+    hf: Mapping[str, Any], saved: Mapping[str, Any] | None = None, own: str | None = None
+) -> ModelFile:
+    """Return the file of a checkpoint's model: `own`, else the one of this folder that is its.
 
-    hf: its sizes, a config.json. saved: the settings of the run that saved it. Raises ValueError
-    where no file of this folder is that model_type's.
+    hf: its sizes, a config.json. saved: the settings of the run that saved it. own: a --model-file
+    that was given. A checkpoint may come from anybody, so what it says runs no other file. Raises
+    ValueError where no file of this folder is its model's.
     """
-    own = (saved or {}).get("model.model_file")
-    if own and any(p.is_file() for p in (Path(own), HERE.parent / own)):
+    if own:
         return load_model_file(own)
-    kind = hf.get("model_type", "llama")
+    kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
+    at = (HERE.parent / (named or f"model/{kind}.py")).resolve()
     known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load"))
-    if kind not in known:
-        raise ValueError(
-            f"config.json: model_type is {kind!r}, and Weft has {' and '.join(known)} "
-            "(a fork is named by --model-file)"
-        )
-    return load_model_file(f"model/{kind}.py")
+    if at in [HERE / f"{stem}.py" for stem in known]:
+        return load_model_file(str(at))
+    if named:
+        raise ValueError(f"it was trained with --model-file {named}: give that too")
+    raise ValueError(
+        f"config.json: model_type is {kind!r}, and Weft has {' and '.join(known)}: give the fork's "
+        "--model-file"
+    )
+
+
+def of_checkpoint(
+    hf: dict[str, Any], saved: Mapping[str, Any] | None = None, own: str | None = None
+) -> tuple[str, LlamaConfig]:
+    """Return the path of `model_file_of`'s, as --model-file takes it, and the model's config."""
+    file = model_file_of(hf, saved, own)
+    return own or f"model/{Path(file.__file__).name}", saved_config(file, hf, saved)
 
 
 def extra_args_provider(file: ModelFile) -> Callable[[Any], None] | None:

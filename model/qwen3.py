@@ -19,6 +19,8 @@ from mpu.layers.fused import RMSNorm
 from mpu.param import Region
 from mpu.recompute import Recompute
 
+# what a config.json that does not say it means
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
 
 
@@ -38,7 +40,8 @@ class Attention(llama.Attention):
         a, g = self.heads, self.groups
         qkv = self.qkv(x).unflatten(-1, (a + 2 * g, self.head_size))  # [s, b, (a + 2g) / t, d]
         q, k, v = qkv.split([a, g, g], dim=2)
-        qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2).flatten(2)
+        q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # as csrc/fused.cpp asks
+        qkv = torch.cat([q, k, v], dim=2).flatten(2)
         return self.proj(self.core(qkv, cos, sin, a, g, mask, cache=cache))
 
 
@@ -70,11 +73,10 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    if hf.get("model_type", "qwen3") != "qwen3":
-        raise ValueError(f"config.json: model_type is {hf['model_type']!r}, and this is 'qwen3'")
-    if hf.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window is True, which this Qwen3 does not have")
-    return llama.from_hf_config({"head_dim": 128, **hf, "model_type": "llama"})
+    kind = hf.get("model_type", "qwen3")
+    if kind != "qwen3":
+        raise ValueError(f"config.json: model_type is {kind!r}, and this --model-file's is 'qwen3'")
+    return llama.from_hf_config({**DEFAULTS, **hf, "model_type": "llama"})
 
 
 Model, ModelConfig = Qwen3, LlamaConfig

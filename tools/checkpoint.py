@@ -104,14 +104,15 @@ def do_convert(args: argparse.Namespace) -> int:
     if args.to_hf is None:
         source = args.from_hf or args.from_mcore
         if args.from_hf:
-            made = import_hf(source, args.save)
+            made = import_hf(source, args.save, args.model_file)
         else:
             made = import_mcore(source, args.hf_config, args.save)
         print(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
-    print(f"{export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer)} -> {args.to_hf}")
+    read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
+    print(f"{read} -> {args.to_hf}")
     return 0
 
 
@@ -220,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --from-mcore: a directory with the model's config.json, and its tokenizer",
     )  # fmt: skip
     sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-hf: what to read")
+    sub.add_argument("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
     sub.add_argument(
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"

@@ -23,9 +23,9 @@ from training.checkpoint.pieces import whole
 Say = Callable[[str], None]
 
 
-def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a Hugging Face config.json to the form of our checkpoints."""
-    file = model_file_of(config)
+def from_hf(config: dict[str, Any], own: str | None = None) -> dict[str, Any]:
+    """Convert a Hugging Face config.json to the form of our checkpoints. own: a fork's file."""
+    file = model_file_of(config, own=own)
     return file.hf_config(file.from_hf_config(config))
 
 

@@ -7,6 +7,7 @@ One tensor is in memory at a time. What is written is complete or absent.
 import os
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,12 +73,15 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
     return found
 
 
-def import_hf(source: Path, root: Path) -> Path:
-    """Write a Hugging Face directory as a checkpoint of step 0; return the new directory."""
+def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
+    """Write a Hugging Face directory as a checkpoint of step 0; return the new directory.
+
+    own: the file of a fork, here and in `export_hf`.
+    """
     if not source.is_dir():
         raise ValueError(f"--from-hf {source} is not a directory")
-    found = HuggingFaceDirectory(source, from_hf)
-    file = model_file_of(found.config)
+    found = HuggingFaceDirectory(source, partial(from_hf, own=own))
+    file = model_file_of(found.config, own=own)
     config = file.from_hf_config(found.config)
     expected = expected_tensors(file, config)
     check_shapes(found, expected)
@@ -97,7 +101,12 @@ def import_hf(source: Path, root: Path) -> Path:
 
 
 def export_hf(
-    place: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int, tokenizer: Path | None
+    place: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    tokenizer: Path | None,
+    own: str | None = None,
 ) -> Path:
     """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
@@ -106,7 +115,7 @@ def export_hf(
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
     sizes, saved = found.state["hf_config"], found.state.get("config")
-    file = model_file_of(sizes, saved)
+    file = model_file_of(sizes, saved, own)
     expected = expected_tensors(file, saved_config(file, sizes, saved))
     check_shapes(found, expected)
     pieces = stream(found, expected, dtype)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.llama import Llama
-from model.load import load_model_file, model_file_of, saved_config
+from model.load import model_file_of, saved_config
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
@@ -138,7 +138,7 @@ def load_model(
 ) -> tuple[Llama, dict[str, Any], Path]:
     """Build and load the checkpoint's model on this rank; return (model, state, directory).
 
-    own: the model's file, where it is not the one that the checkpoint names.
+    own: the model's file, where it is not one of Weft's.
     """
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
@@ -155,7 +155,7 @@ def load_model(
         device=device,
     )
     saved = newest.state.get("config")
-    file = load_model_file(own) if own else model_file_of(sizes, saved)
+    file = model_file_of(sizes, saved, own)
     model = file.Model(saved_config(file, sizes, saved), ctx).requires_grad_(False)
     for param in model.parameters():
         param.zero_()  # the padding of the vocabulary is in no file
@@ -186,7 +186,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1234, help="of the draws (1234)")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="left out: the checkpoint's")
     add("--tokenizer-model", metavar="PATH", help="left out: the checkpoint's")
-    add("--model-file", metavar="PATH", help="of the model; left out: the checkpoint's")
+    add("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
     add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))

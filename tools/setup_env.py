@@ -135,6 +135,11 @@ def make_venv(torch: "list[Any]") -> None:
     The interpreter may itself be of a virtual environment, whose packages `--system-site-packages`
     does not show: then a .pth file names the folder of that torch.
     """
+    if os.path.islink(VENV):
+        raise SetupError(
+            f".venv is a link to {os.path.realpath(VENV)}, which is not cleared here: make setup"
+            " there, or rm .venv to make one of this checkout's own"
+        )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     print(f"making .venv from {sys.executable}", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV]).returncode:

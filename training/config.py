@@ -40,7 +40,7 @@ class ModelConfig:
     rope_scaling_factor: float = 8.0
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
-    model_file: str = ""  # "": the one that the program imports
+    model_file: str = "model/llama.py"
 
     def __post_init__(self) -> None:
         """Fill in the sizes that follow from the others."""

@@ -5,25 +5,19 @@ The fork trains on 2 ranks under tensor, data or pipeline parallelism, is saved 
 resumed in others. It adds a gain vector to the attention's output, whose gradient is a partial sum
 over tp under sequence parallelism, and a temperature to the logits, partial because each rank has
 its own columns. Both are ordinary autograd code: `mpu.gradients.use` sends the gradient to the
-sink, and the Placement says over which axis it is partial. Neither mpu nor training is changed.
+sink, and the region says over which axis it is partial. Nothing else is changed: --model-file names
+the fork.
 """
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import pretrain_llama
+from model.load import ModelFile, load_model_file
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.context import LayerContext
-from mpu.pipeline.engine import Engine
-from mpu.zero.layout import ZeroConfig
-from mpu.zero.optimizer import Optimizer
-from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.model.twin import gathered
 from tests.saved import check_equal, stored
 from training.config import (
@@ -36,7 +30,6 @@ from training.config import (
     RunConfig,
 )
 from training.data.batch import Batch
-from training.plan.pipeline import rank_stages
 from training.run.saver import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,22 +40,20 @@ def write_fork(folder: Path) -> Path:
     text = (ROOT / "model" / "llama.py").read_text()
     edits = {
         "class Llama(nn.Module)": "class Alpaca(nn.Module)",
-        "from mpu.param import draw_normal, tie, unique_parameters": (
-            "from mpu.gradients import use\n"
-            "from mpu.param import Placement, draw_normal, parameter, tie, unique_parameters"
+        "from mpu.param import draw_normal, placement_of": (
+            "from mpu.gradients import use\nfrom mpu.param import Region, draw_normal, placement_of"
         ),
         "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n": (
             "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
-            "        self.ctx = ctx\n"
-            "        place = Placement((h,), axis=ctx.tp, reduce_axes=ctx.replicated_over)\n"
-            "        self.gain = parameter(place, ctx.dtype, ctx.device, ctx.sink)\n"
+            "        self.sink = ctx.sink\n"
+            "        self.gain = ctx.replicated_parameter((h,), Region.SEQUENCE_PARALLEL)\n"
         ),
-        "        return self.proj(y)\n\n    def decode": (
-            "        return self.proj(y) * use(self.gain, self.ctx.sink)\n\n    def decode"
+        "        return self.proj(y)\n": (
+            "        return self.proj(y) * use(self.gain, self.sink)\n"
         ),
         "            self.norm = RMSNorm(": (
-            "            place = Placement((1,), axis=ctx.tp, reduce_axes=(ctx.tp,))\n"
-            "            self.temperature = parameter(place, ctx.dtype, ctx.device, ctx.sink)\n"
+            "            columns = Region.TENSOR_PARALLEL\n"
+            "            self.temperature = ctx.replicated_parameter((1,), columns)\n"
             "            self.norm = RMSNorm("
         ),
         "        loss = vocab_parallel": (
@@ -71,11 +62,7 @@ def write_fork(folder: Path) -> Path:
         ),
         "def hf_names(model: Llama)": "def hf_names(model)",
         '-> "Llama":': '-> "Alpaca":',
-        "    return {name: table[name] for name, _ in unique_parameters(model)}": (
-            "    for name, _ in unique_parameters(model):\n"
-            "        table.setdefault(name, (name,))\n"
-            "    return {name: table[name] for name, _ in unique_parameters(model)}"
-        ),
+        "Model, ModelConfig = Llama,": "Model, ModelConfig = Alpaca,",
     }
     for old, new in edits.items():
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in model/llama.py"
@@ -87,43 +74,27 @@ def write_fork(folder: Path) -> Path:
 
 def build_fork(
     comm, path: str, tp: int, pp: int, zero: int, seed: int = 3
-) -> tuple[ModuleType, pretrain_llama.Run]:
+) -> tuple[ModelFile, pretrain_llama.Run]:
     """Build the fork on one rank, in fp64."""
-    spec = importlib.util.spec_from_file_location("alpaca", path)
-    alpaca = importlib.util.module_from_spec(spec)
-    sys.modules["alpaca"] = alpaca
-    spec.loader.exec_module(alpaca)
-    grid = comm.grid(tp, pp=pp)
-    zero_config = ZeroConfig(zero, 1000, overlap_param_gather=True)
-    sink = ParamAndGradBuffer(grid, torch.float64, zero_config)
-    ctx = LayerContext(grid, tp > 1, torch.float64, torch.float64, torch.device("cpu"), sink)
-    config = alpaca.LlamaConfig(50, 16, 24, 2, 4, 2, make_vocab_size_divisible_by=1)
-    schedule = "zb-h1" if pp > 1 else None  # weight gradients that wait
-    parallel = ParallelConfig(
-        comm.size, tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule
-    )
     settings = Config(
-        ModelConfig(2, 16, 4, 8, vocab_size=50),
-        parallel,
+        ModelConfig(
+            2, 16, 4, 8, ffn_hidden_size=24, num_query_groups=2, vocab_size=50,
+            make_vocab_size_divisible_by=1, untie_embeddings_and_output_weights=True,
+            model_file=path,
+        ),
+        ParallelConfig(
+            comm.size, tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1,
+            pipeline_schedule="zb-h1" if pp > 1 else None,  # weight gradients that wait
+            zero_stage=zero, ddp_bucket_size=1000, overlap_param_gather=zero > 0,
+        ),
         BatchConfig(2, 4),
-        OptimizerConfig(lr=1e-2, lr_decay_style="constant"),
-        run=RunConfig(dtype=torch.float64),
+        OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.0, clip_grad=0.0),
+        run=RunConfig(seed=seed, dtype=torch.float64),
+    )  # fmt: skip
+    run = pretrain_llama.build(
+        settings, comm.grid(tp, pp=pp), torch.device("cpu"), FailureMonitor()
     )
-
-    def provider(settings, ctx, recompute=None, stages=None):
-        return alpaca.Alpaca(config, ctx, recompute, stages)
-
-    stages = rank_stages(settings, provider, grid.pp.rank)
-    model = provider(settings, ctx, stages=stages)
-    sink.attach(model, model.chunk_of)
-    for names in sink.fill():
-        model.initialize(seed, names)
-    optimizer = Optimizer(model, sink, grid, alpaca.parameter_group, lr=1e-2, clip=0.0)
-    device, monitor = torch.device("cpu"), FailureMonitor()
-    engine = Engine(grid, ctx.queue, monitor, ctx.dtype, device)
-    return alpaca, pretrain_llama.Run(
-        settings, grid, device, model, engine, sink, optimizer, monitor
-    )
+    return load_model_file(path), run
 
 
 def train(run: pretrain_llama.Run, steps: int) -> list[float]:
@@ -156,7 +127,8 @@ def go_on(comm, path: str, way: tuple[int, int, int], load: str, save: str, at: 
     alpaca, run = build_fork(comm, path, *way, seed=3 if at == 0 else 4)
 
     def saver(folder: str) -> Saver:
-        config = replace(run.config, checkpoint=CheckpointConfig(save=folder, load=load))
+        same = replace(run.config.run, seed=3)  # only the initial weights differ
+        config = replace(run.config, checkpoint=CheckpointConfig(save=folder, load=load), run=same)
         names, hf = alpaca.hf_names(run.model), (alpaca.hf_config, alpaca.from_hf_config)
         return Saver(
             config, run.model.ctx, run.model, run.optimizer, names, *hf, {}, lambda line: None

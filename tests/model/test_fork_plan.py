@@ -29,9 +29,9 @@ from training.run.dry_run import report
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {
     "from dataclasses import dataclass\n": "from dataclasses import dataclass, replace\n",
-    "Block(config, ctx, recompute) for i in numbers": (
-        "Block(replace(config, ffn_hidden_size=config.ffn_hidden_size * (1 + i % 3 * 2)), ctx,"
-        " recompute) for i in numbers"
+    "        return self.config\n": (
+        "        width = self.config.ffn_hidden_size * (1 + i % 3 * 2)\n"
+        "        return replace(self.config, ffn_hidden_size=width)\n"
     ),
     "        self.mlp = MLP(config, ctx)\n": (
         "        self.mlp = MLP(config, ctx)\n"

@@ -1,86 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--model-file: a fork is one file, with its own flags; what is wrong with the file is told."""
+"""--model-file: what is no model is refused in a sentence, and a checkpoint chooses no code."""
 
-from pathlib import Path
+import importlib
 
 import pytest
 
 import pretrain_llama
-from model.load import load_model_file, model_file_of, saved_config
-from tools import generate
-
-ROOT = Path(__file__).resolve().parents[2]
-OWN_FLAG = """
-from argparse import ArgumentParser
-def extra_args_provider(parser: ArgumentParser) -> None:
-    parser.add_argument("--bonus", type=float, default=1.5)
-    parser.add_argument("--unrelated", default="no field of the config")
-"""
-RUN = """
-    --vocab-size 64 --mock-data --num-layers 2 --hidden-size 64 --num-attention-heads 2
-    --seq-length 8 --global-batch-size 2 --lr 1e-3 --train-iters 2 --num-workers 0 --device cpu
-""".split()
-
-
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory) -> Path:
-    """Return a copy of model/llama.py with a field, a flag for it, and a use of it."""
-    text = (ROOT / "model/llama.py").read_text()
-    for old, new in {
-        "    tied: bool = False\n": "    tied: bool = False\n    bonus: float = 0.0\n",
-        "        logits = self.head(self.norm(h))": (
-            "        logits = self.config.bonus * self.head(self.norm(h))"
-        ),
-    }.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path = tmp_path_factory.mktemp("fork") / "bonus.py"
-    path.write_text(text + OWN_FLAG)
-    return path
-
-
-def test_a_fork_trains_with_its_own_flags_and_is_found_again(fork, tmp_path, capsys):
-    save = tmp_path / "run"
-    argv = [*RUN, "--save", str(save), "--model-file", str(fork), "--bonus", "0"]
-    assert pretrain_llama.main(argv) == 0
-    assert "loss 4.1589" in capsys.readouterr().out  # log 64: every logit is 0
-    state = generate.find_latest(str(save), pretrain_llama.Grid()).state
-    file = model_file_of(state["hf_config"], state["config"])
-    assert file.__file__ == str(fork)
-    assert saved_config(file, state["hf_config"], state["config"]).bonus == 0.0
-    model, _, _ = generate.load_model(str(save), pretrain_llama.Grid(), "cpu", None)
-    assert model.config.bonus == 0.0 and type(model).__module__ == "model_file_bonus"
-    other = generate.load_model(str(save), pretrain_llama.Grid(), "cpu", None, "model/llama.py")[0]
-    assert not hasattr(other.config, "bonus")
-
-
-def test_megatrons_flag_names_the_second_model():
-    assert pretrain_llama.model_file(["--qk-layernorm"]) == "model/qwen3.py"
-    assert pretrain_llama.model_file(["--qk-layernorm", "--model-file=a.py"]) == "a.py"
-    assert pretrain_llama.model_file(["--lr", "1"]) == ""
-    assert pretrain_llama.file_of("").__name__ == "model.llama"
-    assert load_model_file("model/qwen3.py").__name__ == "model.qwen3"
+from model import llama, qwen3
+from model.load import load_model_file, model_file_of, of_checkpoint
+from tests.training.small_llama import read
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "sentence"),
     [
         (None, "there is no such Python file"),
-        ("def f(:\n", "SyntaxError: invalid syntax"),
-        ("import math\n\nx = math.nothing\n", "line 3: AttributeError: module 'math' has no"),
-        ("from model.llama import hf_names, hf_config\nModel = 1\n", "does not define ModelConfig"),
+        ("def f(:\n", "SyntaxError: "),
+        ("import math\n\nmath.squirt(1)\n", "line 3: AttributeError: .*squirt"),
+        ("Model = ModelConfig = hf_names = hf_config = 1\n", "does not define from_hf_config, par"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, capsys, text, message):
-    path = tmp_path / f"wrong{abs(hash(text))}.py"
+def test_what_is_no_model(tmp_path, text, sentence):
     if text is not None:
-        path.write_text(text)
-    assert pretrain_llama.main([*RUN, "--model-file", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"pretrain_llama.py: --model-file {path}") and message in said
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=f"--model-file {tmp_path}/mine.py.*{sentence}"):
+        load_model_file(f"{tmp_path}/mine.py")
 
 
-def test_an_architecture_that_nobody_has_is_refused_by_name():
-    with pytest.raises(ValueError, match="model_type is 'mamba', and Weft has llama and qwen3"):
-        model_file_of({"model_type": "mamba"})
-    assert model_file_of({"model_type": "qwen3"}).__name__ == "model.qwen3"
+def test_a_checkpoint_says_which_of_our_models_it_is():
+    assert model_file_of({"model_type": "llama"}) is llama and model_file_of({}) is llama
+    qwen = {"model_type": "qwen3"}
+    for saved in (None, {}, {"model.model_file": "model/qwen3.py"}):
+        assert model_file_of(qwen, saved) is qwen3
+    assert model_file_of(qwen, None, "model/llama.py") is llama
+    sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
+    path, config = of_checkpoint(sizes)
+    assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
+    with pytest.raises(ValueError, match="model_type is 'mixtral', and Weft has llama and qwen3"):
+        model_file_of({"model_type": "mixtral"})
+
+
+@pytest.mark.parametrize("place", ["{folder}/evil.py", "model/../../../{folder}/evil.py"])
+def test_what_a_checkpoint_says_runs_no_code(tmp_path, place):
+    (tmp_path / "evil.py").write_text(f"open('{tmp_path}/ran', 'w')\nfrom model.llama import *\n")
+    named = place.format(folder=tmp_path)
+    with pytest.raises(ValueError, match="trained with --model-file .*evil.py: give that too"):
+        model_file_of({"model_type": "llama"}, {"model.model_file": named})
+    with pytest.raises(ValueError, match="model_type is '../evil'"):
+        model_file_of({"model_type": "../evil"})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_megatrons_flag_names_the_second_model():
+    assert read("--qk-layernorm").model.model_file == "model/qwen3.py"
+    assert read("--model-file model/qwen3.py") == read("--qk-layernorm")
+
+
+def test_a_program_that_imports_a_fork_trains_the_fork(monkeypatch, tmp_path):
+    """pretrain_llama.py may be forked too, with another file's Llama imported."""
+    path = tmp_path / "alpaca.py"
+    path.write_text("from model.llama import *\n\n\nclass Llama(Model):\n    pass\n")
+    assert pretrain_llama.name_fork(["--lr", "1"]) == ["--lr", "1"]
+    monkeypatch.syspath_prepend(tmp_path)
+    alpaca = importlib.import_module("alpaca")
+    monkeypatch.setattr(pretrain_llama, "Llama", alpaca.Llama)
+    named = pretrain_llama.name_fork(["--lr", "1"])
+    assert named == ["--model-file", str(path), "--lr", "1"]
+    assert pretrain_llama.model_file([*named, "--model-file=b.py"]) == "b.py"

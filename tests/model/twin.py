@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import pretrain_llama
 from model.llama import hf_names, parameter_group
+from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import METHODS, OverlapMap
@@ -46,9 +47,13 @@ SIZES = dict(
 def config_of(case: dict) -> Config:
     tp, dp, pp = case["tp"], case["dp"], case.get("pp", 1)
     rows = case.get("rows", ROWS)
-    sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])}
+    sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])} | case.get("sizes", {})
     return Config(
-        ModelConfig(**sizes, untie_embeddings_and_output_weights=not case["tied"]),
+        ModelConfig(
+            **sizes,
+            untie_embeddings_and_output_weights=not case["tied"],
+            model_file=case.get("file", ModelConfig.model_file),
+        ),
         ParallelConfig(
             world_size=tp * dp * pp,
             tensor_model_parallel_size=tp,
@@ -75,6 +80,7 @@ def config_of(case: dict) -> Config:
         OptimizerConfig(lr=case.get("lr", 0.0), clip_grad=case.get("clip", 0.0), weight_decay=0.1),
         DataConfig(eod_mask_loss=case.get("masks", False)),
         run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
+        extra=case.get("extra", ()),
     )
 
 
@@ -140,7 +146,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         for name, param, _ in bucket.params:
             if bucket.weights is not None:
                 assert torch.equal(param, gathered_weights[name]), "the weights were not gathered"
-    grads, names = [], hf_names(run.model)
+    grads, names = [], load_model_file(config.model.model_file).hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"
         for piece in placement_of(param).pieces(names[name]):
@@ -162,15 +168,24 @@ def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def run_cases(comm, some: list[dict]) -> list[dict]:
-    return [run_layout(comm, case) for case in some]
+def run_cases(comm, some: list[dict], steps: int = 1) -> list[dict]:
+    return [run_layout(comm, case, steps) for case in some]
 
 
 class Twin:
-    """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names."""
+    """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names.
 
-    def __init__(self, tied: bool, layers: int = SIZES["num_layers"], rows: int = ROWS) -> None:
-        case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers)
+    file: of the model whose initial weights it takes; where those have a q_norm, so has the twin.
+    """
+
+    def __init__(
+        self,
+        tied: bool,
+        layers: int = SIZES["num_layers"],
+        rows: int = ROWS,
+        file: str = ModelConfig.model_file,
+    ) -> None:
+        case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers, file=file)
         self.layers, self.rows = layers, rows
         run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
         names, self.w = hf_names(run.model), {}
@@ -216,6 +231,10 @@ class Twin:
                 (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, 6).transpose(1, 2)
                 for n in "qkv"
             )
+            if f"{at}self_attn.q_norm.weight" in w:
+                q, k = (
+                    self.norm(t, f"{at}self_attn.{n}_norm.weight") for t, n in ((q, "q"), (k, "k"))
+                )
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
             scores = (q @ k.transpose(-1, -2)) / 6**0.5

@@ -16,6 +16,9 @@ from training.data.tokenizer import tokenizer_of
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+OfCheckpoint = Callable[
+    [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
+]  # model/load.py
 # flags that may differ from the checkpoint: no weight depends on them
 FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-type
     --tokenizer-model""".split()
@@ -30,14 +33,13 @@ def of_model(m: ModelConfig) -> dict[str, Any]:
     }
 
 
-def from_checkpoint(
-    given: Mapping[str, Any], from_hf: Callable[[dict[str, Any]], Any]
-) -> dict[str, Any]:
+def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> dict[str, Any]:
     """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
 
     The checkpoint is the one that the run will load: from --load, else --pretrained-checkpoint.
-    from_hf makes the model's config from a Hugging Face one. Raises UsageError where a given flag
-    on which weights depend contradicts the checkpoint, or where there is no checkpoint.
+    of_checkpoint(sizes, settings, --model-file or None) returns the path of the model's file and
+    the model's config. Raises UsageError where a given flag on which weights depend contradicts the
+    checkpoint, or where there is no checkpoint.
     """
     where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
     for flag, root in where:
@@ -46,7 +48,9 @@ def from_checkpoint(
             continue
         directory = found.directory
         try:
-            taken = _flags(from_hf(found.state["hf_config"]), found)
+            hf, saved = found.state["hf_config"], found.state.get("config")
+            path, sizes = of_checkpoint(hf, saved, given.get("--model-file"))
+            taken = {"--model-file": path, **_flags(sizes, found)}
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{flag} {directory}: {type(error).__name__}: {error}") from None
         for name, value in taken.items():

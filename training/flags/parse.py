@@ -40,18 +40,18 @@ def parse(
     argv: Sequence[str] | None,
     world_size: int,
     extra: Extra | None = None,
-    from_hf: Callable[[dict[str, Any]], Any] | None = None,
+    of_checkpoint: model_sizes.OfCheckpoint | None = None,
 ) -> Config:
     """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
-    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`. `from_hf`
-    makes the model's config from Hugging Face's, for --use-checkpoint-args. Raises UsageError
-    naming the flag, its value and the rule; `--help` prints and exits.
+    `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
+    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. Raises UsageError naming
+    the flag, its value and the rule; `--help` prints and exits.
     """
     given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
     if "--use-checkpoint-args" in given:
-        assert from_hf is not None
-        given = model_sizes.from_checkpoint(given, from_hf)
+        assert of_checkpoint is not None
+        given = model_sizes.from_checkpoint(given, of_checkpoint)
     if "--use-checkpoint-opt-param-scheduler" in given:
         given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
@@ -69,13 +69,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def model_file(argv: Sequence[str] | None) -> str:
-    """Return --model-file, or "", before the rest is parsed: the file may bring flags."""
+    """Return --model-file, before the rest is parsed: the file may bring flags."""
     words: list[str] = []
     for token in sys.argv[1:] if argv is None else argv:
         flag = table.known_flags().get(token)
         words += flag.stands_for if flag and flag.stands_for else token.split("=", 1)
     found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
-    return found[-1] if found else ""
+    return found[-1] if found else config.ModelConfig.model_file
 
 
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
@@ -133,8 +133,8 @@ def _read(
 ) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
     """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
     parser = build_parser(extra)
-    known = set(table.known_flags())
-    own_names = set(parser._option_string_actions) - known
+    taken = {f.name for f in table.known_flags().values() if f.kind != table.REFUSED_KIND}
+    own_names = set(parser._option_string_actions) - taken  # a fork may have what we refuse
     argv, ignored = foreign.take_out(argv, own_names)
     words = [word for token in argv for word in _expand(token, own_names)]
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from model.load import of_checkpoint
 from training.config import UsageError
 from training.flags import path_rules, table
 from training.flags.parse import parse
@@ -49,7 +50,7 @@ def refusal(flags: list[str], world: int) -> str:
     """Return why a launch with these flags is refused, "" where it is not, up to missing files."""
     with patch.object(path_rules, "os", FILES):
         try:
-            parse(flags, world, from_hf=lambda config: config)
+            parse(flags, world, of_checkpoint=of_checkpoint)
         except UsageError as error:
             return str(error)
     return ""

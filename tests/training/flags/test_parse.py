@@ -174,6 +174,15 @@ def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):
     assert "--vocab-file has nothing to act on without" in "\n".join(read(files).notes)
 
 
+def test_a_fork_may_have_a_flag_that_is_refused_without_it():
+    def extra(parser):
+        parser.add_argument("--window-size", type=int)
+
+    assert dict(read("--window-size 9", extra=extra).extra) == {"window_size": 9}
+    with pytest.raises(UsageError, match="--window-size is refused: it makes another architecture"):
+        read("--window-size 9")
+
+
 def test_nan_is_stopped_on_unless_told():
     assert read().run.on_nan == "stop"
     assert read("--on-nan stop").run.on_nan == "stop"

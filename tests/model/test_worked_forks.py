@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worked forks of docs/forking.md: each diff applies, trains and decodes as on one rank.
+
+Those that transformers has too are held against it, the sliding windows against a dense mask.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.load import load_model_file
+from mpu.comm.collectives import all_gather
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.layers.fused import apply_rope
+from mpu.param import draw_normal, unique_parameters
+from mpu.pipeline.schedules import CHUNKS
+from pretrain_llama import model_provider
+from tests.model.test_qwen3_hf import SMALL, run
+from tests.model.twin import V, config_of, run_cases
+from tools.generate import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```diff\n--- (\S+)\n\+\+\+ (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HUNK = re.compile(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@.*\n", re.MULTILINE)
+MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
+    "sliding_window": {"extra": (("window_size", 3),)},
+    "widths": {"sizes": {"ffn_hidden_size": 192}},
+}
+ORACLES = {"qk_norm": "Qwen3", "biases": "Qwen2", "squared_relu": "Arcee"}
+FORKS = ("qk_norm", "biases", "squared_relu", "sliding_window", "widths")
+WAYS = {  # of two ranks
+    "tp 2": dict(tp=2, dp=1, m=1, sp=False),
+    "tp 2 + SP": dict(tp=2, dp=1, m=1, sp=True),
+    "pp 2": dict(tp=1, dp=1, m=3, pp=2, schedule="1f1b"),
+    "dp 2, ZeRO 3": dict(tp=1, dp=2, m=1, zero=3, gather=True, recompute="full"),
+}
+MORE_WAYS = [
+    *(dict(tp=4, dp=1, m=3, sp=sp, recompute="selective") for sp in (False, True)),
+    *(dict(tp=2, dp=2, m=1, sp=True, zero=zero) for zero in range(4)),
+    *(dict(tp=2, dp=1, m=3, pp=2, sp=True, schedule=s, v=CHUNKS[s], layers=4) for s in CHUNKS),
+]
+
+
+def apply(diff: str, text: str) -> str:
+    """Apply a unified diff. What a hunk replaces must stand in the text exactly once."""
+    parts = HUNK.split(diff)[1:]  # of each hunk: old lines, new lines, the lines
+    for old_count, new_count, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        lines = [line or " " for line in body.splitlines()]
+        assert {line[0] for line in lines} <= set(" +-"), body
+        old = [line[1:] for line in lines if line[0] != "+"]
+        new = [line[1:] for line in lines if line[0] != "-"]
+        assert (len(old), len(new)) == (int(old_count), int(new_count)), body
+        before, after = ("".join(f"{line}\n" for line in part) for part in (old, new))
+        assert f"\n{text}".count(f"\n{before}") == 1, f"does not stand there once:\n{before}"
+        text = f"\n{text}".replace(f"\n{before}", f"\n{after}")[1:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return {fork: path} of the patched files."""
+    folder, made = tmp_path_factory.mktemp("forks"), {}
+    for source, name, diff in BLOCK.findall((ROOT / "docs" / "forking.md").read_text()):
+        path = folder / f"{name}.py"
+        path.write_text(apply(diff, (ROOT / source).read_text()))
+        made[name] = str(path)
+    assert tuple(made) == FORKS
+    return made
+
+
+def case_of(fork: str, path: str, **way: Any) -> dict[str, Any]:
+    plain = dict(tp=1, dp=1, sp=False, recompute=None, m=1, tied=fork == "widths")
+    return plain | dict(file=path, lr=1e-2, clip=0.5, masks=True) | MORE.get(fork, {}) | way
+
+
+def compare(world: Any, paths: dict[str, str], size: int, ways: list[dict[str, Any]]) -> None:
+    """Train every fork two steps each way and on one rank: losses, norms, every gradient."""
+    layers = ways[0].get("layers", 3)
+    alone = [case_of(fork, paths[fork], layers=layers) for fork in FORKS]
+    ones = dict(zip(FORKS, world(1).run(run_cases, alone, 2)[0], strict=True))
+    for fork, one in ones.items():
+        assert one["losses"][1] != one["losses"][0], fork
+    for way in ways:
+        some = [case_of(fork, paths[fork], **way) for fork in FORKS]
+        for rank in world(size).run(run_cases, some, 2):
+            for (fork, one), got in zip(ones.items(), rank, strict=True):
+                equal(got, one, f"{fork}, {way}")
+
+
+def equal(got: dict[str, Any], one: dict[str, Any], what: str) -> None:
+    """Hold a rank's losses, norms and rectangles of the last gradient against one rank's."""
+    assert got["losses"] == pytest.approx(one["losses"], rel=1e-10), what
+    assert got["norms"] == pytest.approx(one["norms"], rel=1e-10), what
+    full = {name: torch.from_numpy(grad) for name, _, _, grad in one["grads"]}
+    for name, dim, start, local in got["grads"]:
+        wanted = full[name].narrow(dim, start, local.shape[dim])
+        apart = (torch.from_numpy(local) - wanted).norm()
+        assert apart <= 1e-10 * full[name].norm(), f"{what}: {name}"
+
+
+def test_forks_train_on_two_ranks_as_on_one(world, paths):
+    compare(world, paths, 2, list(WAYS.values()))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("layers", [3, 4])
+def test_forks_train_on_four_ranks_as_on_one(world, paths, layers):
+    compare(world, paths, 4, [way for way in MORE_WAYS if way.get("layers", 3) == layers])
+
+
+def drawn(comm: Any, case: dict[str, Any]) -> Any:
+    """Build a model of which every weight, those of norms and biases too, was drawn."""
+    grid, config = comm.grid(comm.size), config_of(case)
+    model = model_provider(config, LayerContext(grid, False, torch.float64, torch.float64))
+    names = load_model_file(case["file"]).hf_names(model)
+    for name, param in unique_parameters(model.initialize(3)):
+        if param.dim() == 1:
+            draw_normal(param, names[name], 0.3, 3)
+            param.data += 1
+    return model
+
+
+def whole(logits: torch.Tensor, model: Any, size: int) -> torch.Tensor:
+    """Gather logits [s, b, V/t] -> [b, s, V]."""
+    every = all_gather(logits.permute(2, 1, 0).contiguous(), model.ctx.tp)[0]
+    return every[:size].permute(1, 2, 0)
+
+
+@torch.no_grad()
+def decode_in(comm: Any, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Hold decoding in parts against one forward; return the logits of each case."""
+    tokens, found = torch.arange(22).view(2, 11) * 7 % V, []
+    for case in cases:
+        model, caches = drawn(comm, case), [[] for _ in range(3)]
+        at_once = model(tokens)
+        cuts = ((0, 4), (4, 5), (5, 11))
+        parts = [model.decode(tokens[:, a:b], a, caches) for a, b in cuts]
+        assert (torch.cat(parts) - at_once).abs().max() < 1e-12 * at_once.abs().max(), case
+        found.append(whole(at_once, model, V))
+    return found
+
+
+def test_forks_decode_as_they_train(world, paths):
+    cases = [case_of(fork, paths[fork]) for fork in FORKS]
+    (one,) = world(1).run(decode_in, cases)
+    for rank in world(2).run(decode_in, cases):
+        for a, b in zip(one, rank, strict=True):
+            assert (a - b).abs().max() < 1e-12 * a.abs().max()
+
+
+def dense(qkv, cos, sin, heads, groups, mask, *, cache, window):
+    """Core attention with a mask that is written out."""
+    s, b, _ = qkv.shape
+    qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
+    q, k, v = qkv.split([heads, groups, groups], dim=2)
+    k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
+    scores = torch.einsum("ibnd,jbnd->bnij", q, k) / q.shape[-1] ** 0.5
+    for i in range(s):
+        for j in range(s):
+            if j > i or (window and i - j >= window):
+                scores[:, :, i, j] = -torch.inf
+    return torch.einsum("bnij,jbnd->ibnd", scores.softmax(-1), v).flatten(2)
+
+
+@torch.no_grad()
+def windows_in(comm: Any, case: dict[str, Any]) -> tuple[list[int], float, float]:
+    """Return the layers' windows, and how far the logits are from a dense mask's and from none."""
+    model, tokens = drawn(comm, case), torch.arange(20).view(2, 10)
+    logits, blocks = model(tokens), list(model.layers.values())
+    windows = [block.attention.window for block in blocks]
+    for block in blocks:
+        block.attention.core = dense
+    masked = model(tokens)
+    for block in blocks:
+        block.attention.window = 0
+    far = [(logits - other).norm() / logits.norm() for other in (masked, model(tokens))]
+    return windows, far[0].item(), far[1].item()
+
+
+def test_windows_are_those_of_a_dense_mask(world, paths):
+    (found,) = world(1).run(windows_in, case_of("sliding_window", paths["sliding_window"]))
+    windows, from_mask, from_none = found
+    assert windows == [3, 0, 3] and from_mask < 1e-12 and from_none > 1e-3
+
+
+def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
+    """Other windows are refused, and so is another model; the tools need the file's name."""
+    own = f"--model-file {paths['sliding_window']}"
+    flags, saved = f"{SMALL} --train-iters 2", f"{tmp_path}/saved"
+    windows = f"{flags} {own} --window-size 3"
+    tp2 = "--tensor-model-parallel-size 2"
+    run(launcher, 2, f"{windows} --save {saved} --save-interval 2 {tp2}")
+    run(launcher, 1, f"{windows.replace('iters 2', 'iters 3')} --load {saved}")
+    for other, sentence in {
+        f"{flags} {own} --window-size 4": "window_size is 3 there and 4 here",
+        flags: "model_type is 'windows' there and 'llama' here (--model-file)",
+    }.items():
+        assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
+    with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
+        load_model(saved, Grid(), torch.device("cpu"), None)
+    model, _, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["sliding_window"])
+    assert [block.attention.window for block in model.layers.values()] == [3, 0]
+
+
+def test_widths_grow_with_depth(paths):
+    config = config_of(case_of("widths", paths["widths"]))
+    model = model_provider(config, LayerContext(device=torch.device("meta")))
+    assert [layer.mlp.down.weight.shape[1] for layer in model.layers.values()] == [64, 128, 192]
+
+
+@torch.no_grad()
+def logits_in(comm: Any, root: str, file: str | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Load a Hugging Face directory cut over all ranks; return the logits [b, s, V]."""
+    grid, device = comm.grid(comm.size), torch.device("cpu")
+    model, _, _ = load_model(root, grid, device, torch.float32, file)
+    return whole(model(tokens), model, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("fork", ORACLES)
+def test_logits_are_those_of_transformers(world, paths, tmp_path, fork):
+    import transformers
+
+    kind = ORACLES[fork]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=101, hidden_size=96, intermediate_size=136, num_hidden_layers=3, head_dim=24,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.1, bos_token_id=None, eos_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    for param in theirs.parameters():
+        if param.dim() == 1:
+            param.data.normal_(1.0, 0.3)
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 101, (2, 40))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    for size in (1, 2):
+        for ours in world(size).run(logits_in, str(tmp_path), paths[fork], tokens):
+            assert (ours - wanted).norm() < 1e-5 * wanted.norm()
