@@ -101,7 +101,7 @@ def model_file_of(
     if own:
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
-    at = (HERE.parent / (named or f"model/{kind}.py")).resolve()
+    at = (HERE.parent / str(named or f"model/{kind}.py")).resolve()
     known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load"))
     if at in [HERE / f"{stem}.py" for stem in known]:
         return load_model_file(str(at))

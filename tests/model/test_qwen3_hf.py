@@ -2,6 +2,7 @@
 """Qwen3 as Hugging Face has it: configs, weights, logits, generated text, and back again."""
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model import llama, qwen3
+from model import llama as llama_file
+from model import qwen3
 from model.load import model_file_of
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
@@ -59,7 +61,7 @@ def test_published_configs(size):
     hf = published(size)
     config = qwen3.from_hf_config(hf)
     hidden, ffn, layers, heads, tied = SIZES[size]
-    assert config == llama.LlamaConfig(
+    assert config == llama_file.LlamaConfig(
         151936, hidden, ffn, layers, heads, 8, kv_channels=128, max_position_embeddings=40960,
         rotary_base=1e6, norm_epsilon=1e-6, tied=tied,
     )  # fmt: skip
@@ -179,6 +181,9 @@ def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, 
     run(launcher, 1, f"{llama} --save {tmp_path}/llama --save-interval 4")
     refused = run(launcher, 1, f"{llama} --qk-layernorm --load {tmp_path}/llama", 2).said(0)
     assert "model_type is 'llama' there and 'qwen3' here (--model-file)" in refused
+    copy = shutil.copy(llama_file.__file__, tmp_path / "copy.py")
+    said = run(launcher, 1, f"{llama} --model-file {copy} --load {tmp_path}/llama").said(0, "out")
+    assert f"trained with --model-file model/llama.py; this run has {copy}" in said
     names = stored(tmp_path / "saved" / "step_00000002").keys()
     assert "model.layers.1.self_attn.k_norm.weight" in names
     convert(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "saved")])

@@ -275,6 +275,9 @@ class Saver:
         if found is None:
             return None
         checkpoint.load(found, pieces, grid, device)
+        file = self.config.model.model_file
+        if (was := found.state.get("config", {}).get("model.model_file", file)) != file:
+            self.note(f"{found.directory} was trained with --model-file {was}; this run has {file}")
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
