@@ -25,8 +25,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch and numpy make threads: ranks are forked
-os.environ["MASTER_ADDR"] = "127.0.0.1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
 import torch
@@ -45,6 +43,7 @@ Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank di
 def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> None:
     """Be one rank: do each case that comes, and answer. A case that hangs ends the process."""
     torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     bind_loopback()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with open(log_of(desk, rank), "w") as log:
@@ -210,4 +209,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # no threads where ranks are forked
     sys.exit(main())

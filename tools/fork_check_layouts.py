@@ -130,95 +130,105 @@ class Pattern(NamedTuple):
     hint: str
 
 
-PATTERNS = (
+SPLIT = "one rank, 4 micro-batches"
+PATTERNS = (  # of two that fit the same layouts, the first is told
     Pattern(
-        "only at tp without SP",
-        lambda name: "tp " in name and "SP" not in name,
-        "a replicated weight that meets a shard of heads or features, whose gradient nobody adds: "
-        "give it region=Region.TENSOR_PARALLEL",
-    ),
-    Pattern(
-        "only under SP",
-        lambda name: "SP" in name,
-        "hidden states are a part of s there, [s/t, b, h]: look for positions counted from x.shape"
-        "[0], a mean or a norm over s, or a weight that should be in Region.SEQUENCE_PARALLEL",
-    ),
-    Pattern(
-        "only at tp 4",
-        lambda name: "tp 4" in name,
-        "a size that divides by 2 and not by 4, or a number of ranks written out",
-    ),
-    Pattern(
-        "only at ZeRO 3",
-        lambda name: "ZeRO 3" in name,
-        "a weight is used outside of its layer's acquire: take it by mpu.gradients.use(weight, "
-        "ctx.sink)",
-    ),
-    Pattern(
-        "only with data-parallel ranks",
-        lambda name: "dp " in name,
-        "something in the model depends on the rows of the batch that a rank has",
-    ),
-    Pattern(
-        "only under recomputation",
-        lambda name: "recompute" in name,
-        "the block's second forward is not its first: it has a state, or draws random numbers",
-    ),
-    Pattern(
-        "only where a rank has several stages",
-        lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
-        "chunk_of names the wrong stage of a parameter, or a module keeps something from one stage "
-        "to the next",
-    ),
-    Pattern(
-        "only where weight gradients wait",
-        lambda name: any(s in name for s in ("zb-h1", "zb-v", "v-half")),
-        "a layer's own backward reads something that has changed when W runs: keep it in the queue",
-    ),
-    Pattern(
-        "only in tied pipelines",
-        lambda name: "pp " in name and "tied" in name,
-        "the two ends hold copies of one weight: mpu.param.tie(weight, ctx.grid.embd) where a rank "
-        "has one end, never where it has both",
-    ),
-    Pattern(
-        "only in pipelines",
-        lambda name: "pp " in name,
-        "a module keeps something from one stage to the next, hidden states carry less than the "
-        "next stage needs, or a parameter is made on the wrong stage (chunk_of, stages)",
-    ),
-    Pattern(
-        "only with tensor parallelism",
+        "with tensor parallelism",
         lambda name: "tp " in name,
         "a rank computes something from its own heads or features that needs all of them (a norm, "
         "a mean, a softmax), or a Placement cuts wrongly (its dim, its sections)",
     ),
     Pattern(
-        "only with tied embeddings",
+        "at tp without SP",
+        lambda name: "tp " in name and "SP" not in name,
+        "a replicated weight that meets a shard of heads or features, whose gradient nobody adds: "
+        "give it region=Region.TENSOR_PARALLEL",
+    ),
+    Pattern(
+        "under SP",
+        lambda name: "SP" in name,
+        "hidden states are a part of s there, [s/t, b, h]: positions counted from x.shape[0], a "
+        "mean or a norm over s, or a weight that should be in Region.SEQUENCE_PARALLEL",
+    ),
+    Pattern(
+        "at tp 4",
+        lambda name: "tp 4" in name,
+        "a size that divides by 2 and not by 4, or a number of ranks written out",
+    ),
+    Pattern(
+        "with data-parallel ranks",
+        lambda name: "dp " in name,
+        "something in the model depends on the rows of the batch that a rank has",
+    ),
+    Pattern(
+        "at ZeRO 3",
+        lambda name: "ZeRO 3" in name,
+        "a weight is used outside of its layer's acquire: take it by mpu.gradients.use(weight, "
+        "ctx.sink)",
+    ),
+    Pattern(
+        "under recomputation",
+        lambda name: "recompute" in name,
+        "the block's second forward is not its first: it has a state, or draws random numbers",
+    ),
+    Pattern(
+        "in pipelines",
+        lambda name: "pp " in name,
+        "a module keeps something from one stage to the next, hidden states carry less than the "
+        "next stage needs, a layer does not know its number in the whole model, or a parameter is "
+        "made on the wrong stage",
+    ),
+    Pattern(
+        "in tied pipelines",
+        lambda name: "pp " in name and "tied" in name,
+        "the two ends hold copies of one weight: mpu.param.tie(weight, ctx.grid.embd), once, where "
+        "a rank has one end, and never where it has both",
+    ),
+    Pattern(
+        "where a rank has several stages",
+        lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
+        "chunk_of names the wrong stage of a parameter, a module keeps something from one stage to "
+        "the next, or both ends are on one rank and take themselves for two",
+    ),
+    Pattern(
+        "where weight gradients wait",
+        lambda name: any(s in name for s in ("zb-h1", "zb-v", "v-half")),
+        "a layer's own backward reads something that has changed when W runs: keep it in the queue",
+    ),
+    Pattern(
+        "with tied embeddings",
         lambda name: "tied" in name,
         "embedding and head share a weight there: it is used, added or scaled once too often",
     ),
     Pattern(
-        "only where a micro-batch is a part of the batch",
-        lambda name: "one rank" != name,
+        "where a micro-batch is a part of the batch",
+        lambda name: name not in ("one rank", "one rank, tied"),
         "the model depends on which rows, or how many, are in a micro-batch, or keeps something "
         "from one to the next",
     ),
 )
+TWICE = (
+    "its gradient is added more than once: by the layer itself (a function of mpu.comm.mappings) "
+    "and by what its Placement says (a Region, reduce_axes, tie)"
+)
+DIVIDED = "its gradient is divided by the number of ranks: a mean where the sum is due"
 
 
-def pattern(failed: Sequence[str], ran: Sequence[str]) -> str:
-    """Return what the failed layouts have in common, and the likely cause; "" for none.
+def pattern(failed: Sequence[str], ran: Sequence[str], factor: float) -> str:
+    """Return what the failed layouts have in common and the likely cause, or "".
 
-    ran: the names of all layouts that were compared. The fewest layouts that fit decide.
+    ran: the names of all layouts. The fewest that fit decide. factor: by which a gradient is wrong.
     """
     fits = []
     for number, one in enumerate(PATTERNS):
         having = [name for name in ran if one.has(name)]
-        if set(failed) <= set(having) and len(having) < len(ran):
+        if set(failed) <= set(having) and (one is not PATTERNS[-1] or SPLIT in failed):
             fits.append((len(having), number, one))
     if not failed or not fits:
         return ""
     count, _, best = min(fits)
-    exact = "" if count == len(set(failed)) else ", though not in all of these"
-    return f"{best.what}{exact}: {best.hint}"
+    some = "" if count == len(set(failed)) else "some layouts "
+    hint = (
+        TWICE if factor in (2, 4, 8) else DIVIDED if factor in (1 / 2, 1 / 4, 1 / 8) else best.hint
+    )
+    return f"likely cause (only {some}{best.what}): {hint}"

@@ -236,7 +236,7 @@ def losses_differ(report: Report, loss: float, want: float, which: str) -> None:
     report.error("loss", off)
     if not off <= EXACT:
         line = f"the loss of the {which} step is {loss:.10g} and not {want:.10g}"
-        report.findings.append(("loss", "", line))
+        report.findings.append(("loss" if which == "first" else "later", "", line))
 
 
 def weights_differ(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put together what the ranks of tools/fork_check.py found: a row each layout, then sentences."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,11 @@ HIDDEN_BY = {  # findings of a kind say nothing new where there are some of thes
     "gradient": ("shape", "output", "loss"),
     "norm": ("shape", "output", "loss", "gradient"),
     "update": ("shape", "output", "loss", "gradient", "norm", "load"),
+    "later": ("shape", "output", "loss", "gradient", "norm", "load"),
     "held": ("shape",),
 }
+ALONE = {"derivative", "decode", "plan"}  # not of one layout in contrast to another
+FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
 BLOCKING = {"names", "random", "raised"}  # of one rank: nothing can be held against it
 
 
@@ -156,12 +160,11 @@ def table(rows: Sequence[Row]) -> list[str]:
         for text in row.warnings:
             warned.setdefault(text, []).append(row.case.name)
     lines += [f"warning, {names[0]}: {text}" for text, names in warned.items()]
-    alone = {"derivative": "", "decode": "", "plan": ""}
-    failed = [row.case.name for row in rows if {kind for kind, _, _ in row.findings} - alone.keys()]
-    cause = pattern(failed, [row.case.name for row in rows])
-    lines += (
-        [f"likely cause ({cause.partition(': ')[0]}): {cause.partition(': ')[2]}"] if cause else []
-    )
+    failed = [row.case.name for row in rows if {kind for kind, _, _ in row.findings} - ALONE]
+    texts = [text for row in rows for kind, _, text in row.findings if kind == "gradient"]
+    factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
+    factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
+    lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
     bad = sum(bool(row.findings) for row in rows)
     lines.append(
         f"{bad} of {len(rows)} layouts disagree" if bad else f"all {len(rows)} layouts agree"
