@@ -53,7 +53,8 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
             try:
                 answer: Answer = work(desk, case, rank, store, limit)
             except Exception as error:
-                answer = {"error": told(error, desk.model)}
+                kind = "refused" if isinstance(error, ValueError) else "raised"
+                answer = {"error": told(error, desk.model), "kind": kind}
             faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
 
@@ -80,7 +81,8 @@ class World:
     def __init__(self, desk: Desk, size: int, limit: float) -> None:
         self.desk, self.size, self.limit = desk, size, limit
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tools.fork_check_rank"])
+        preload = ["tools.fork_check_rank", "torch._dynamo"]  # optimizers import the latter
+        self.context.set_forkserver_preload(preload)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Any] = []
         self.pipes: list[Connection] = []
@@ -129,16 +131,18 @@ class World:
         self.ranks, self.pipes = [], []
 
     def hung(self) -> str:
-        """Say where the ranks stood that hung, by what they have written."""
+        """Say where the ranks stood that hung: in the model's file, or what waits for others."""
+        model, places = str(Path(self.desk.model).resolve()), []
         for rank in range(self.size):
             path = log_of(self.desk, rank)
             lines = path.read_text().splitlines() if path.is_file() else []
             frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+            frames = [frame for frame in frames if "/mpu/comm/" not in frame] or frames
             if frames:
-                model = str(Path(self.desk.model).resolve())
                 frame = next((f for f in frames if model in f), frames[0])
-                return f"rank {rank} stood at {frame.removeprefix('File ')}"
-        return ""
+                file, _, at = frame.removeprefix('File "').partition('", ')
+                places.append(f"rank {rank} stood in {Path(file).name} {at}")
+        return "; ".join(places)
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -150,7 +154,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--model", required=True, metavar="FILE", help="the model's file, as --model-file names it")
     add("--full", action="store_true", help="every layout of up to 8 ranks; takes long")
-    add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2,dp 2 + ZeRO 3"')
+    add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
     return parser.parse_args(argv[:at]), list(argv[at + 1 :])
 
@@ -158,7 +162,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def chosen(full: bool, only: str) -> list[Case]:
     """Return the cases, those of one rank first. Raises ValueError for a name that is none's."""
     every = cases(full)
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:
         if name not in [case.name for case in every]:
             known = "; ".join(case.name for case in every)
@@ -186,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"tools/fork_check.py: {error}", file=sys.stderr)
             return 2
-        print(head())
+        width = max(len(case.name) for case in some)
+        print(head(width))
         world = World(desk, max(case.ranks for case in some), options.timeout)
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
         try:
@@ -200,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if case.oracle and row.blocks:
                     broken.add(case.tied)
                 rows.append(row)
-                print(row.line(), flush=True)
+                print(row.line(width), flush=True)
         finally:
             world.close()
     for line in table(rows):

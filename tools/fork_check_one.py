@@ -102,7 +102,8 @@ def derivatives(
                 (
                     piece.name,
                     f"the loss changes by {true:.6g} along a random direction of {piece.name}, and "
-                    f"its gradient {how}",
+                    f"its gradient {how}: autograd loses it behind this weight (a .detach(), a "
+                    "torch.no_grad, a backward that is wrong)",
                 )
             )
         elif not grad.any():

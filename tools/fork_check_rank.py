@@ -219,7 +219,13 @@ def compare(run: Run, oracle: Oracle, report: Report, sent: Sent) -> None:
     sent.counting = False
     losses_differ(report, loss, oracle.losses[1], "second")
     weights_differ(run, oracle, report, ("start", "two"))
-    plan(run, sent, report)
+    try:
+        plan(run, sent, report)
+    except Exception as error:
+        line = f"its dry run fails, {type(error).__name__}: {error}"
+        if "meta" in line:
+            line += "; does the model make a tensor without device=ctx.device?"
+        report.findings.append(("plan", "", line))
 
 
 def go_on(run: Run, oracle: Oracle, report: Report) -> None:

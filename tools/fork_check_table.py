@@ -21,9 +21,16 @@ HIDDEN_BY = {  # findings of a kind say nothing new where there are some of thes
     "later": ("shape", "output", "loss", "gradient", "norm", "load"),
     "held": ("shape",),
 }
-ALONE = {"derivative", "decode", "plan"}  # not of one layout in contrast to another
+ALONE = {"derivative", "decode", "plan", "refused"}  # they say themselves what the cause is
+NUMBER = re.compile(r"(?<=layers\.)\d+")
 FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
-BLOCKING = {"names", "random", "raised"}  # of one rank: nothing can be held against it
+BLOCKING = {
+    "names",
+    "random",
+    "raised",
+    "refused",
+    "hung",
+}  # of one rank: nothing can be held against it
 
 
 @dataclass
@@ -41,25 +48,27 @@ class Row:
         """Whether other layouts cannot be held against this one."""
         return any(kind in BLOCKING for kind, _, _ in self.findings)
 
-    def line(self) -> str:
+    def line(self, width: int) -> str:
         """Return the row as it stands in the table."""
         cells = [f"{self.errors[c]:.1e}" if c in self.errors else "-" for c in COLUMNS]
         result = f"DISAGREES: {short(self.findings[0])}" if self.findings else "agrees"
         if self.warnings:
             result += ", with a warning"
-        row = f"{self.case.name:<42}{''.join(f'{c:>10}' for c in cells)}"
+        row = f"{self.case.name:<{width}}{''.join(f'{c:>10}' for c in cells)}"
         return f"{row}{self.seconds:>6.1f} s  {result}"
 
 
-def head() -> str:
+def head(width: int) -> str:
     """Return the table's head."""
-    return f"{'layout':<42}{''.join(f'{c:>10}' for c in COLUMNS)}{'time':>8}  result"
+    return f"{'layout':<{width}}{''.join(f'{c:>10}' for c in COLUMNS)}{'time':>8}  result"
 
 
 def short(finding: tuple[str, str, str]) -> str:
     """Return a finding in a few words."""
     kind, name, text = finding
-    return f"{kind}, {name}" if name else kind if kind in ("raised", "hung") else text[:60]
+    return (
+        f"{kind}, {name}" if name else kind if kind in ("raised", "refused", "hung") else text[:60]
+    )
 
 
 def row_of(
@@ -67,9 +76,9 @@ def row_of(
 ) -> Row:
     """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
     row = Row(case, seconds)
-    errors = [answer["error"] for answer in answers if answer and "error" in answer]
+    errors = [(a["kind"], "", a["error"]) for a in answers if a and "error" in a]
     if errors:
-        row.findings.append(("raised", "", errors[0]))
+        row.findings.append(errors[0])
         return row
     if None in answers:
         row.findings.append(("hung", "", f"it hung, or a rank died; {hung()}"))
@@ -85,7 +94,8 @@ def row_of(
     if any(kind == "loss" for kind, _, _ in row.findings):
         tp = desk.config(case).parallel.tensor_model_parallel_size
         outputs = [report["outputs"] for report in answers]
-        row.findings += first_output(outputs, desk.oracle(case.tied).outputs, tp)
+        (loss,) = {text for kind, _, text in row.findings if kind == "loss"}
+        row.findings += first_output(loss, outputs, desk.oracle(case.tied).outputs, tp)
     kinds = {kind for kind, _, _ in row.findings}
     shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
     order = list(HIDDEN_BY)
@@ -126,7 +136,10 @@ def covered(
 
 
 def first_output(
-    seen: Sequence[Mapping[str, Sequence[float]]], wanted: Mapping[str, Sequence[float]], tp: int
+    loss: str,
+    seen: Sequence[Mapping[str, Sequence[float]]],
+    wanted: Mapping[str, Sequence[float]],
+    tp: int,
 ) -> list[tuple[str, str, str]]:
     """Return a finding for the first module whose outputs do not add up to one rank's.
 
@@ -141,7 +154,7 @@ def first_output(
             for n in {1, tp}
         )
         if not fits and parts:
-            return [("output", name, f"the first output that differs is that of {name}")]
+            return [("output", name, f"{loss}; the first output that differs is that of {name}")]
     return []
 
 
@@ -155,11 +168,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     for text, names in told.items():
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
-    warned: dict[str, list[str]] = {}
+    warned: dict[str, list[str]] = {}  # of every layer the same
     for row in rows:
         for text in row.warnings:
-            warned.setdefault(text, []).append(row.case.name)
-    lines += [f"warning, {names[0]}: {text}" for text, names in warned.items()]
+            warned.setdefault(NUMBER.sub("N", text), []).append(f"{row.case.name}: {text}")
+    for texts in warned.values():
+        more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+        lines.append(f"warning, {texts[0]}{more}")
     failed = [row.case.name for row in rows if {kind for kind, _, _ in row.findings} - ALONE]
     texts = [text for row in rows for kind, _, text in row.findings if kind == "gradient"]
     factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
