@@ -194,9 +194,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(head(width))
         world = World(desk, max(case.ranks for case in some), options.timeout)
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
+        spoiled: set[str] = set()  # checkpoints of layouts that are wrong
         try:
             for case in some:
                 if case.tied in broken:
+                    continue
+                if case.load in spoiled:
+                    rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))
+                    print(rows[-1].line(width), flush=True)
                     continue
                 began = time.monotonic()
                 answers = world.run(case)
@@ -204,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = row_of(case, answers, seconds, world.hung, desk)
                 if case.oracle and row.blocks:
                     broken.add(case.tied)
+                if row.differs:
+                    spoiled.add(case.save or case.name)
                 rows.append(row)
                 print(row.line(width), flush=True)
         finally:

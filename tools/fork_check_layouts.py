@@ -187,8 +187,9 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
     Pattern(
         "where a rank has several stages",
         lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
-        "chunk_of names the wrong stage of a parameter, a module keeps something from one stage to "
-        "the next, or both ends are on one rank and take themselves for two",
+        "chunk_of names the wrong stage of a parameter, a layer does not know its number in the "
+        "whole model, a module keeps something from one stage to the next, or both ends are on one "
+        "rank and take themselves for two",
     ),
     Pattern(
         "where weight gradients wait",

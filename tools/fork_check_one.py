@@ -102,8 +102,8 @@ def derivatives(
                 (
                     piece.name,
                     f"the loss changes by {true:.6g} along a random direction of {piece.name}, and "
-                    f"its gradient {how}: autograd loses it behind this weight (a .detach(), a "
-                    "torch.no_grad, a backward that is wrong)",
+                    f"its gradient {how}: what comes after this weight loses or falsifies it (a "
+                    ".detach(), a torch.no_grad, a backward that is wrong)",
                 )
             )
         elif not grad.any():

@@ -188,10 +188,16 @@ def compare(run: Run, oracle: Oracle, report: Report, sent: Sent) -> None:
         want = oracle.tensors["initial"].get(name)
         if want is None or want.shape != piece.shape:
             shape = None if want is None else list(want.shape)
-            line = f"{name} has the full shape {list(piece.shape)} here and {shape} on one rank"
+            line = (
+                f"{name} has the full shape {list(piece.shape)} here and {shape} on one rank: a "
+                "size that is divided by tp needs a Placement that says so (mpu/param.py)"
+            )
             report.findings.append(("shape", name, line))
         elif not torch.equal(values, cut(want, piece)):
-            line = f"{name}: initialize() gives it other values here than on one rank"
+            line = (
+                f"{name}: initialize() gives it other values here than on one rank: draw it by "
+                "mpu.param.draw_normal, which cuts the same whole tensor for every layout"
+            )
             report.findings.append(("initial", name, line))
     if any(kind == "shape" for kind, _, _ in report.findings):
         return

@@ -21,9 +21,19 @@ HIDDEN_BY = {  # findings of a kind say nothing new where there are some of thes
     "later": ("shape", "output", "loss", "gradient", "norm", "load"),
     "held": ("shape",),
 }
-ALONE = {"derivative", "decode", "plan", "refused"}  # they say themselves what the cause is
+ALONE = {
+    "derivative",
+    "decode",
+    "plan",
+    "refused",
+    "shape",
+    "initial",
+    "names",
+    "random",
+}  # they say themselves what the cause is
 NUMBER = re.compile(r"(?<=layers\.)\d+")
 FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
+WORDY = {"raised", "refused", "hung", "plan"}  # their sentences differ in more than a number
 BLOCKING = {
     "names",
     "random",
@@ -42,6 +52,12 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    result: str = "agrees"  # where there are no findings
+
+    @property
+    def differs(self) -> bool:
+        """Whether the layout, as one among others, is wrong."""
+        return any(kind not in ALONE for kind, _, _ in self.findings)
 
     @property
     def blocks(self) -> bool:
@@ -51,7 +67,7 @@ class Row:
     def line(self, width: int) -> str:
         """Return the row as it stands in the table."""
         cells = [f"{self.errors[c]:.1e}" if c in self.errors else "-" for c in COLUMNS]
-        result = f"DISAGREES: {short(self.findings[0])}" if self.findings else "agrees"
+        result = f"DISAGREES: {short(self.findings[0])}" if self.findings else self.result
         if self.warnings:
             result += ", with a warning"
         row = f"{self.case.name:<{width}}{''.join(f'{c:>10}' for c in cells)}"
@@ -77,8 +93,8 @@ def row_of(
     """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
     row = Row(case, seconds)
     errors = [(a["kind"], "", a["error"]) for a in answers if a and "error" in a]
-    if errors:
-        row.findings.append(errors[0])
+    if errors:  # a rank whose peer has failed says that the connection is lost
+        row.findings.append(min(errors, key=lambda e: e[2].startswith("CommunicationError")))
         return row
     if None in answers:
         row.findings.append(("hung", "", f"it hung, or a rank died; {hung()}"))
@@ -160,12 +176,16 @@ def first_output(
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return what stands under the rows: sentences, each with its layouts, and the likely cause."""
-    told: dict[str, list[str]] = {}
+    told: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, str], str] = {}
     for row in rows:
-        for _, _, text in row.findings:
-            told.setdefault(text, []).append(row.case.name)
+        for kind, name, text in row.findings:
+            same = (kind, name or (text if kind in WORDY else ""))
+            first.setdefault(same, text)
+            told.setdefault(same, []).append(row.case.name)
     lines = [""]
-    for text, names in told.items():
+    for same, names in told.items():
+        text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
     warned: dict[str, list[str]] = {}  # of every layer the same
@@ -175,7 +195,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     for texts in warned.values():
         more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
         lines.append(f"warning, {texts[0]}{more}")
-    failed = [row.case.name for row in rows if {kind for kind, _, _ in row.findings} - ALONE]
+    failed = [row.case.name for row in rows if row.differs]
     texts = [text for row in rows for kind, _, text in row.findings if kind == "gradient"]
     factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
     factor = factors[0] if factors and len(set(factors)) == 1 else 0.0

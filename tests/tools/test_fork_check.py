@@ -173,7 +173,9 @@ MISTAKES = {
         ("of model.layers.3.input_layernorm.weight, and its gradient is zero",),
     ),
 }
-SAMPLE = ("missing sum", "forgotten decode", "an activation detached", "tied twice")
+SAMPLE = ("missing sum", "double sum", "forgotten decode", "an activation detached", "tied twice")
+RUN = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100
+    --mock-data --train-iters 2 --lr 1e-3 --device cpu --tensor-model-parallel-size 2""".split()
 
 
 def write(folder: Path, model: str, edits: dict[str, str]) -> Path:
@@ -209,6 +211,29 @@ def test_a_mistake_is_named(name, tmp_path, capfd):
     out = capfd.readouterr().out
     for text in told:
         assert text in out, out
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "name, code, kind, told",
+    [
+        ("missing sum", 1, "err", "_norm.weight: its gradient differs among the ranks of tp"),
+        ("double sum", 0, "out", "gain: its gradients are added over tp, whose ranks all have the"),
+        (
+            "a weight detached",
+            0,
+            "out",
+            "layers.0.attention.gain got no gradient in the first step",
+        ),
+        ("parameter in a list", 2, "err", "layers.0.mlp.scales: a tensor there wants a gradient"),
+    ],
+)
+def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, launcher):
+    model, edits, _, _ = MISTAKES[name]
+    path = write(tmp_path, model, edits)
+    result = launcher.run(2, [*RUN, "--model-file", str(path)])
+    assert result.codes == [code, code], result.said(0)
+    assert told in result.said(0, kind)
 
 
 @pytest.mark.parametrize(
