@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove explain lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: help setup train test prove explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,10 @@ explain: setup ## print every collective and message of one tiny step (TP=2 DP=2
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
+
+fork-check: setup ## check a model's file: one rank against every kind of layout, 1 to 2 minutes (MODEL=path/to/fork.py FULL=1 ONLY="tp 2; dp 2" ARGS="--own-flag 3")
+	@$(RUN) tools/fork_check.py $(call flag,MODEL,--model) $(if $(filter 1,$(call given,FULL)),--full) \
+	  $(if $(call given,ONLY),--only "$(ONLY)") $(if $(call given,ARGS),-- $(ARGS))
 
 lint: setup ## run ruff on all files, and mypy --strict on all of the product
 	$(RUN) -m ruff check .

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant mistakes that forks make, each a few edits of a model's file: fork-check names each.
+
+The models themselves pass.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tools.fork_check import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
+DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
+PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
+SCALE = "        self.scale = nn.Parameter(torch.ones(h, dtype=ctx.dtype, device=ctx.device))\n"
+QKV = "        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]\n"
+PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
+CONTEXT = "from mpu.context import LayerContext\n"
+USE = {CONTEXT: CONTEXT + "from mpu.gradients import use\n"}
+GAIN = USE | {  # a gain on the queries, keys and values of this rank's heads
+    PARAM: PARAM.replace("import ", "import Region, "),
+    PROJ: PROJ
+    + "        self.ctx = ctx\n"
+    + "        self.gain = ctx.replicated_parameter((d,), Region.TENSOR_PARALLEL)\n",
+}
+TIE = "            tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy\n"
+ENDS = 'if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):'
+DECODE = "        return self(tokens, position_ids=at.expand_as(tokens), caches=caches)\n"
+EMBED = "h = self.embedding(tokens) if hidden is None else hidden"
+
+
+def gained(gain: str) -> dict[str, str]:
+    """Return the edits of a gain that is used as the expression `gain`."""
+    return GAIN | {
+        QKV: QKV + f"        qkv = (qkv.unflatten(-1, (-1, self.head_size)) * {gain}).flatten(2)\n"
+    }
+
+
+# what is planted: (model, edits, layouts, what must be told)
+MISTAKES = {
+    "missing sum": (
+        "qwen3",
+        {", region=region)": ")"},
+        "tp 2; tp 2 + SP",
+        (
+            "tp 2: layers.0.attention.k_norm.weight: its gradient differs among the ranks of tp",
+            "Region.TENSOR_PARALLEL",
+        ),
+    ),
+    "double sum": (
+        "llama",
+        gained("copy_to_tensor_model_parallel_region(use(self.gain, self.ctx.sink), self.ctx.tp)")
+        | {
+            CONTEXT: USE[CONTEXT]
+            + "from mpu.comm.mappings import copy_to_tensor_model_parallel_region\n"
+        },
+        "tp 2",
+        (
+            "the gradient of layers.0.attention.gain is 2 times what it should be",
+            "added more than once: by the layer itself",
+            "warning, tp 2: layers.0.attention.gain: its gradients are added over tp",
+        ),
+    ),
+    "wrong cut": (
+        "llama",
+        {"h, (f, f), ctx": "h, 2 * f, ctx", '("mlp.gate_proj", "mlp.up_proj")': '("mlp.gate_up",)'},
+        "tp 2; pp 2 1f1b",
+        ("that of layers.0.mlp", "only with tensor parallelism", "a Placement cuts wrongly"),
+    ),
+    "a section without a name": (
+        "llama",
+        {"h, (f, f), ctx": "h, 2 * f, ctx"},
+        "tp 2",
+        ("layers.0.mlp.gate_up.weight has 1 section and hf_names gives it", "not saved"),
+    ),
+    "norm over a shard": (
+        "llama",
+        {
+            DOWN: DOWN + "        self.norm = RMSNorm(f // ctx.tp.size, ctx=ctx)\n",
+            MLP: "        return self.down(self.norm(swiglu(self.gate_up(x))))\n",
+        },
+        "tp 2",
+        ("layers.0.mlp.norm.weight has the full shape [10] here and [20] on one rank",),
+    ),
+    "norm over a shard, without a weight": (
+        "llama",
+        {
+            MLP: "        y = swiglu(self.gate_up(x))\n"
+            "        return self.down(nn.functional.rms_norm(y, y.shape[-1:]))\n"
+        },
+        "tp 2; dp 2",
+        ("that of layers.0.mlp.down", "only with tensor parallelism", "(a norm, a mean"),
+    ),
+    "forgotten decode": (
+        "llama",
+        {
+            EMBED: "h = 5 * self.embedding(tokens) if hidden is None else hidden",
+            DECODE: "        cos, sin = self.rope(at.expand_as(tokens), 0)\n"
+            "        h = self.embedding(tokens)\n"
+            "        for block, cache in zip(self.blocks[0], caches, strict=True):\n"
+            "            h = block(h, cos, sin, None, cache)\n"
+            "        return self.head(self.norm(h))\n",
+        },
+        "one rank",
+        ("one rank: decode differs from forward: given token by token, the logits at position 0",),
+    ),
+    "parameter outside the sink": (
+        "llama",
+        {
+            DOWN: DOWN + SCALE,
+            MLP: MLP.replace("\n", " * self.scale\n"),
+        },
+        "dp 2; dp 2 + ZeRO 3; tp 2 + SP",
+        (
+            "mlp.scale was used in plain autograd",
+            "mpu.gradients.use",
+            "2 of 4 layouts disagree",
+            "tp 2 + SP: layers.0.mlp.scale: its gradient differs",
+        ),
+    ),
+    "parameter in a list": (
+        "llama",
+        {
+            DOWN: DOWN + "        self.scales = [nn.Parameter(torch.ones(h, dtype=ctx.dtype))]\n",
+            MLP: MLP.replace("\n", " * self.scales[0]\n"),
+        },
+        "one rank",
+        ("layers.0.mlp.scales: a tensor there wants a gradient and is no parameter",),
+    ),
+    "tied twice": (
+        "llama",
+        {TIE: TIE + TIE},
+        "pp 2 1f1b, tied",
+        ("a weight of shape [97, 28] is tied over embd twice",),
+    ),
+    "tied by sharing and by tie": (
+        "llama",
+        {ENDS: 'if config.tied and (hasattr(self, "embedding") or hasattr(self, "head")):'},
+        "pp 2 1f1b, tied; pp 2 zb-v, tied",
+        ("pp 2 zb-v, tied: it hung", "only where a rank has several stages"),
+    ),
+    "local positions": (
+        "llama",
+        {
+            QKV: QKV
+            + "        at = torch.arange(x.shape[0]).repeat(qkv.shape[0] // x.shape[0])\n"
+            + "        cos, sin = cos[at], sin[at]\n"
+        },
+        "tp 2; tp 2 + SP",
+        ("tp 2 + SP: the loss of the first step", "that of layers.0.attention", "only under SP"),
+    ),
+    "random numbers": (
+        "llama",
+        {MLP: "        return nn.functional.dropout(self.down(swiglu(self.gate_up(x))), 0.1)\n"},
+        "tp 2",
+        ("draws random numbers from torch's default generator", "that of layers.0.mlp"),
+    ),
+    "a weight detached": (
+        "llama",
+        gained("self.gain.detach()"),
+        "tp 2",
+        (
+            "of layers.3.attention.gain, and its gradient is zero",
+            "gain got no gradient in the first",
+        ),
+    ),
+    "an activation detached": (
+        "llama",
+        {QKV: QKV.replace("(x)", "(x.detach())")},
+        "one rank",
+        ("of model.layers.3.input_layernorm.weight, and its gradient is zero",),
+    ),
+}
+SAMPLE = ("missing sum", "double sum", "forgotten decode", "an activation detached", "tied twice")
+RUN = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100
+    --mock-data --train-iters 2 --lr 1e-3 --device cpu --tensor-model-parallel-size 2""".split()
+
+
+def write(folder: Path, model: str, edits: dict[str, str]) -> Path:
+    """Write a changed copy of a model's file."""
+    text = (ROOT / "model" / f"{model}.py").read_text()
+    for old, new in edits.items():
+        assert old in text, f"{old!r} is not in model/{model}.py"
+        text = text.replace(old, new)
+    path = folder / f"fork_{folder.name.replace('-', '_')}.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SAMPLE else pytest.mark.prove) for n in MISTAKES]
+)
+def test_a_mistake_is_named(name, tmp_path, capfd):
+    model, edits, only, told = MISTAKES[name]
+    path = write(tmp_path, model, edits)
+    assert (
+        main(
+            [
+                "--model",
+                str(path),
+                "--only",
+                only,
+                "--timeout",
+                "40" if "sharing" in name else "100",
+            ]
+        )
+        == 1
+    )
+    out = capfd.readouterr().out
+    for text in told:
+        assert text in out, out
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "name, code, kind, told",
+    [
+        ("missing sum", 1, "err", "_norm.weight: its gradient differs among the ranks of tp"),
+        ("double sum", 0, "out", "gain: its gradients are added over tp, whose ranks all have the"),
+        (
+            "a weight detached",
+            0,
+            "out",
+            "layers.0.attention.gain got no gradient in the first step",
+        ),
+        ("parameter in a list", 2, "err", "layers.0.mlp.scales: a tensor there wants a gradient"),
+    ],
+)
+def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, launcher):
+    model, edits, _, _ = MISTAKES[name]
+    path = write(tmp_path, model, edits)
+    result = launcher.run(2, [*RUN, "--model-file", str(path)])
+    assert result.codes == [code, code], result.said(0)
+    assert told in result.said(0, kind)
+
+
+@pytest.mark.parametrize(
+    "model, only",
+    [
+        ("qwen3", ["--only", "tp 2 + SP; dp 2 + ZeRO 3"]),
+        pytest.param("llama", [], marks=pytest.mark.prove),
+        pytest.param("qwen3", [], marks=pytest.mark.prove),
+    ],
+)
+def test_the_models_pass(model, only, capfd):
+    code = main(["--model", str(ROOT / "model" / f"{model}.py"), *only])
+    out = capfd.readouterr().out
+    assert code == 0, out
+    assert "layouts agree" in out and "warning" not in out
+
+
+def test_mistakes_in_the_command_line(tmp_path, capsys):
+    assert main(["--model", str(tmp_path / "none.py")]) == 2
+    assert "no such Python file" in capsys.readouterr().err
+    assert main(["--model", "model/llama.py", "--only", "tp 3"]) == 2
+    assert "--only 'tp 3' is no layout's name; they are: one rank; " in capsys.readouterr().err
+    assert main(["--model", "model/llama.py", "--", "--no-such-flag"]) == 2
+    assert "--no-such-flag" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Hold a model's file against itself: one rank against every kind of layout, in fp64.
+
+    make fork-check MODEL=path/to/fork.py
+    python tools/fork_check.py --model path/to/fork.py --only "tp 2" -- --my-own-flag 3
+
+One rank is right by definition, but for its gradients, which are held against differences of the
+loss, and for decode, which is held against forward. Every other layout must then have the same
+initial weights, loss, gradients, updates and decode, load what another has saved, and keep and send
+what the dry run says. Prints one table, and a sentence for whatever disagrees. Exit code: 0 if all
+agree, 1 if something does not, 2 for a mistake in the command line.
+"""
+
+import argparse
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
+
+import torch
+import torch.distributed as dist
+
+from mpu.grid import bind_loopback
+from tools.fork_check_case import Case, Desk
+from tools.fork_check_layouts import cases, sizes
+from tools.fork_check_rank import work
+from tools.fork_check_table import Row, head, row_of, table
+
+GRACE = 3.0  # seconds for the other ranks to answer when one has failed
+Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
+
+
+def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> None:
+    """Be one rank: do each case that comes, and answer. A case that hangs ends the process."""
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    bind_loopback()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with open(log_of(desk, rank), "w") as log:
+        while True:
+            case: Case = pipe.recv()
+            faulthandler.dump_traceback_later(limit, exit=True, file=log)
+            try:
+                answer: Answer = work(desk, case, rank, store, limit)
+            except Exception as error:
+                kind = "refused" if isinstance(error, ValueError) else "raised"
+                answer = {"error": told(error, desk.model), "kind": kind}
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(answer)
+
+
+def log_of(desk: Desk, rank: int) -> Path:
+    """Return the file in which a rank that hangs says where."""
+    return Path(desk.folder, f"rank-{rank}")
+
+
+def told(error: Exception, model: str) -> str:
+    """Return an error as a sentence, with the line of the model's file that it comes through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]
+    where = f", {Path(model).name} line {own[-1].lineno}" if own else ""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    if not own and kind:
+        where = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}"
+    return f"{kind}{error}{where}"
+
+
+class World:
+    """The ranks, forked from one process that has imported everything; made anew after a death."""
+
+    def __init__(self, desk: Desk, size: int, limit: float) -> None:
+        self.desk, self.size, self.limit = desk, size, limit
+        self.context = multiprocessing.get_context("forkserver")
+        preload = ["tools.fork_check_rank", "torch._dynamo"]  # optimizers import the latter
+        self.context.set_forkserver_preload(preload)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ranks: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def start(self) -> None:
+        """Start the ranks."""
+        for rank in range(self.size):
+            here, there = self.context.Pipe()
+            args = (rank, self.desk, self.store.port, self.limit, there)
+            process = self.context.Process(target=serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            self.ranks.append(process)
+            self.pipes.append(here)
+
+    def run(self, case: Case) -> list[Answer]:
+        """Let the first ranks do a case; return their answers."""
+        if not self.ranks:
+            self.start()
+        pipes = self.pipes[: case.ranks]
+        for pipe in pipes:
+            pipe.send(case)
+        answers: dict[Connection, Answer] = {}
+        deadline = time.monotonic() + self.limit + GRACE
+        while len(answers) < len(pipes) and (left := deadline - time.monotonic()) > 0:
+            waiting = [pipe for pipe in pipes if pipe not in answers]
+            ready = wait(waiting, left)
+            for pipe in (pipe for pipe in waiting if pipe in ready):
+                try:
+                    answers[pipe] = pipe.recv()
+                except EOFError:
+                    answers[pipe] = None
+                if "error" in (answers[pipe] or {"error": ""}):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        found = [answers.get(pipe) for pipe in pipes]
+        if any("error" in (answer or {"error": ""}) for answer in found):
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self.ranks:
+            process.kill()
+        for process in self.ranks:
+            process.join()
+        self.ranks, self.pipes = [], []
+
+    def hung(self) -> str:
+        """Say where the ranks stood that hung: in the model's file, or what waits for others."""
+        model, places = str(Path(self.desk.model).resolve()), []
+        for rank in range(self.size):
+            path = log_of(self.desk, rank)
+            lines = path.read_text().splitlines() if path.is_file() else []
+            frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+            frames = [frame for frame in frames if "/mpu/comm/" not in frame] or frames
+            if frames:
+                frame = next((f for f in frames if model in f), frames[0])
+                file, _, at = frame.removeprefix('File "').partition('", ')
+                places.append(f"rank {rank} stood in {Path(file).name} {at}")
+        return "; ".join(places)
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return this program's arguments, and those after `--`: flags of the run."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], allow_abbrev=False, usage="%(prog)s [...] [-- FLAGS]"
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="FILE", help="the model's file, as --model-file names it")
+    add("--full", action="store_true", help="every layout of up to 8 ranks; takes long")
+    add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
+    return parser.parse_args(argv[:at]), list(argv[at + 1 :])
+
+
+def chosen(full: bool, only: str) -> list[Case]:
+    """Return the cases, those of one rank first. Raises ValueError for a name that is none's."""
+    every = cases(full)
+    names = [name.strip() for name in only.split(";") if name.strip()]
+    for name in names:
+        if name not in [case.name for case in every]:
+            known = "; ".join(case.name for case in every)
+            raise ValueError(f"--only {name!r} is no layout's name; they are: {known}")
+    picked = [case for case in every if not names or case.name in names]
+    loaded = {case.load for case in picked}
+    tied = {case.tied for case in picked}
+    needed = [case for case in every if case.save in loaded - {""}]
+    tied |= {case.tied for case in needed}
+    return [c for c in every if c in picked or c in needed or (c.oracle and c.tied in tied)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases and print the table; see above for the exit code."""
+    options, own = read(sys.argv[1:] if argv is None else argv)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="fork-check-") as folder:
+        model = str(Path(options.model).resolve())
+        desk = Desk(model, folder, sizes(options.full), tuple(own))
+        try:
+            some = chosen(options.full, options.only)
+            for case in some:
+                if case.oracle:
+                    desk.config(case)
+        except ValueError as error:
+            print(f"tools/fork_check.py: {error}", file=sys.stderr)
+            return 2
+        width = max(len(case.name) for case in some)
+        print(head(width))
+        world = World(desk, max(case.ranks for case in some), options.timeout)
+        broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
+        spoiled: set[str] = set()  # checkpoints of layouts that are wrong
+        try:
+            for case in some:
+                if case.tied in broken:
+                    continue
+                if case.load in spoiled:
+                    rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))
+                    print(rows[-1].line(width), flush=True)
+                    continue
+                began = time.monotonic()
+                answers = world.run(case)
+                seconds = time.monotonic() - began
+                row = row_of(case, answers, seconds, world.hung, desk)
+                if case.oracle and row.blocks:
+                    broken.add(case.tied)
+                if row.differs:
+                    spoiled.add(case.save or case.name)
+                rows.append(row)
+                print(row.line(width), flush=True)
+        finally:
+            world.close()
+    for line in table(rows):
+        print(line)
+    return int(any(row.findings for row in rows))
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # no threads where ranks are forked
+    sys.exit(main())

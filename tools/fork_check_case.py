@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the files of tools/fork_check.py share: a case, what one rank computed, a rank's report."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from model.load import load_model_file
+from mpu.comm.collectives import all_gather
+from mpu.param import Piece, placement_of, unique_parameters
+from mpu.pipeline.schedules import forward_only
+from pretrain_llama import Run, run_schedule, train_step
+from training.config import Config
+from training.data.batch import Batch
+from training.flags.parse import parse
+
+
+class Case(NamedTuple):
+    """One row of the table. load, save: folders under the desk's; what: see `work`."""
+
+    name: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+    tied: bool = False
+    load: str = ""
+    save: str = ""
+    oracle: bool = False
+
+
+@dataclass
+class Desk:
+    """What all cases share. model: the file. own: the user's flags. sizes: of every case."""
+
+    model: str
+    folder: str
+    sizes: tuple[str, ...]
+    own: tuple[str, ...]
+    oracles: dict[bool, "Oracle"] = field(default_factory=dict)
+
+    def config(self, case: Case) -> Config:
+        """Return the config of a case. Raises UsageError."""
+        file = load_model_file(self.model)
+        flags = [*self.sizes, "--model-file", self.model, *case.flags]
+        flags += [] if case.tied else ["--untie-embeddings-and-output-weights"]
+        for flag, folder in (("--load", case.load), ("--save", case.save)):
+            flags += [flag, str(Path(self.folder, folder))] if folder else []
+        own = getattr(file, "extra_args_provider", None)
+        return parse([*flags, *self.own], case.ranks, own, file.from_hf_config)
+
+    def oracle(self, tied: bool) -> "Oracle":
+        """Read what one rank has computed."""
+        if tied not in self.oracles:
+            self.oracles[tied] = Oracle.read(Path(self.folder), tied)
+        return self.oracles[tied]
+
+
+@dataclass
+class Oracle:
+    """What one rank computed: tensors by kind and canonical name, and numbers."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    outputs: dict[str, list[float]]
+    losses: list[float]
+    norm: float
+
+    def write(self, folder: Path, tied: bool) -> None:
+        """Keep it for the other ranks."""
+        flat = {f"{kind}/{name}": t for kind, of in self.tensors.items() for name, t in of.items()}
+        save_file({k: t.contiguous() for k, t in flat.items()}, folder / f"oracle-{tied}.tensors")
+        text = json.dumps([self.outputs, self.losses, self.norm])
+        (folder / f"oracle-{tied}.json").write_text(text)
+
+    @classmethod
+    def read(cls, folder: Path, tied: bool) -> "Oracle":
+        """Read what `write` has kept."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for key, value in load_file(folder / f"oracle-{tied}.tensors").items():
+            kind, _, name = key.partition("/")
+            tensors.setdefault(kind, {})[name] = value
+        return cls(tensors, *json.loads((folder / f"oracle-{tied}.json").read_text()))
+
+
+@dataclass
+class Report:
+    """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
+
+    held: the rectangles of parameters that this rank has: (name, cut dimension, first, size).
+    """
+
+    findings: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    outputs: dict[str, list[float]] = field(default_factory=dict)
+    held: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    def error(self, kind: str, value: float) -> None:
+        """Keep the largest error of a kind; NaN is larger than any."""
+        value = float("inf") if value != value else value
+        self.errors[kind] = max(value, self.errors.get(kind, 0.0))
+
+
+def rectangles(run: Run) -> Iterator[tuple[str, nn.Parameter, Piece]]:
+    """Yield (name, parameter, piece) of all that this rank holds."""
+    table = load_model_file(run.config.model.model_file).hf_names(run.model)
+    for name, param in unique_parameters(run.model):
+        for piece in placement_of(param).pieces(table[name]):
+            yield name, param, piece
+
+
+def whole(run: Run, kind: str) -> dict[str, Tensor]:
+    """Return the rank's weights ("param_shard") or gradients ("grad_shard"), by name.
+
+    From ZeRO stage 1 on they are gathered from their owners.
+    """
+    found = {}
+    run.sink.wait_for_weights()
+    for bucket in run.sink.buckets:
+        flat = getattr(bucket, kind)
+        if run.sink.zero_stage:
+            flat = all_gather(flat, run.sink.shard)[0]
+        for name, param, start in bucket.params:
+            found[name] = flat[start : start + param.numel()].view(param.shape).clone()
+    return found
+
+
+def pieces(run: Run, kind: str) -> dict[str, tuple[Piece, Tensor]]:
+    """Return {canonical name: (piece, values)} of this rank's weights or gradients."""
+    values = whole(run, kind)
+    return {
+        piece.name: (piece, values[name].narrow(piece.dim, piece.local, piece.size))
+        for name, _, piece in rectangles(run)
+    }
+
+
+def cut(full: Tensor, piece: Piece) -> Tensor:
+    """Return the part of a whole tensor that a rank holds."""
+    return full.narrow(piece.dim, piece.start, piece.size)
+
+
+@torch.no_grad()
+def put(run: Run, full: Mapping[str, Tensor]) -> None:
+    """Write whole tensors, by canonical name, into this rank's weights."""
+    for names in run.sink.fill():
+        for name, param, piece in rectangles(run):
+            if name in names:
+                if piece.local == 0:
+                    param.zero_()  # padding is in no piece
+                here = param.narrow(piece.dim, piece.local, piece.size)
+                here.copy_(cut(full[piece.name], piece))
+    run.optimizer.masters_from_weights()
+
+
+def batches_of(run: Run, step: int) -> list[Batch]:
+    """Return this rank's micro-batches of a step: k of data rank r is rows (k D + r) b on."""
+    m, b = run.config.model, run.config.batch
+    assert m.vocab_size is not None
+    rows, s, size = b.global_batch_size, m.seq_length, b.micro_batch_size
+    g = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, m.vocab_size, (rows, s + 1), generator=g)
+    masks: dict[str, Tensor | None] = dict.fromkeys(("loss_mask", "position_ids", "document_ids"))
+    if step == 1:
+        at, first = torch.arange(s).expand(rows, s), torch.randint(1, s, (rows, 1), generator=g)
+        masks["loss_mask"] = (torch.rand(rows, s, generator=g) > 0.3).float()
+        masks["document_ids"] = (at >= first).int()
+        masks["position_ids"] = torch.where(at >= first, at - first, at)
+    made = []
+    for low in range(run.grid.dp.rank * size, rows, run.grid.dp.size * size):
+        own = {k: None if t is None else t[low : low + size] for k, t in masks.items()}
+        count = size * s if own["loss_mask"] is None else int(own["loss_mask"].sum())
+        part = ids[low : low + size]
+        made.append(Batch(part[:, :-1], part[:, 1:], **own, first_sample=low, token_count=count))
+    return made
+
+
+def forward(run: Run) -> tuple[float, dict[str, list[float]]]:
+    """Run a forward pass of step 0's batch; return this rank's loss and its modules' outputs.
+
+    Each is [sum of magnitudes, sum of squares]: what ranks hold of a tensor that is cut adds up.
+    """
+    seen: dict[str, list[float]] = {}
+
+    def keep(name: str, result: object) -> None:
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, Tensor) and first.is_floating_point():
+            x, old = first.detach().double(), seen.get(name, [0.0, 0.0])
+            seen[name] = [old[0] + x.abs().sum().item(), old[1] + x.square().sum().item()]
+
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, result, name=name: keep(name, result))
+        for name, module in run.model.named_modules()
+        if name
+    ]
+    try:
+        batches = batches_of(run, 0)
+        schedule = forward_only(run.schedule(len(batches)))
+        total = run_schedule(run, schedule, batches, 1, "of a forward pass")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return (total[0] / total[1]).item() if total[1] else 0.0, seen
+
+
+def step(run: Run, number: int) -> tuple[float, float]:
+    """Train a step; return the loss and the gradient's norm."""
+    loss, norm, _ = train_step(run, batches_of(run, number), run.config.optimizer.lr)
+    run.iteration += 1
+    run.consumed += run.config.batch.global_batch_size
+    return loss.item(), norm.item()

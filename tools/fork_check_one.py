@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/fork_check.py asks of one rank alone: what a comparison of layouts cannot see.
+
+A gradient that autograd drops is dropped in every layout, so it is held against differences of the
+loss. `decode` is held against `forward`. Random numbers, and names of a checkpoint, are looked at.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from model.llama import Llama
+from model.load import load_model_file
+from mpu.context import LayerContext
+from mpu.param import Piece, placement_of, unique_parameters
+from pretrain_llama import Run, model_provider
+from training.config import Config
+
+STEP = 1e-6  # of each weight, in the differences
+WRONG = 1e-4  # a gradient's largest error against differences, of its norm
+NOISE = 1e-8  # rounding of a difference of losses, by STEP
+SAME = 1e-10  # largest error of decode's logits, of their norm
+Outputs = dict[str, list[float]]
+
+
+def names_of(config: Config) -> list[tuple[str, str]]:
+    """Return (kind, sentence) for parameters that a checkpoint could not hold."""
+    ctx = LayerContext(device=torch.device("meta"), dtype=config.run.dtype)
+    model = model_provider(config, ctx)
+    table, found = load_model_file(config.model.model_file).hf_names(model), []
+    held: Counter[str] = Counter()
+    for name, param in unique_parameters(model):
+        names, sections = table.get(name, ()), len(placement_of(param).sections) or 1
+        held.update(names)
+        if len(names) != sections:
+            found.append(
+                f"{name} has {sections} section{'s' * (sections > 1)} and hf_names gives it the "
+                f"names {list(names)}: each section needs one, or the weight is not saved"
+            )
+    found += [
+        f"hf_names gives the name {name} to {count} parameters: a checkpoint keeps one of them"
+        for name, count in held.items()
+        if count > 1
+    ]
+    return [("names", line) for line in found]
+
+
+def draws(run: Run, before: Outputs, again: Callable[[], tuple[float, Outputs]]) -> list[str]:
+    """Return a sentence where a forward pass draws random numbers or depends on the one before.
+
+    before: the outputs of a first pass; again: makes another one of the same batch.
+    """
+    state = torch.get_rng_state()
+    _, after = again()
+    first = next((name for name in before if before[name] != after.get(name)), "")
+    where = f"; the first output that changes is that of {first}" if first else ""
+    if not torch.equal(state, torch.get_rng_state()):
+        return [
+            "the forward pass draws random numbers from torch's default generator, which differ "
+            f"over tp, in a pipeline, under recomputation and after a resume{where}"
+        ]
+    if first:
+        return [
+            "two forward passes of the same batch with the same weights differ, so the model keeps "
+            f"something from one call to the next, or draws random numbers{where}"
+        ]
+    return []
+
+
+@torch.no_grad()
+def derivatives(
+    order: Sequence[tuple[str, nn.Parameter, Piece]],
+    gradients: Mapping[str, Tensor],
+    loss: Callable[[], float],
+) -> tuple[float, list[tuple[str, str]], list[str]]:
+    """Hold each gradient against (loss(w + d) - loss(w - d)) / 2 for a random d of signs.
+
+    Returns the largest error; (name, sentence) of those that are wrong, the nearest to the loss
+    first; and a line for each parameter on which the loss does not depend.
+    """
+    worst, wrong, idle = 0.0, [], []
+    for number, (_, param, piece) in enumerate(order):
+        grad, here = gradients[piece.name], param.narrow(piece.dim, piece.local, piece.size)
+        g = torch.Generator().manual_seed(number)
+        signs = torch.randint(0, 2, grad.shape, generator=g).double() * 2 - 1
+        kept, ends = here.clone(), []
+        for sign in (1, -1):
+            here.copy_(kept + sign * STEP * signs)
+            ends.append(loss())
+        here.copy_(kept)
+        true, said = (ends[0] - ends[1]) / (2 * STEP), float((grad * signs).sum())
+        size = max(float(grad.norm()), abs(true))
+        error = abs(true - said) / size if size > NOISE else 0.0
+        if abs(true - said) <= NOISE:
+            error = 0.0
+        worst = max(worst, error)
+        if not error <= WRONG:
+            how = f"says {said:.6g}" if grad.any() else "is zero"
+            wrong.append(
+                (
+                    piece.name,
+                    f"the loss changes by {true:.6g} along a random direction of {piece.name}, and "
+                    f"its gradient {how}: what comes after this weight loses or falsifies it (a "
+                    ".detach(), a torch.no_grad, a backward that is wrong)",
+                )
+            )
+        elif not grad.any():
+            idle.append(f"the loss does not depend on {piece.name}")
+    return worst, wrong[::-1], idle
+
+
+@torch.inference_mode()
+def decodes(model: Llama, tokens: Tensor) -> tuple[float, str]:
+    """Return the largest error of decode's logits, by their norm, and a sentence if it is large.
+
+    tokens [b, s]: token by token, and in two chunks.
+    """
+    length, worst = tokens.shape[1], 0.0
+    want = model(tokens)  # [s, b, V/t]
+    for how, cuts in (("token by token", [1] * length), ("in two chunks", [length // 2 + 1])):
+        model.rope(None, length)
+        caches: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
+        at = 0
+        for count in [*cuts, length - sum(cuts)]:
+            if not count:
+                continue
+            got = model.decode(tokens[:, at : at + count], at, caches)
+            part = want[at : at + count]
+            error = float((got - part).norm() / part.norm())
+            worst = max(worst, error)
+            if not error <= SAME:
+                return worst, (
+                    f"decode differs from forward: given {how}, the logits at position {at} are "
+                    f"off by {error:.2g} of their norm"
+                )
+            at += count
+    return worst, ""
