@@ -111,6 +111,15 @@ def test_probe_tells_python_and_torch_without_importing_it():
     assert setup_env.probe("/bin/false") is None
 
 
+def test_an_environment_behind_a_link_is_never_cleared(monkeypatch, tmp_path):
+    """Another checkout uses it; `python -m venv --clear` would follow the link."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / ".venv").symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(setup_env, "VENV", str(tmp_path / ".venv"))
+    with pytest.raises(setup_env.SetupError, match=f"a link to {tmp_path}/theirs, .* not cleared"):
+        setup_env.make_venv([[3, 11], None, None])
+
+
 def test_an_old_python_is_told_what_to_do(monkeypatch):
     monkeypatch.setattr(setup_env, "MINIMUM", (99, 0))
     with pytest.raises(setup_env.SetupError, match="needs Python 99.0 or newer and .* is 3"):
@@ -156,8 +165,8 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
 def test_make_alone_lists_every_command():
     command = ["make", "--no-print-directory"]  # which a make above this one would turn on
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    targets = "help setup train test prove explain fork-check lint bench bench-overlap bench-pipeline"
-    targets += " bench-zero same-bits bench-commit gpu-check slurm-check"
+    targets = "help setup train test prove explain fork-check lint bench bench-overlap"
+    targets += " bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check"
     assert [line.split()[1] for line in said.splitlines()] == targets.split()
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from model.load import load_model_file
+from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
@@ -51,7 +51,7 @@ class Desk:
         for flag, folder in (("--load", case.load), ("--save", case.save)):
             flags += [flag, str(Path(self.folder, folder))] if folder else []
         own = getattr(file, "extra_args_provider", None)
-        return parse([*flags, *self.own], case.ranks, own, file.from_hf_config)
+        return parse([*flags, *self.own], case.ranks, own, of_checkpoint)
 
     def oracle(self, tied: bool) -> "Oracle":
         """Read what one rank has computed."""
