@@ -41,7 +41,7 @@ WAYS = {  # of two ranks
 MORE_WAYS = [
     *(dict(tp=4, dp=1, m=3, sp=sp, recompute="selective") for sp in (False, True)),
     *(dict(tp=2, dp=2, m=1, sp=True, zero=zero) for zero in range(4)),
-    *(dict(tp=2, dp=1, m=3, pp=2, sp=True, schedule=s, v=CHUNKS[s], layers=4) for s in CHUNKS),
+    *(dict(tp=2, dp=1, m=2, pp=2, sp=True, schedule=s, v=CHUNKS[s], layers=4) for s in CHUNKS),
 ]
 
 
