@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -119,11 +119,6 @@ def of_checkpoint(
     """Return the path of `model_file_of`'s, as --model-file takes it, and the model's config."""
     file = model_file_of(hf, saved, own)
     return own or f"model/{Path(file.__file__).name}", saved_config(file, hf, saved)
-
-
-def extra_args_provider(file: ModelFile) -> Callable[[Any], None] | None:
-    """Return the function that adds a model file's own flags to an argparse parser, if any."""
-    return getattr(file, "extra_args_provider", None)
 
 
 def digest(file: ModelFile) -> str:

@@ -48,13 +48,13 @@ class Attention(llama.Attention):
 class Block(llama.Block):
     """One transformer layer, pre-norm."""
 
-    Attention = Attention
+    attention_type = Attention
 
 
 class Qwen3(llama.Llama):
     """The model, or this pipeline rank's stages of it, as model/llama.py."""
 
-    Block = Block
+    block = Block
     hf_modules = {
         **llama.Llama.hf_modules,
         "attention.q_norm": ("self_attn.q_norm",),
