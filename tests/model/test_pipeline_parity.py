@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from mpu.pipeline import engine
 from mpu.pipeline.schedules import CHUNKS, build
 from tests.model.twin import Twin, compare, run_layout, same_bits
 
@@ -86,10 +87,10 @@ def test_deferred_weight_gradients_under_sequence_parallelism(world, schedule):
     compare(world, twin_of, 4, some)
 
 
-def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
+def bits(world, size: int, case: dict, run=run_layout) -> tuple[list, list, dict]:
     """Return losses, norms and all weights after four steps, which every rank agrees on."""
     weights: dict = {}
-    results = world(size).run(run_layout, case, 4)
+    results = world(size).run(run, case, 4)
     for result in results:
         assert result["losses"] == results[0]["losses"] and result["norms"] == results[0]["norms"]
         assert same_bits(weights, result["weights"])
@@ -131,3 +132,59 @@ def test_the_order_of_groups_and_data_parallelism_change_no_bit(world):
     for one, other in pairs:
         a, b = bits(world, 4, one), bits(world, 4, other)
         assert a[:2] == b[:2] and same_bits(a[2], b[2]) and a[2].keys() == b[2].keys()
+
+
+DEFERRED = [
+    case_of(schedule, 2, 4, tp, 2 // tp, tied, recompute=recompute, **more)
+    for schedule in ("gpipe", "1f1b", "interleaved")
+    for tied in (False, True)
+    for recompute in (None, "full")
+    for tp, more in (
+        (2, {}), (2, {"sp": False}), *((1, {"zero": zero, "gather": zero == 3}) for zero in range(4))
+    )
+]  # fmt: skip
+SOME = [  # schedule, tied, recompute, sp, zero
+    ("1f1b", True, None, True, None),
+    ("interleaved", False, "full", True, None),
+    ("interleaved", True, None, False, 2),
+    ("1f1b", False, "full", False, 3),
+]
+
+
+def told(case: dict) -> tuple:
+    return tuple(case.get(key) for key in ("schedule", "tied", "recompute", "sp", "zero"))
+
+
+def run_counted(comm, case: dict, steps: int) -> dict:
+    """Run as run_layout, and hold how many weight gradients waited for the end of a step."""
+    run, counts = engine.run_deferred, []
+    engine.run_deferred = lambda works: (counts.append(len(works)), run(works))
+    try:
+        result = run_layout(comm, case, steps)
+    finally:
+        engine.run_deferred = run
+    on_last = comm.grid(case["tp"], pp=2).pp.rank == 1
+    assert counts == [1] * (steps * case["m"] * on_last)
+    return result
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if told(c) in SOME else pytest.mark.prove) for c in DEFERRED],
+    ids=lambda case: "-".join(map(str, told(case))),
+)
+def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
+    case = case | dict(dtype="float32", lr=1e-2, clip=0.1)
+    at_once = bits(world, 4, case)
+    waiting = bits(world, 4, case | {"defer": True}, run_counted)
+    assert at_once[:2] == waiting[:2] and at_once[2].keys() == waiting[2].keys()
+    assert same_bits(at_once[2], waiting[2])
+
+
+def test_a_limit_lets_the_first_micro_batches_wait(world):
+    """The others' gradients are then added first: the same sum in another order."""
+    some = [
+        case_of(schedule, 2, 4, 2, 1, tied, defer=True, limit=limit)
+        for schedule, tied, limit in (("1f1b", True, 1), ("interleaved", False, 3), ("1f1b", False, 9))
+    ]  # fmt: skip
+    compare(world, twin_of, 4, some)
