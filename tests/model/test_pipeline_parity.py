@@ -134,15 +134,14 @@ def test_the_order_of_groups_and_data_parallelism_change_no_bit(world):
         assert a[:2] == b[:2] and same_bits(a[2], b[2]) and a[2].keys() == b[2].keys()
 
 
+SHARDED = [(1, {"zero": zero, "gather": zero == 3}) for zero in range(4)]  # over dp 2
 DEFERRED = [
     case_of(schedule, 2, 4, tp, 2 // tp, tied, recompute=recompute, **more)
     for schedule in ("gpipe", "1f1b", "interleaved")
     for tied in (False, True)
     for recompute in (None, "full")
-    for tp, more in (
-        (2, {}), (2, {"sp": False}), *((1, {"zero": zero, "gather": zero == 3}) for zero in range(4))
-    )
-]  # fmt: skip
+    for tp, more in ((2, {"sp": True}), (2, {"sp": False}), *SHARDED)
+]
 SOME = [  # schedule, tied, recompute, sp, zero
     ("1f1b", True, None, True, None),
     ("interleaved", False, "full", True, None),
@@ -183,8 +182,9 @@ def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
 
 def test_a_limit_lets_the_first_micro_batches_wait(world):
     """The others' gradients are then added first: the same sum in another order."""
+    limits = (("1f1b", True, 1), ("interleaved", False, 3), ("1f1b", False, 9))
     some = [
         case_of(schedule, 2, 4, 2, 1, tied, defer=True, limit=limit)
-        for schedule, tied, limit in (("1f1b", True, 1), ("interleaved", False, 3), ("1f1b", False, 9))
-    ]  # fmt: skip
+        for schedule, tied, limit in limits
+    ]
     compare(world, twin_of, 4, some)
