@@ -87,10 +87,10 @@ def test_deferred_weight_gradients_under_sequence_parallelism(world, schedule):
     compare(world, twin_of, 4, some)
 
 
-def bits(world, size: int, case: dict, run=run_layout) -> tuple[list, list, dict]:
+def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
     """Return losses, norms and all weights after four steps, which every rank agrees on."""
     weights: dict = {}
-    results = world(size).run(run, case, 4)
+    results = world(size).run(run_layout, case, 4)
     for result in results:
         assert result["losses"] == results[0]["losses"] and result["norms"] == results[0]["norms"]
         assert same_bits(weights, result["weights"])
@@ -154,17 +154,21 @@ def told(case: dict) -> tuple:
     return tuple(case.get(key) for key in ("schedule", "tied", "recompute", "sp", "zero"))
 
 
-def run_counted(comm, case: dict, steps: int) -> dict:
-    """Run as run_layout, and hold how many weight gradients waited for the end of a step."""
-    run, counts = engine.run_deferred, []
+def alike(comm, case: dict) -> None:
+    """Hold on one rank that deferring the output layer's gradients changes no bit of a run."""
+    case = case | dict(dtype="float32", lr=1e-2, clip=0.1)
+    at_once, run, counts = run_layout(comm, case, 2), engine.run_deferred, []
     engine.run_deferred = lambda works: (counts.append(len(works)), run(works))
     try:
-        result = run_layout(comm, case, steps)
+        waiting = run_layout(comm, case | {"defer": True}, 2)
     finally:
         engine.run_deferred = run
-    on_last = comm.grid(case["tp"], pp=2).pp.rank == 1
-    assert counts == [1] * (steps * case["m"] * on_last)
-    return result
+    on_last = "head.weight" in waiting["weights"]
+    assert counts == [1] * (2 * case["m"] * on_last), "one for each micro-batch waits"
+    for key in ("losses", "norms"):
+        assert at_once[key] == waiting[key] and len(set(waiting[key])) == 2
+    assert at_once["weights"].keys() == waiting["weights"].keys()
+    assert same_bits(at_once["weights"], waiting["weights"])
 
 
 @pytest.mark.parametrize(
@@ -173,11 +177,7 @@ def run_counted(comm, case: dict, steps: int) -> dict:
     ids=lambda case: "-".join(map(str, told(case))),
 )
 def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
-    case = case | dict(dtype="float32", lr=1e-2, clip=0.1)
-    at_once = bits(world, 4, case)
-    waiting = bits(world, 4, case | {"defer": True}, run_counted)
-    assert at_once[:2] == waiting[:2] and at_once[2].keys() == waiting[2].keys()
-    assert same_bits(at_once[2], waiting[2])
+    world(4).run(alike, case)
 
 
 def test_a_limit_lets_the_first_micro_batches_wait(world):
