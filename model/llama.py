@@ -188,7 +188,9 @@ class Llama(nn.Module):
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
             self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
-            self.head = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad, weight=shared)
+            self.head = ColumnParallelLinear(
+                h, v, ctx=ctx, pad_to=pad, weight=shared, output_layer=True
+            )
         if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):
             end = self.embedding if hasattr(self, "embedding") else self.head
             tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy

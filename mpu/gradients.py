@@ -104,30 +104,33 @@ def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
 
 
 class WeightGradientQueue:
-    """Compute weight gradients at once, or keep a backward's work until the pipeline's W action.
+    """Compute weight gradients at once, or keep a backward's work until the pipeline runs it.
 
     The engine runs a stage's W's in the order of the micro-batches, so deferring changes no bit.
     """
 
     def __init__(self) -> None:
         self._kept: deque[Callable[[], None]] | None = None
+        self._all = True
 
-    def put(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> None:
+    def put(
+        self, work: Callable[[], None], kept: Sequence[Tensor] = (), output_layer: bool = False
+    ) -> None:
         """Run the work of one weight gradient, or keep it. kept: the tensors that it holds."""
-        if self._kept is None:
-            work()
-        else:
+        if self.defers(output_layer):
+            assert self._kept is not None
             self._kept.append(work)
+        else:
+            work()
 
-    @property
-    def deferring(self) -> bool:
-        """Return True between `defer()` and `take()`."""
-        return self._kept is not None
+    def defers(self, output_layer: bool = False) -> bool:
+        """Return whether the work of a layer, the output layer or another, is kept now."""
+        return self._kept is not None and (self._all or output_layer)
 
-    def defer(self) -> None:
-        """Keep the work that is put from now on."""
+    def defer(self, output_layer_only: bool = False) -> None:
+        """Keep the work that is put from now on, of all layers or of the output layer."""
         assert self._kept is None, "one backward at a time defers"
-        self._kept = deque()
+        self._kept, self._all = deque(), not output_layer_only
 
     def take(self) -> "deque[Callable[[], None]]":
         """Stop keeping, and return the kept work, oldest first."""

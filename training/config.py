@@ -82,6 +82,8 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0  # micro-batches; 0: all
     sequence_parallel: bool = False
     distributed_backend: str | None = None  # "nccl", "gloo"; None: nccl on CUDA, gloo on CPU
     distributed_timeout_minutes: int = 10

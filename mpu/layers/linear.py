@@ -120,8 +120,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
     own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
-    weight: share this parameter (tied embeddings) instead of making one. Raises ValueError where a
-    section does not divide by the tensor-parallel size.
+    weight: share this parameter (tied embeddings) instead of making one. output_layer: the model's
+    last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. Raises ValueError
+    where a section does not divide by the tensor-parallel size.
     """
 
     def __init__(
@@ -133,12 +134,14 @@ class ColumnParallelLinear(_ParallelLinear):
         pad_to: int = 0,
         weight: nn.Parameter | None = None,
         recipe: Recipe | None = None,
+        output_layer: bool = False,
     ) -> None:
         sections = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         if weight is None:
             place = column_placement(in_features, sections, ctx, pad_to)
             weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         super().__init__((in_features, sum(sections)), weight, ctx, recipe)
+        self.output_layer = output_layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
@@ -175,7 +178,8 @@ class AllGatherMatmul(torch.autograd.Function):
         (x,) = saved_ctx.saved_tensors
         dy, queue = layer.recipe.operand(dy), layer.ctx.queue
         method = layer.method.of("scatter", dy, x.shape[-1])  # decides for all of backward
-        again = None if queue.deferring else method.all_gather_beside(x, layer.on_backward)
+        deferred = queue.defers(layer.output_layer)
+        again = None if deferred else method.all_gather_beside(x, layer.on_backward)
         weight, product = layer.operand_of_weight().t(), layer.recipe.product
         dx, scattering = method.matmul_reduce_scatter(dy, weight, product, layer.on_backward)
         layer.end_use()
@@ -185,7 +189,7 @@ class AllGatherMatmul(torch.autograd.Function):
             layer.wgrad(gathering.whole(), dy)
             gathering.close()
 
-        queue.put(wgrad, (x, dy))
+        queue.put(wgrad, (x, dy), layer.output_layer)
         scattering.wait()
         return dx, None, None
 
@@ -245,7 +249,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         gathering = method.all_gather(dy, layer.on_backward)
         dx = gathering.multiply(layer.operand_of_weight().t(), layer.recipe.product)
         layer.end_use()
-        arrived = None if queue.deferring else gathering
+        arrived = None if queue.defers() else gathering
         if arrived is None:
             gathering.close()
 

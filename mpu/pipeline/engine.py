@@ -7,6 +7,7 @@
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
            in a split schedule the weights' gradients wait
         W  compute the weights' gradients that waited
+    compute the output layer's weight gradients that waited (Schedule.deferred)
     Sends are asynchronous too (mpu/comm/p2p.py, Outbox): they run under the next actions.
 
 With a single stage a schedule is gradient accumulation. The engine knows nothing of the model. It
@@ -57,6 +58,7 @@ class Engine:
     queue: the layers' weight-gradient queue. dtype: the dtype of the hidden states that travel.
     schedule: the last one run. spans: None, or a list that each run replaces by its actions'
     (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter; BW is B and W in one.
+    What Schedule.deferred puts after the last action is in none of them.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
             turn = _Run(self, schedule, forward, shape, outbox, during)
             for step in steps:
                 turn.do(step, clock)
+            turn.drain()
             self.monitor.action = f"waiting for its last messages to leave{during}"
         if clock is not None:
             self.spans = clock.spans()
@@ -169,7 +172,7 @@ class _Run:
         if kind == "F":
             out = self._forward(step, given)
         elif kind == "B":
-            out = self._backward(chunk, i, given, fused)
+            out = self._backward(step, given, fused)
         else:
             out = run_deferred(self.deferred.pop((chunk, i)))
         if clock:
@@ -187,12 +190,21 @@ class _Run:
                 self.outputs[chunk, i] = get_gradient_edge(out)
         return None if step.stage == self.last else out.detach()
 
-    def _backward(self, chunk: int, i: int, dy: Tensor | None, fused: bool) -> Tensor | None:
+    def drain(self) -> None:
+        """Compute what the output layer deferred, in the order of the micro-batches."""
+        for chunk, i in sorted(self.deferred):
+            doing = f"the output layer's deferred W of micro-batch {i}"
+            self.engine.monitor.action = f"{doing} in stage {self.last}{self.during}"
+            run_deferred(self.deferred.pop((chunk, i)))
+
+    def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
+        _, chunk, i = step.action
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
-        if not fused:
-            queue.defer()
+        defers = not fused or (step.stage == self.last and i < self.schedule.deferred)
+        if defers:
+            queue.defer(output_layer_only=fused)
         torch.autograd.backward((edge,), (dy,))  # dy is None for a scalar loss
-        if not fused:
+        if defers:
             self.deferred[chunk, i] = queue.take()
         x = self.inputs.pop((chunk, i), None)
         return None if x is None else x.grad

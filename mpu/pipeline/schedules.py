@@ -38,7 +38,7 @@ class Schedule:
     """What each rank does, in order: `ranks[r]` is rank r's list.
 
     v_shape: chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends;
-    else stage = chunk p + rank.
+    else stage = chunk p + rank. deferred: the output layer's first so many W's come at the end.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Schedule:
     chunks: int = 1
     split: bool = False
     v_shape: bool = False
+    deferred: int = 0
 
     @cached_property
     def stages(self) -> int:
@@ -229,8 +230,7 @@ def v_half(p: int, m: int) -> Schedule:
     up to 2 ((p+2) // 2) activations of a chunk, the memory of (p+2) // 2 micro-batches. Take it
     when memory decides (Qi, Wan, Amar, Lin 2024).
     """
-    # When F1, B1 and B0 begin on rank 0: as early as they can, the four of each rank at different
-    # times mod 6.
+    # When F1, B1 and B0 begin on rank 0: as early as they can, a rank's four apart mod 6.
     n = 3 * p
     turn, loss, back = (n - 2, n - 1, 2 * n - 2) if p % 2 else (n + 1, n + 3, 2 * n + 4)
     ranks = []

@@ -217,13 +217,14 @@ def _peak_activations(
     trains = any(action.kind == "B" for action in schedule.ranks[rank])
     b = w = 0.0
     most = (0.0, 0.0, 0.0)
-    for kind, chunk, _ in schedule.ranks[rank] if trains else ():
+    for kind, chunk, i in schedule.ranks[rank] if trains else ():
         stage = schedule.stage(rank, chunk)
+        drained = stage == schedule.stages - 1 and i < schedule.deferred  # after the last action
         if kind == "F":
             b += for_b[stage]
         elif kind == "B":
             b -= for_b[stage]
-            w += for_w[stage] if schedule.split else 0.0
+            w += for_w[stage] if schedule.split or drained else 0.0
         elif schedule.split:
             w -= for_w[stage]
         most = (max(most[0], b), max(most[1], w), max(most[2], b + w))

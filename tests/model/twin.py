@@ -62,6 +62,8 @@ def config_of(case: dict) -> Config:
             num_virtual_stages_per_pipeline_rank=case.get("v"),
             microbatch_group_size_per_virtual_pipeline_stage=case.get("group"),
             pipeline_model_parallel_layout=case.get("layout"),
+            defer_embedding_wgrad_compute=case.get("defer", False),
+            wgrad_deferral_limit=case.get("limit", 0),
             sequence_parallel=case["sp"],
             recompute_granularity=case["recompute"],
             recompute_method="uniform" if case["recompute"] == "full" else None,

@@ -79,8 +79,6 @@ CHECKED = """
 --disable-bf16-reduced-precision-matmul | switch | any | ! torch's default for reduced precision in matmuls is kept
 --batch-invariant-backend | text | any | there is no batch-invariant mode
 --no-query-key-layer-scaling | switch | any | there is no query-key layer scaling
---defer-embedding-wgrad-compute | switch | any | ! the output layer's weight gradient is computed in its own backward: the same sum, earlier; --pipeline-schedule zb-h1, zb-v and v-half put weight gradients off
---wgrad-deferral-limit | int>=0 | any | how many weight gradients --defer-embedding-wgrad-compute may put off, and nothing without it
 --use-torch-fsdp2 | switch | any | = --zero-stage 3
 --ddp-average-in-collective | switch | any | ! ranks' gradients are added and scaled once: the same mean, other rounding
 --use-custom-fsdp | switch | any | = --use-megatron-fsdp

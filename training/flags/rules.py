@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
 from training.flags import path_rules, zero_rules
 from training.plan import batch_size, pipeline
@@ -131,6 +132,9 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     for name in ("--finetune", "--no-load-optim"):
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
             yield f"--use-checkpoint-opt-param-scheduler has nothing to act on with {name}"
+    deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
+    if deferring in given and schedule in ("zb-h1", *V_SHAPED):
+        yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
     if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
         yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 

@@ -55,6 +55,8 @@ LIVE = """
 --decoder-last-pipeline-num-layers | int>=1 | layers; off: left out | layers of the last pipeline rank; the others share the rest evenly
 --account-for-embedding-in-pipeline-split | switch | off: left out | cut evenly, the embedding counted as one layer
 --account-for-loss-in-pipeline-split | switch | off: left out | cut evenly, the head with the loss counted as one layer
+--defer-embedding-wgrad-compute | switch | off: left out | compute the output layer's weight gradients when its pipeline rank has nothing else left to do; the memory they wait in grows with the micro-batches
+--wgrad-deferral-limit | int>=0 | micro-batches; off: 0, all | put off only the first so many micro-batches' weight gradients (with --defer-embedding-wgrad-compute)
 --sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
 --distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | communication library
 --distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops

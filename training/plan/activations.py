@@ -48,7 +48,8 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
     costs = pipeline.costs(config, provider)
     kept = simulate(schedule, costs, [s.for_b for s in cut], [s.for_w for s in cut])
     of_loss = [stage.logits for stage in cut]
-    apart = simulate(schedule, costs, of_loss, of_loss)  # logits' gradients wait for the head's W
+    waits = [stage.logits if stage.for_w else 0 for stage in cut]  # their gradients, for W
+    apart = simulate(schedule, costs, of_loss, waits)
     return [
         Held(
             int(kept.peak_for_b[rank]),

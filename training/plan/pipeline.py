@@ -5,6 +5,7 @@ p pipeline ranks, v virtual stages a rank, m micro-batches a step
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpu.pipeline import layout, schedules
@@ -89,7 +90,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
     """
     p, one = config.parallel, config.batch.micro_batch_size
     try:
-        return schedules.build(
+        schedule = schedules.build(
             p.schedule,
             p.pipeline_model_parallel_size,
             micro_batches,
@@ -102,6 +103,10 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             f"--pipeline-schedule {p.schedule} at --global-batch-size {micro_batches * one * dp} = "
             f"{micro_batches} micro-batches of {one} x {dp} data-parallel ranks: {error}"
         ) from None
+    if p.defer_embedding_wgrad_compute and not schedule.split:  # a split one defers all W's
+        limit = p.wgrad_deferral_limit or micro_batches
+        schedule = replace(schedule, deferred=min(limit, micro_batches))
+    return schedule
 
 
 def recomputed_layers(config: Config, stage: Stage) -> int:
@@ -234,6 +239,11 @@ def check(config: Config) -> None:
     if p.schedule == "interleaved" and v == 1:
         raise UsageError(
             f"--pipeline-schedule interleaved needs {VIRTUAL} of at least 2, or another flag for v"
+        )
+    if p.defer_embedding_wgrad_compute and size == 1:
+        raise UsageError(
+            f"--defer-embedding-wgrad-compute fills a pipeline's bubble: it needs {SIZE} of at "
+            "least 2"
         )
     chunks = v if p.schedule == "interleaved" else CHUNKS[p.schedule]
     if v != chunks:

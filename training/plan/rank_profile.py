@@ -3,6 +3,7 @@
 
 The model runs on meta tensors (training/plan/meta.py): forward through each of its chunks, then
 backward, in which the weight gradients follow each chunk's B where the schedule separates them.
+Where only the output layer's are deferred, these follow the last chunk's B.
 Nothing is sent: a trace records each collective instead.
 
     F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
@@ -118,6 +119,7 @@ class _Run:
         self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
         self.size = (config.batch.micro_batch_size, config.model.seq_length)
         self.dtype = config.run.dtype
+        self.defers_output = config.parallel.defer_embedding_wgrad_compute
         self.recomputes = config.parallel.recompute_granularity == "full"
         # a first micro-batch finds the storages that micro-batches share: these are not counted
         self.shared, self.logits = _Saved(), torch.Size()
@@ -154,15 +156,16 @@ class _Run:
     def backward(self, chunk: int, split: bool) -> None:
         out, again = self.out.pop(chunk), self.rerun[chunk]
         self.trace.at = (chunk, "B")
-        if split:
-            self.queue.defer()
+        defers = split or self.defers_output
+        if defers:
+            self.queue.defer(output_layer_only=not split)
         with saved_tensors_hooks(again.pack, again.unpack):
             if self.model.stages[chunk].loss:
                 out.sum().backward()
             else:
                 torch.autograd.backward(out, torch.empty_like(out))
         del out
-        if split:
+        if defers:
             self.waiting[chunk] = self.queue.waiting
             self.queue.waiting = []
             self.trace.at = (chunk, "W")
@@ -269,10 +272,10 @@ class _Queue(WeightGradientQueue):
         super().__init__()
         self.waiting: list[Tensor] = []
 
-    def put(self, work: Any, kept: Sequence[Tensor] = ()) -> None:
-        if self.deferring:
+    def put(self, work: Any, kept: Sequence[Tensor] = (), output_layer: bool = False) -> None:
+        if self.defers(output_layer):
             self.waiting += kept
-        super().put(work, kept)
+        super().put(work, kept, output_layer)
 
 
 class _Trace:

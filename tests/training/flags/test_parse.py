@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from training.flags.parse import UsageError, parse
+from training.plan.pipeline import schedule_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -161,8 +162,19 @@ def test_off_values_of_megatron():
     notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
     assert "--save-interval has nothing to act on without --save" in notes
     assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes
-    notes = "\n".join(read("--wgrad-deferral-limit 50 --defer-embedding-wgrad-compute").notes)
-    assert "the output layer's weight gradient is computed in its own backward" in notes
+
+
+def test_deferring_the_output_layer_needs_a_pipeline_whose_schedule_does_not():
+    flags = "--defer-embedding-wgrad-compute --wgrad-deferral-limit 3 --global-batch-size 8"
+    with pytest.raises(UsageError, match="it needs --pipeline-model-parallel-size of at least 2"):
+        read(flags)
+    two = flags + " --pipeline-model-parallel-size 2"
+    plain, split = (read(two + more, world=2) for more in ("", " --pipeline-schedule zb-h1"))
+    assert [schedule_of(plain, m).deferred for m in (2, 8)] == [2, 3]
+    every = read(two.replace("--wgrad-deferral-limit 3", ""), world=2)
+    assert schedule_of(every, 8).deferred == 8 and schedule_of(split, 8).deferred == 0
+    note = "--defer-embedding-wgrad-compute has nothing to act on: zb-h1 defers every"
+    assert [any(n.startswith(note) for n in c.notes) for c in (plain, split)] == [False, True]
 
 
 def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):

@@ -19,7 +19,8 @@ LIVE = """
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
 --data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
 --decoder-first-pipeline-num-layers
---decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr --deterministic-mode --device
+--decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
+--defer-embedding-wgrad-compute --deterministic-mode --device
 --distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
@@ -45,7 +46,7 @@ LIVE = """
 --untie-embeddings-and-output-weights --use-checkpoint-args --use-checkpoint-opt-param-scheduler
 --use-distributed-optimizer --use-megatron-fsdp
 --use-rope-scaling --valid-data-path --vocab-file --vocab-size --wandb-exp-name --wandb-project
---weight-decay
+--weight-decay --wgrad-deferral-limit
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank keeps for backward: measured on meta tensors, by hand, and as a real run keeps it."""
 
+import weakref
+
 import pytest
 import torch
 
+import pretrain_llama
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.pipeline import engine
 from pretrain_llama import model_provider
+from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import PIPELINE, build, read
 from training.plan import activations
 from training.plan.rank_profile import rank_profile
@@ -168,3 +174,41 @@ def test_recomputed_layers_are_kept_once_while_they_run_again():
     first = activations.held(read(f"{PIPELINE} 16 {block}", 4), model_provider)[0]
     layer = layer_bytes(config)
     assert first.activations == 4 * (one_input + layer) + layer
+
+
+def deferred_bytes(comm, case: dict) -> tuple[int, int]:
+    """Train one step; return what the output layer's deferred gradients keep, run and dry run."""
+    config, grid = config_of(case), comm.grid(case["tp"], pp=2)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+    put, run_deferred, refs, alive = run.engine.queue.put, engine.run_deferred, [], [0]
+
+    def noted(work, kept=(), output_layer=False):
+        if output_layer:
+            refs.extend(map(weakref.ref, kept))
+        put(work, kept, output_layer)
+
+    def counted(works):
+        tensors = [tensor for ref in refs if (tensor := ref()) is not None]
+        alive.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+        del tensors
+        run_deferred(works)
+
+    run.engine.queue.put, engine.run_deferred = noted, counted
+    try:
+        pretrain_llama.train_step(run, micro_batches(case, 0), 1e-3)
+    finally:
+        engine.run_deferred = run_deferred
+    assert not any(ref() is not None for ref in refs), "something is held after the step"
+    held = activations.held(config, model_provider)[grid.pp.rank]
+    logits = activations.profile(config, model_provider, grid.pp.rank).stages[-1].logits
+    in_flight = 0 < case["limit"] < case["m"]  # the logits of a micro-batch that does not wait
+    return max(alive), held.for_w + held.logits - logits * in_flight
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("v", [1, 2])
+def test_what_the_output_layer_defers_is_what_a_run_keeps(world, v, limit):
+    case = dict(pp=2, v=v, m=4, tp=2, dp=1, sp=True, tied=False, recompute=None, layers=8, rows=8,
+                dtype="float32", defer=True, limit=limit)  # fmt: skip
+    for rank, (kept, said) in enumerate(world(4).run(deferred_bytes, case)):
+        assert kept == said and (kept > 0) == (rank >= 2)
