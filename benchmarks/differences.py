@@ -65,6 +65,8 @@ def file_differs(one: Path, other: Path) -> str:
         if one.name == "manifest.json":  # it has the hash of state.json
             for manifest in (here, there):
                 manifest.get("files", {}).pop("state.json", None)
+        if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
+            there["config_digest"] = here.get("config_digest")  # it hashes all settings
         return value_differs(here, there, more=one.name == "state.json")
     here, there = load_file(one), load_file(other)
     if here.keys() != there.keys():

@@ -306,8 +306,7 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
             return tuple(f"{theirs}.{kind}" for theirs in table[module])
         return tuple(f"{name}.{i}" for i in range(sections)) if sections > 1 else (name,)
 
-    every = unique_parameters(model)
-    return {name: names(name, len(placement_of(p).sections)) for name, p in every}
+    return {n: names(n, len(placement_of(p).sections)) for n, p in unique_parameters(model)}
 
 
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:

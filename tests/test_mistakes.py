@@ -193,7 +193,7 @@ MISTAKES = [
         {"--device": "cpu", "--optimizer-backend": "apex"},
         "--optimizer-backend apex needs --device cuda; on a CPU use torch",
     ),
-    mistake("FSDP", {"--use-megatron-fsdp": ""}, "is refused: sharding is --zero-stage: no_sh"),
+    mistake("FSDP", {"--outer-dp-sharding-strategy": "optim"}, "optim: only no_shard is accepted"),
     mistake(
         "too long for its positions", {"--max-position-embeddings": "16"}, "--seq-length 32 is"
     ),

@@ -292,15 +292,12 @@ class Config:
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         return {k: _plain(v) for k, v in out.items()}
 
-    def mathematics(self) -> dict[str, Any]:
-        """Return the settings that define the numbers of the run, by dotted name."""
+    def digest(self) -> str:
+        """Return the SHA-256 of the settings that define the numbers of the run, in hex."""
         starts = tuple(m if "." in m else f"{m}." for m in _MATHEMATICS)
         found = self.flat().items()
-        return {k: v for k, v in found if k.startswith(starts) and k not in _NOT_MATHEMATICS}
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the settings in `mathematics()`, in hex."""
-        return hashlib.sha256(_json(self.mathematics()).encode()).hexdigest()
+        taken = {k: v for k, v in found if k.startswith(starts) and k not in _NOT_MATHEMATICS}
+        return hashlib.sha256(_json(taken).encode()).hexdigest()
 
     def canonical_json(self) -> str:
         """Return every setting that all ranks of a run must share, as JSON with sorted keys."""
@@ -311,13 +308,13 @@ class Config:
 
         Raises UsageError where the tokenizer has more entries than --vocab-size allows.
         """
-        stated = self.model.vocab_size
-        if stated is not None and stated < tokenizer_vocab:
+        stated = self.model.vocab_size or tokenizer_vocab
+        if stated < tokenizer_vocab:
             raise UsageError(
                 f"--vocab-size {stated} is smaller than the tokenizer, which has {tokenizer_vocab} "
                 "entries: give at least that many, or leave --vocab-size out"
             )
-        return replace(self, model=replace(self.model, vocab_size=stated or tokenizer_vocab))
+        return replace(self, model=replace(self.model, vocab_size=stated))
 
 
 def _plain(value: Any) -> Any:
