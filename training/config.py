@@ -131,16 +131,13 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """Return the name of the pipeline schedule."""
-        if self.pipeline_schedule is not None:
-            return self.pipeline_schedule
-        return "interleaved" if self.virtual_stages > 1 else "1f1b"
+        return self.pipeline_schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
     @property
     def virtual_stages(self) -> int:
         """Return the number of stages a pipeline rank holds, v."""
-        if self.num_virtual_stages_per_pipeline_rank is not None:
-            return self.num_virtual_stages_per_pipeline_rank
-        return 2 if self.pipeline_schedule in V_SHAPED else 1
+        given = self.num_virtual_stages_per_pipeline_rank
+        return given or (2 if self.pipeline_schedule in V_SHAPED else 1)
 
 
 @dataclass(frozen=True)
