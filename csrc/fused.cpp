@@ -67,7 +67,7 @@ INLINE float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  const uint32_t bits = (static_cast<uint32_t>(static_cast<int32_t>(n)) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, 4);
   return p * power;
