@@ -164,6 +164,7 @@ def run(launcher: Launcher, ranks: int, flags: str, code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.prove
 def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, tmp_path):
     """Megatron's flag trains it: tp 2, then pp 2, equal to one rank; then it is exported."""
     saved = f"--save {tmp_path}/saved --save-interval 2"

@@ -187,6 +187,7 @@ def test_windows_are_those_of_a_dense_mask(world, paths):
     assert windows == [3, 0, 3] and from_mask < 1e-12 and from_none > 1e-3
 
 
+@pytest.mark.prove
 def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
     """Other windows are refused, and so is another model; the tools need the file's name."""
     own = f"--model-file {paths['sliding_window']}"
