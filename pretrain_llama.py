@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import mpu
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
@@ -43,16 +42,14 @@ from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
-from mpu.zero import adam_backends
 from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
-from training.data.build import Loaders, build_loaders
+from training.data.build import Loaders
 from training.data.loader import Loader
-from training.data.tokenizer import tokenizer_for
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
@@ -62,10 +59,10 @@ from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import memory_report
-from training.run.device import choose_device
 from training.run.dry_run import report
 from training.run.log import Log
 from training.run.overlap import Overlap, settle
+from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
@@ -298,7 +295,13 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if config.run.dry_run:
                 print(report(config, model_provider))
                 return 0
-            config, device, loaders, digests = prepare(config, grid)
+            if config.run.deterministic_mode:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.use_deterministic_algorithms(True)
+            # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
+            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and torchrun
+            config, device, loaders, digests = prepare(config, grid, share, note_of(grid))
+            digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -307,7 +310,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch.rank, launch.world, store)
                 host = os.environ["MASTER_ADDR"]
-                monitor = FailureMonitor(launch.rank, launch.world, store, host)
+                silence = config.fault.peer_timeout
+                monitor = FailureMonitor(launch.rank, launch.world, store, host, silence=silence)
                 store = dist.PrefixStore("weft", store)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
@@ -324,34 +328,6 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             tell_launcher(str(monitor.first), report_to)
             return 1
     return stop_signal.code
-
-
-def prepare(config: Config, grid: Grid) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
-    """Do all that needs no other rank: choose the device, build the tokenizer and the loaders.
-
-    Returns the config with its vocabulary, device, loaders, and hashes that all ranks must share.
-    """
-    if os.path.dirname(mpu.__path__[0]) != os.path.dirname(os.path.abspath(__file__)):
-        raise UsageError(
-            f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
-        )
-    grid.launch.check_meeting()
-    # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-    share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    device = choose_device(config, grid.launch, share)
-    backend = config.parallel.optimizer_backend
-    if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
-        raise UsageError(why)
-    tokenizer = tokenizer_for(config)
-    config = config.with_vocab(tokenizer.vocab_size)
-    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note_of(grid))
-    if config.run.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
-    digests["corpus_digest"] = loaders.train.dataset.corpus
-    digests["model_digest"] = digest(load_model_file(config.model.model_file))
-    return config, device, loaders, digests
 
 
 def note_of(grid: Grid) -> Callable[[str], None]:

@@ -66,7 +66,10 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
         inject(job["fault"], folder)
-    pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(job.get("monitor", {}))
+    patience = dict(job.get("monitor", {}))
+    if "silence" in patience:
+        argv += ["--peer-timeout", str(patience.pop("silence"))]
+    pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
     if job.get("late") == rank:  # by this rank's clock alone the time is up

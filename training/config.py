@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mpu.pipeline.schedules import V_SHAPED
+from training.fault_config import FaultConfig
 
 
 class UsageError(ValueError):
@@ -275,6 +276,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 

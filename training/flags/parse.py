@@ -16,6 +16,7 @@ import torch
 from training import config
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
+from training.fault_config import FaultConfig
 from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
 from training.flags.table import Flag
 from training.plan import batch_size, pipeline
@@ -31,6 +32,7 @@ _SECTIONS = {
     "checkpoint": config.CheckpointConfig,
     "log": config.LogConfig,
     "run": config.RunConfig,
+    "fault": FaultConfig,
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]

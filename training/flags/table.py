@@ -164,6 +164,8 @@ LIVE = """
 --no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
 --ignore-flags | texts | NAME:COUNT ...; off: left out | leave out these flags of somebody's fork with the COUNT values after each; Weft and Megatron-LM must not know them (ours, not Megatron's)
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
+[fault] Faults
+--peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"

@@ -32,6 +32,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--peer-timeout
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
 --num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
@@ -51,7 +52,7 @@ LIVE = """
 """.split()
 OURS = set(
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend "
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
@@ -113,7 +114,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
     sections = {
         f.name: {g.name for g in fields(getattr(config, f.type.__name__))}
         for f in fields(config.Config)
-        if inspect.isclass(f.type) and f.type.__module__ == config.__name__
+        if inspect.isclass(f.type) and f.type.__module__.startswith("training.")
     }
     assert set(sections) == set(headings())
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
