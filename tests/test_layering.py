@@ -36,7 +36,7 @@ MAY = {
     "training/checkpoint": ("training.checkpoint", "mpu"),
     "training/plan": ("training.plan", "training.config", "mpu"),
     "training/flags": ("training.flags", "training.plan", "training.data",
-                       "training.checkpoint", "training.config", "mpu"),
+                       "training.checkpoint", "training.config", "training.fault_config", "mpu"),
     "training/run": ("training", "mpu"),
     "pretrain_llama.py": ("training", "model", "mpu"),
     "tools": ("training", "model", "mpu", "tools", "pretrain_llama"),
