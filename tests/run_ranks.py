@@ -72,6 +72,9 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
+    if "meeting" in job:  # seconds that ranks wait for each other there
+        meet = pretrain_llama.meet
+        pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
     if job.get("no_step"):
@@ -88,6 +91,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of a job and wait for all."""
     pids = {}
     for rank in range(job["ranks"]):
+        if rank in job.get("absent", ()):
+            continue
         pid = os.fork()
         if pid == 0:
             be_rank(job, rank)
