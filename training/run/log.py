@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from training.run.peak_flops import peak_flops
+from training.untrusted import owner_only, printable, private
 
 
 class Log:
@@ -147,6 +148,7 @@ class Log:
 
     def print(self, line: str) -> None:
         """Print a line above the live bar, or simply where there is none."""
+        line = printable(line)
         if self.bar:
             self.bar.print(line)
         else:
@@ -262,7 +264,7 @@ def open_json(path: Path) -> Any:
             last = content.rfind(b"\n") + 1
             if last < len(content):
                 os.truncate(path, last)
-        return open(path, "a", encoding="utf-8")
+        return open(path, "a", encoding="utf-8", opener=private)
     except OSError as error:
         raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
 
@@ -286,7 +288,8 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
         ) from None
     try:
         purge = start_iteration + 1 if start_iteration else None
-        return SummaryWriter(directory, purge_step=purge)
+        with owner_only():
+            return SummaryWriter(directory, purge_step=purge)
     except OSError as error:
         raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
 
@@ -300,4 +303,5 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
             f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
             " or leave the flag out"
         ) from None
-    return wandb.init(project=project, name=name, config=run_config)
+    with owner_only():
+        return wandb.init(project=project, name=name, config=run_config)
