@@ -49,6 +49,7 @@ from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders
+from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
@@ -319,7 +320,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = (UsageError, CheckpointError, FloatingPointError, PlacementError)
+            expected = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
             if stop_signal.training and not isinstance(error, expected):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
