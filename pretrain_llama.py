@@ -49,6 +49,7 @@ from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders
+from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
@@ -62,6 +63,7 @@ from training.run import memory_report
 from training.run.dry_run import report
 from training.run.log import Log
 from training.run.meeting import meet
+from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
@@ -318,7 +320,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = (UsageError, CheckpointError, FloatingPointError, PlacementError)
+            expected = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
             if stop_signal.training and not isinstance(error, expected):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
@@ -331,7 +333,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
 
 
 def note_of(grid: Grid) -> Callable[[str], None]:
-    return print if grid.rank == 0 else lambda text: None
+    return say if grid.rank == 0 else lambda text: None
 
 
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:

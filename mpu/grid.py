@@ -30,6 +30,7 @@ import torch.distributed as dist
 from mpu.comm.collectives import ProcessGroupTransport, group_of
 from mpu.comm.secret import run_secret
 from mpu.comm.transport import Axis, Trace, Transport
+from mpu.comm.waits import Waits
 
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 
@@ -173,6 +174,7 @@ class Grid:
                 f"(= {parts} ranks a model copy)"
             )
         self.dp_size = self.world_size // parts
+        self.waits = Waits()  # of this rank, on every axis
         self.rank = self.launch.rank
         self.tp = self._axis("tp", "tp")
         self.cp = self._axis("cp", "cp")
@@ -258,7 +260,7 @@ class Grid:
             transport = None
             if axis.ranks in groups:
                 transport = ProcessGroupTransport(groups[axis.ranks], staged)
-            setattr(self, name, replace(axis, transport=transport))
+            setattr(self, name, replace(axis, transport=transport, waits=self.waits))
         if self.backend == "nccl" and self.pp.size > 1:
             self._meet_neighbours(device)
         return self
