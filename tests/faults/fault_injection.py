@@ -11,13 +11,15 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
     "save"    count calls only in this process's save of this number
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
-"raise"; "stall", where the thread never goes on while the process's others do; "nan" and "inf",
+"raise"; "stall", where the thread never goes on while the process's others do; "hold", where it
+holds Python's lock for ever, so that no thread does; "nan" and "inf",
 written at "backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC",
 "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done
 to the directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names,
 root's too, and "open" it.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -34,6 +36,7 @@ from typing import Any
 from torch import Tensor
 
 import pretrain_llama
+from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
@@ -53,6 +56,7 @@ POINTS = {
     "layer": (linear.RowParallelLinear, "forward"),
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
+    "wait for a collective": (Handle, "wait"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
@@ -111,6 +115,8 @@ class Injected:
             raise OSError(number, os.strerror(number), "on purpose")
         while how == "stall":
             time.sleep(60)
+        if how == "hold":
+            ctypes.PyDLL(None).sleep(10_000)
         if how == "kill all":
             mine = str(os.getpid())
             others = {p.read_text() for p in self.folder.glob("pid.*")} - {mine}
