@@ -34,6 +34,7 @@ from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -141,7 +142,7 @@ def run_schedule(
 def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
-    run.monitor.action = f"the data {during}"
+    run.monitor.enter("evaluation", f"the data {during}")
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
     for batches in loader.global_batches(count, size):
@@ -189,6 +190,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
+        monitor.action = "drawing the initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
         model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
@@ -218,13 +220,14 @@ def train(
     with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
         while run.iteration < total:
             begin = time.perf_counter()
-            run.monitor.action = f"reading the data of iteration {run.iteration + 1}"
+            run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
             size = global_batch_size(config, run.consumed)
             batches = loaders.train.next_global_batch(run.consumed, size)
             batches = [batch.to(run.device) for batch in batches]
             waited = time.perf_counter() - begin
             lr = learning_rate(config, run.consumed)
             decoupled = decoupled_learning_rate(config, run.consumed)
+            run.monitor.enter("step", f"iteration {run.iteration + 1}")
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
@@ -258,7 +261,7 @@ def train(
             for line in overlap.unmeasured():
                 log.note(line)
             if decision.save:
-                run.monitor.action = f"saving iteration {run.iteration}"
+                run.monitor.enter("save", f"saving iteration {run.iteration}")
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
@@ -310,11 +313,15 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
+            watch = HangWatch(grid.waits, timeout.total_seconds(), config.fault.hang_timeout)
+            monitor = FailureMonitor(watch=watch)
             if store is not None:
                 compare(config, digests, launch, store)
                 who, point = (launch.rank, launch.world), launch.point
-                silence = config.fault.peer_timeout
-                monitor = FailureMonitor(*who, store, point.host, point.secret, silence=silence)
+                monitor = FailureMonitor(
+                    *who, store, point.host, point.secret,
+                    silence=config.fault.peer_timeout, watch=watch,
+                )  # fmt: skip
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
@@ -370,6 +377,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     )
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
+        run.monitor.enter("save", "the end of the run")
         if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 

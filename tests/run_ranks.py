@@ -85,6 +85,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     patience = dict(job.get("monitor", {}))
     if "silence" in patience:
         argv += ["--peer-timeout", str(patience.pop("silence"))]
+    if "floor" in patience:  # the least limit of a phase
+        pretrain_llama.HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])

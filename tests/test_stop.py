@@ -84,7 +84,7 @@ def by_train(case, monkeypatch):
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
         sink=None,
-        monitor=SimpleNamespace(action=""),
+        monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
         device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))

@@ -9,3 +9,4 @@ class FaultConfig:
     """How faults are noticed and answered; see docs/reliability.md."""
 
     peer_timeout: float = 20.0  # seconds without a sign of life after which a rank counts as lost
+    hang_timeout: float | None = None  # seconds without movement after which a run ends

@@ -42,6 +42,7 @@ import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
+from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
@@ -65,6 +66,7 @@ POINTS = {
     "layer": (linear.RowParallelLinear, "forward"),
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
+    "wait for a collective": (Handle, "wait"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),

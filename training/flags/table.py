@@ -166,6 +166,7 @@ LIVE = """
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
 [fault] Faults
 --peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
+--hang-timeout | float>=5 | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"

@@ -24,8 +24,8 @@ LIVE = """
 --distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
---ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval --log-json
---log-params-norm
+--hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
+--log-json --log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
@@ -51,9 +51,10 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
-    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
+    "--allow-change --device --dry-run --fp64 --hang-timeout --ignore-flags --keep-last-k "
+    "--log-json --model-file --no-shared-memory --on-nan --on-save-failure --optimizer-backend "
+    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
+    "--zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
