@@ -23,6 +23,7 @@ import torch
 
 from training.run.output import say, write_line, write_scalars
 from training.run.peak_flops import peak_flops
+from training.untrusted import owner_only, printable, private
 
 # each output: the flag that asked for it, and how it is closed
 OUTPUTS = {
@@ -160,6 +161,7 @@ class Log:
 
     def print(self, line: str) -> None:
         """Print a line above the live bar, or simply where there is none."""
+        line = printable(line)
         if self.bar:
             self._try("bar", lambda bar: bar.print(line))
         else:
@@ -279,7 +281,7 @@ def open_json(path: Path) -> Any:
             last = content.rfind(b"\n") + 1
             if last < len(content):
                 os.truncate(path, last)
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
+        return open(path, "a", encoding="utf-8", opener=private)
     except OSError as error:
         raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
 
@@ -296,7 +298,8 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
     try:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         purge = start_iteration + 1 if start_iteration else None
-        return SummaryWriter(directory, purge_step=purge)
+        with owner_only():
+            return SummaryWriter(directory, purge_step=purge)
     except OSError as error:
         raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
 
@@ -310,4 +313,5 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
             f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
             " or leave the flag out"
         ) from None
-    return wandb.init(project=project, name=name, config=run_config)
+    with owner_only():
+        return wandb.init(project=project, name=name, config=run_config)

@@ -18,7 +18,7 @@ from training.checkpoint.manifest import STATE
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
-from training.run.same_run import changes, progress, tokenizer_files
+from training.run import same_run
 
 
 class Saver:
@@ -57,7 +57,7 @@ class Saver:
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
-        self._attach = tokenizer_files(config.data)
+        self._attach = same_run.tokenizer_files(config.data)
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
@@ -204,7 +204,7 @@ class Saver:
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         optimizer, choices = self.optimizer, dict(self.overlap_choices)
         return {
-            **progress(self.config, iteration, consumed, self._before),
+            **same_run.progress(self.config, iteration, consumed, self._before),
             "passed_over": sorted(self.passed_over),
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
@@ -293,8 +293,8 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
-        for _, line in changes(found, self.config, self.digests):
-            self.note(f"{line}; going on as --allow-change says")
+        for line in same_run.lines(found, self.config, self.digests):
+            self.note(line)
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
@@ -309,7 +309,7 @@ class Saver:
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")
-        for what, line in changes(found, self.config, self.digests):
+        for what, line in same_run.changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(
                     f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "

@@ -34,7 +34,8 @@ def answers(comm):
 def test_every_rank_hears_one_step_later_what_one_rank_said(world):
     no, signalled = (False,) * 4, (True, False, False, False)
     skipped = (False, True, True, False)
-    heard = [no, no, signalled, skipped, no, (True, True, True, False)]  # of the last step, at the end
+    heard = [no, no, signalled, skipped, no]
+    heard.append((True, True, True, False))  # of the last step, at the end
     assert world(2).run(answers) == [heard, heard]
     assert Agreement(Axis("world")).ask(True, False, torch.tensor(0.0)) == no
 
