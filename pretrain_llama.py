@@ -62,6 +62,7 @@ from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import memory_report
 from training.run.dry_run import report
+from training.run.guard import Guard
 from training.run.log import Log
 from training.run.meeting import meet
 from training.run.output import say
@@ -70,7 +71,7 @@ from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, refuse, tell_launcher
-from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
+from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 
 
 @dataclass
@@ -213,12 +214,13 @@ def train(
     """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
     settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
+    guard = Guard(run, saver, loaders, log, agreement, rerun=run_schedule, step=train_step)
     stop_signal.begin(speak=run.grid.rank == 0)
     if settings.manual_gc:
         gc.disable()
         gc.collect()
     with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
-        while run.iteration < total:
+        while guard.goes_on(total):
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
             size = global_batch_size(config, run.consumed)
@@ -231,7 +233,8 @@ def train(
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            heard = agreement.ask(stop_signal.received, over, found_inf)  # as of the step before
+            spiked = guard.spiked(loss, norm)
+            heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
@@ -246,23 +249,28 @@ def train(
             if run.iteration == settled:
                 for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
-            stop_at_nan(settings.on_nan, heard.skipped, run.iteration - 1)
+            if guard.goes_back(heard):
+                continue
             profile.step()
             if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
             if decision.stop or decision.save:  # ask about this step too: save no skipped one
-                heard |= agreement.close()
-                stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
-                decision = decide(asked, heard)
+                now = agreement.close()
+                if guard.goes_back(now, now=True):
+                    continue
+                decision = decide(asked, heard | now)
+            if guard.check_replicas(decision.save):
+                continue
             if decision.evaluate and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             for line in overlap.unmeasured():
                 log.note(line)
-            if decision.save:
+            if guard.saves(decision):
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
+                hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             if decision.stop:
