@@ -11,7 +11,8 @@ folder is then FAULT_FOLDER of its environment.
 
 tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
-which all are killed; "netns", the network namespace of each rank; "env"; and "stdout", a path.
+which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
+network namespace of each rank; "env"; and "stdout", a path.
 """
 
 import ctypes
@@ -127,7 +128,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         late = now > limit and not killed
         killed = killed or late
         for other in pids:
-            if late or all(stopped[p] for p in pids):
+            if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
     return {"codes": codes, "ended": ended, "late": killed, "began": start}
 

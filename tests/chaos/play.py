@@ -27,6 +27,7 @@ from tests.chaos.fault import (
     Kind,
     Layout,
 )
+from tests.chaos.wires import ENVIRONMENT, Wire
 from tests.faults.repeated_kills import Log
 from tests.launcher import Launcher, Result, writers_into
 from training.data.indexed import IndexedWriter, token_dtype
@@ -99,13 +100,17 @@ def pattern(fault: Fault, kind: Kind, name: str) -> re.Pattern[str] | None:
 
 
 class Scene:
-    """One run in its folder, and what is done to it."""
+    """One run in its folder, and what is done to it. shared: a /dev/shm that no others use."""
 
-    def __init__(self, launcher: Launcher, folder: Path, fault: Fault, kind: Kind) -> None:
+    def __init__(
+        self, launcher: Launcher, folder: Path, fault: Fault, kind: Kind, shared: Path | None
+    ) -> None:
         self.launcher, self.folder, self.fault, self.kind = launcher, folder, fault, kind
+        self.shared = shared
         self.layout = LAYOUTS[fault.layout]
         self.rng = random.Random(fault.seed)
         self.name, self.keep = "", list[Any]()
+        self.wire = Wire(fault.seed) if kind.job.get("wire") else None
         self.seen = Seen(fault, kind)
         self.log = Log(folder / "log.jsonl")
 
@@ -127,9 +132,11 @@ class Scene:
         for fault in self.fault.inject if inject else ():
             path = fault.get("path", "").replace("{dir}", str(self.folder))
             faults.append(fault | ({"path": path} if path else {}))
-        job: dict[str, Any] = {k: v for k, v in self.kind.job.items() if k not in ("disk", "size")}
-        if "stdout" in job:
-            job["stdout"] = job["stdout"].replace("{dir}", str(self.folder))
+        job: dict[str, Any] = {"patient": True} if "patient" in self.kind.job else {}
+        if "stdout" in self.kind.job:
+            job["stdout"] = self.kind.job["stdout"].replace("{dir}", str(self.folder))
+        if self.wire:
+            job |= {"netns": self.wire.paths, "env": ENVIRONMENT}
         job |= {"held": [self.fault.rank]} if inject and self.kind.held else {}
         argv = command(self.layout, self.kind)
         self.launcher.start(self.layout.ranks, argv, self.folder, fault=faults, limit=LIMIT, **job)
@@ -211,7 +218,7 @@ def disk(scene: Scene) -> Iterator[None]:
         kept = path.with_name(f"{name}.kept")
         shutil.copytree(path, kept, ignore=shutil.ignore_patterns("filler"))
         subprocess.run(["umount", "--lazy", str(path)], check=True)
-        path.rmdir()
+        path.rename(path.with_name(f"{name}.mounted"))
         kept.rename(path)
 
 
@@ -247,26 +254,35 @@ def final(folder: Path) -> dict[str, str] | None:
 
 
 def losses(folder: Path) -> set[tuple[Any, ...]]:
-    """Return what the log says of every step: the samples consumed, and the numbers."""
+    """Return what the log says last of every step: the samples consumed, and the numbers."""
     keys = ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "validation_loss")
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {tuple(row.get(key) for key in keys) for row in rows}
+    last = {}
+    for line in (folder / "log.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        last[row["iteration"], "loss" in row] = tuple(row.get(key) for key in keys)
+    return set(last.values())
 
 
 def left_behind(scene: Scene) -> list[str]:
     """List what the run left: processes that write into its folder, names in /dev/shm."""
     found = [f"process {pid}" for pid in writers_into(scene.folder, patience=5.0)]
-    shared = Path(f"/proc/{scene.launcher.process.pid}/root/dev/shm")
-    return found + [f"/dev/shm/{path.name}" for path in shared.iterdir()]
+    return found + [str(path) for path in scene.shared.iterdir()] if scene.shared else found
 
 
-def play(launcher: Launcher, root: Path, fault: Fault, kind: Kind, oracle: Oracle) -> Seen:
+def play(
+    launcher: Launcher,
+    root: Path,
+    fault: Fault,
+    kind: Kind,
+    oracle: Oracle,
+    shared: Path | None = None,
+) -> Seen:
     """Let a fault happen; give the same command again where the run did not reach its end."""
     began = time.monotonic()
     folder = root / f"{fault.number:04d}"
     folder.mkdir()
     write_corpus(folder / "corpus")
-    scene = Scene(launcher, folder, fault, kind)
+    scene = Scene(launcher, folder, fault, kind, shared)
     seen = scene.seen
     end, rows = oracle(launcher, scene.layout, kind)
     with disk(scene):
@@ -278,9 +294,12 @@ def play(launcher: Launcher, root: Path, fault: Fault, kind: Kind, oracle: Oracl
         seen.left = left_behind(scene)
         if final(folder) is None or set(result.codes) != {0}:
             again(scene)
-    if kind.name.startswith("disk: full under the log"):
-        (folder / "log.jsonl").touch()
-    seen.equal = final(folder) == end and (not rows or losses(folder) <= rows)
+    # a log on a full disk has no rows
+    seen.equal = final(folder) == end and ("log.jsonl" in kind.flags or losses(folder) == rows)
+    if scene.wire:
+        scene.wire.close()
+    for stranger in scene.keep:
+        stranger.close()
     seen.seconds = time.monotonic() - began
     return seen
 
@@ -297,6 +316,8 @@ def again(scene: Scene) -> None:
         getattr(outside, scene.kind.outside)(scene)
         seen.hit, seen.struck = scene.name, time.monotonic()
         sound.pop()
+    if scene.wire:
+        scene.wire.heal()
     scene.go()
     scene.start(inject=False)
     result = scene.attend(first=False)
