@@ -115,10 +115,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
     limit = job.get("limit", LIMIT)
     while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         now = time.monotonic() - start
         if pid and os.WIFSTOPPED(status):
             stopped[pid], ended[pids[pid]] = True, now
+        elif pid and os.WIFCONTINUED(status):
+            stopped[pid], ended[pids[pid]] = False, 0.0
         elif pid:
             rank = pids.pop(pid)
             codes[rank] = os.waitstatus_to_exitcode(status)

@@ -72,8 +72,8 @@ class Kind:
     the undisturbed run is made too; flags: those that only notice. outside: what the storm itself
     does once the fault strikes (a function of tests/chaos/outside.py). held: the victim cannot
     move, so that its launcher kills it. share: how often it is drawn, against the others. victim:
-    the exit code of the rank that is struck; None: that of the others. apart: how it is played, by
-    a function of tests/chaos/apart.py.
+    the exit code of the rank that is struck; None: that of the others. apart: the launcher that
+    starts the ranks, of tests/chaos/apart.py.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Kind:
     victim: int | None = None
     only: int | None = None  # the rank that is struck, where it cannot be any
     first: int = SAVE_EVERY + 1  # the earliest step in which it strikes
+    steps: int = STEPS  # of the run; `base` says so too
     job: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
 

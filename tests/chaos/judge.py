@@ -97,7 +97,9 @@ def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
         texts = seen.words
         right = [says(replace(fault, rank=r), seen, text) for r, text in enumerate(texts)]
     else:
-        texts = seen.again_words if promise.who == "restart" else [seen.words[r] for r in others]
+        texts = seen.again_words if promise.who == "restart" else seen.words
+        if promise.who == "survivors":  # the one that is struck need not name itself
+            texts = [text for rank, text in enumerate(texts) if rank != fault.rank]
         right = [says(fault, seen, text) for text in texts]
     named = all(right) if promise.who in ("survivors", "both sides") else any(right)
     if promise.who == "survivors":

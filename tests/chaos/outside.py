@@ -188,3 +188,9 @@ def reset(scene: Any) -> None:
     scene.go()
     time.sleep(scene.rng.uniform(0, 0.02))
     scene.wire.reset()
+
+
+def kill_launcher(scene: Any) -> None:
+    """Kill -9 the launcher; its ranks have a second to notice before they go on."""
+    scene.kill_launcher()
+    time.sleep(1.5)
