@@ -11,7 +11,8 @@ folder is then FAULT_FOLDER of its environment.
 
 tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
-which all are killed; "netns", the network namespace of each rank; "env"; and "stdout", a path.
+which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
+network namespace of each rank; "env"; and "stdout", a path.
 """
 
 import ctypes
@@ -121,10 +122,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
     limit = job.get("limit", LIMIT)
     while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         now = time.monotonic() - start
         if pid and os.WIFSTOPPED(status):
             stopped[pid], ended[pids[pid]] = True, now
+        elif pid and os.WIFCONTINUED(status):
+            stopped[pid], ended[pids[pid]] = False, 0.0
         elif pid:
             rank = pids.pop(pid)
             codes[rank] = os.waitstatus_to_exitcode(status)
@@ -134,7 +137,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         late = now > limit and not killed
         killed = killed or late
         for other in pids:
-            if late or all(stopped[p] for p in pids):
+            if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
     return {"codes": codes, "ended": ended, "late": killed, "began": start}
 

@@ -58,6 +58,7 @@ POINTS = {
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
     "reading": (Loader, "_make"),
+    "pread": (os, "pread"),
     "step": (pretrain_llama, "train_step"),
     "forward": (pretrain_llama.Llama, "forward"),
     "receive": (engine, "receive"),
@@ -120,7 +121,7 @@ class Injected:
         """Write down that it strikes now, the first time."""
         path = self.folder / f"struck.{os.environ['RANK']}"
         if self.folder != Path() and not path.exists():
-            aside = path.with_suffix(".aside")
+            aside = path.with_name(f"{path.name}.aside")
             aside.write_text(json.dumps({"at": time.monotonic(), "hit": hit}))
             aside.replace(path)
 
@@ -229,8 +230,10 @@ def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def inject(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
-    """Put the faults in their places, those of this rank."""
+    """Put the faults in their places, those of this rank, unless one struck it before."""
     here = int(os.environ["RANK"])
+    if folder != Path() and (folder / f"struck.{here}").exists():
+        return  # a launcher started it again
     for fault in [faults] if isinstance(faults, dict) else faults:
         if fault["rank"] in (-1, here):
             _inject(Injected(fault, folder))
