@@ -52,7 +52,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike --spike-z-score "
+    "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
+    "--spike-z-score "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
     "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
