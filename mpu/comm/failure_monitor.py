@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -204,8 +205,9 @@ class FailureMonitor:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
             text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
-            sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
-            sys.stderr.flush()
+            with suppress(OSError):  # the terminal is gone
+                sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
+                sys.stderr.flush()
 
     def _leave(self) -> None:
         os._exit(1)
