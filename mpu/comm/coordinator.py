@@ -53,6 +53,7 @@ class Member:
     rank: int
     session: bytes  # of its process: a second process of this rank has another one
     connection: Connection | None
+    address: str = ""  # of its host, as the others know it
     action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it was heard
     away: float | None = None  # since when its connection is broken
@@ -143,6 +144,7 @@ class Coordinator(threading.Thread):
         self.door.strangers.remove(stranger)
         self.selector.modify(connection.sock, selectors.EVENT_READ, member)
         member.connection, member.away, member.last = connection, None, time.monotonic()
+        member.address = stranger.address
         connection.send("alive")
         if self.decided is not None:
             connection.send("cause", **vars(self.decided))
@@ -185,6 +187,21 @@ class Coordinator(threading.Thread):
                 self.weak.append((member.last + fields["wait"], cause))
             else:
                 self.decide(cause)
+        elif kind == "unheard":
+            self._unheard(member, fields["address"], fields["seconds"])
+
+    def _unheard(self, member: Member, address: str, seconds: float) -> None:
+        """Decide on a link between two ranks that is dead, where it leads to one that is here.
+
+        Where that rank is silent here too, its silence is the better cause.
+        """
+        far = [m for m in self.members.values() if m.address == address and not m.left]
+        if far and all(member.last - m.last < self.silence / 2 for m in far):
+            both = f"{named([member.rank])} and {named(sorted(m.rank for m in far))}"
+            why = (
+                f"no sign of life from {address} for {seconds:.0f} s: {both} do not hear each other"
+            )
+            self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
 
     def _lose(self, member: Member, why: str) -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
@@ -225,7 +242,9 @@ class Coordinator(threading.Thread):
             f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} at: {action}"
             for action, ranks in ranks_by_action.items()
         ]
-        why = "; meanwhile ".join([cause.why, *elsewhere[:1]]) + "".join(
+        also = sorted({c.rank for _, c in self.weak} - {cause.rank})
+        same = f"; {named(also)} lost it, too, while every process lived" if also else ""
+        why = "; meanwhile ".join([cause.why + same * (not others), *elsewhere[:1]]) + "".join(
             f", {x}" for x in elsewhere[1:3]
         )
         return Cause(cause.rank, cause.action, why)

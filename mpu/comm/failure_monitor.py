@@ -31,6 +31,7 @@ from typing import Any
 from mpu.comm import wire
 from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from mpu.comm.links import Links
 from mpu.comm.transport import CommunicationError
 
 # source lines and advice in gloo's messages
@@ -135,6 +136,7 @@ class FailureMonitor:
     def _listen(self, messages: list[wire.Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
+        links = Links(self._silence)
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -164,6 +166,8 @@ class FailureMonitor:
             if now - sent >= self._beat and connection.flush():
                 sent = now
                 connection.send("beat", **self.beat_fields())
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
 
     def beat_fields(self) -> dict[str, Any]:
         """Return the fields of a beat: what this rank is doing."""

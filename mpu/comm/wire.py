@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote
 FORMAT: dict[str, dict[str, type]] = {
     "beat": {"action": str},  # of a rank
     "failed": {"action": str, "why": str, "wait": float},  # wait: seconds for a better explanation
+    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
     "bye": {},
     "alive": {},  # the hub's beat
     "cause": {"rank": int, "action": str, "why": str},
