@@ -33,6 +33,7 @@ from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from mpu.comm.hang_judge import HangJudge, silence, watch_alone
 from mpu.comm.hang_watch import HangWatch, say
+from mpu.comm.links import Links
 from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
 
@@ -165,6 +166,7 @@ class FailureMonitor:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
         hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        links = Links(self._silence)
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -208,6 +210,8 @@ class FailureMonitor:
                 told = True
                 connection.send("beat", action=self.action)
                 connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""
