@@ -24,6 +24,7 @@ from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
+from training.untrusted import sentence
 
 
 class MeetingError(UsageError):
@@ -139,9 +140,7 @@ def refuse(
     All ranks fail with the same message, so the first rank of a node prints it. alone: the ranks
     have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
+    text = sentence(error)
     tell_launcher(text, error_file)
     if launch.local_rank == 0:
         print(f"pretrain_llama.py: {text}", file=sys.stderr, flush=True)
