@@ -72,6 +72,7 @@ from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
+from training.untrusted import printable
 
 
 @dataclass
@@ -307,7 +308,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
-                print(report(config, model_provider))
+                print(printable(report(config, model_provider), lines=True))
                 return 0
             if config.run.deterministic_mode:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -27,6 +27,7 @@ from training.flags.table import known_flags
 from training.run import output
 from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
 from training.run.sources import sources
+from training.untrusted import sentence
 
 COMPARING = 60.0  # seconds, at most, that ranks which have met wait for one another
 
@@ -128,9 +129,7 @@ def refuse(
     stayed away, which is no mistake. alone: the ranks
     have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
+    text = sentence(error)
     tell_launcher(text, error_file)
     absent = isinstance(error, MeetingError)
     if launch.local_rank == 0 or (isinstance(error, MeetingError) and not error.told):
