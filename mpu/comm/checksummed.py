@@ -60,8 +60,8 @@ def unseal(
             who = f", {name}, {label.phase}"
         raise DamagedMessage(
             f"a message was damaged on its way: rank {sender}'s {data.numel()} bytes in {verb} "
-            f"over {axis.name} (ranks {list(axis.ranks)}{who}) do not have the checksum they were sent "
-            f"with, on rank {axis.ranks[axis.rank]}"
+            f"over {axis.name} (ranks {list(axis.ranks)}{who}) do not have the checksum they were "
+            f"sent with, on rank {axis.ranks[axis.rank]}"
         )
     into.view(-1).view(torch.uint8).copy_(data)
 
