@@ -59,7 +59,7 @@ from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import memory_report
+from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.log import Log
 from training.run.output import say
@@ -67,6 +67,7 @@ from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.saver import Saver
+from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
 
@@ -110,6 +111,7 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
+    cuda_memory.empty(run.config, run.device, level=2)
     return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
@@ -134,6 +136,7 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    cuda_memory.empty(run.config, run.device, level=1)
     return total
 
 
@@ -215,7 +218,10 @@ def train(
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
+    with (
+        Profile(config, run.grid, run.engine, run.sink, agreement) as profile,
+        SlowRanks(run.grid, run.device, log.note, config.log.log_interval) as slow,
+    ):
         while run.iteration < total:
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
@@ -233,11 +239,13 @@ def train(
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
+            seconds = time.perf_counter() - begin
+            values |= slow.step(seconds, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
                 tokens=size * config.model.seq_length,
-                seconds=time.perf_counter() - begin,
+                seconds=seconds,
                 data_wait_seconds=waited,
                 **values,
             )
@@ -273,6 +281,7 @@ def train(
 def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float]:
     """Return the numbers of one step that the log writes. Waits for the device."""
     values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+    values |= cuda_memory.numbers(run.device)
     if run.config.log.log_params_norm:
         values["params_norm"] = run.optimizer.params_norm().item()
     return values

@@ -17,12 +17,16 @@ SCRIPT = Path(__file__).resolve().parent / "run_ranks.py"
 
 @dataclass
 class Result:
-    """How a job went: per rank its exit code, when it ended, what it said."""
+    """How a job went: per rank its exit code, when it ended, what it said.
+
+    ended: seconds after `began`, a time.monotonic().
+    """
 
     codes: list[int]
     ended: list[float]
     late: bool
     folder: Path
+    began: float
 
     def said(self, rank: int, kind: str = "err") -> str:
         """Return what a rank wrote."""

@@ -114,7 +114,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         for other in pids:
             if late or all(stopped[p] for p in pids):
                 os.kill(other, signal.SIGKILL)
-    return {"codes": codes, "ended": ended, "late": killed}
+    return {"codes": codes, "ended": ended, "late": killed, "began": start}
 
 
 def main() -> None:

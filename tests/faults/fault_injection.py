@@ -12,7 +12,8 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
 "raise"; "stall", where the thread never goes on while the process's others do; "hold", where it
-holds Python's lock for ever, so that no thread does; "nan" and "inf",
+holds Python's lock for ever, so that no thread does; "delay", where this and every later call
+comes "seconds" later, or between 0.2 and 1 of them if "vary" is a seed; "nan" and "inf",
 written at "backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC",
 "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done
 to the directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names,
@@ -23,6 +24,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import random
 import resource
 import shutil
 import signal
@@ -91,6 +93,8 @@ class Injected:
         self.fault, self.folder = fault, folder
         self.left, self.saves = fault["call"], 0
         self.monitor: Any = None
+        self.draw = random.Random(fault.get("vary"))
+        self.least = 0.2 if "vary" in fault else 1.0
 
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
@@ -108,6 +112,7 @@ class Injected:
     def strike(self) -> None:
         """Do what was asked for, but for what needs the call's arguments."""
         how, path = self.fault["how"], self.fault.get("path", "")
+        (self.folder / f"struck.{os.environ['RANK']}").write_text(str(time.monotonic()))
         if how == "raise":
             raise RuntimeError("broken on purpose")
         if hasattr(errno, how):
@@ -144,6 +149,10 @@ class Injected:
             if planning or not self.due():
                 return inner(*args, **kwargs)
             how = self.fault["how"]
+            if how == "delay":
+                self.left = 1  # the next call is due, too
+                time.sleep(self.fault["seconds"] * self.draw.uniform(self.least, 1.0))
+                return inner(*args, **kwargs)
             if how in ("nan", "inf"):
                 args[0].main_grad(args[1]).view(-1)[0] = float(how)
             elif how == "short":
