@@ -75,7 +75,10 @@ def by_train(case, monkeypatch):
     )
     kept = SimpleNamespace(save="runs/x" if place else None, save_interval=interval(keep))
     config = SimpleNamespace(
-        run=settings, checkpoint=kept, model=SimpleNamespace(seq_length=1), log=None
+        run=settings,
+        checkpoint=kept,
+        model=SimpleNamespace(seq_length=1),
+        log=SimpleNamespace(log_interval=1),
     )
     run = SimpleNamespace(
         config=config,
@@ -88,11 +91,13 @@ def by_train(case, monkeypatch):
         device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))
+    slow = contextlib.nullcontext(SimpleNamespace(step=lambda *numbers: {}))
     agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
     scalar = torch.tensor(0.0)
     stand_ins = {
         "Agreement": lambda world: agreement,
         "Profile": lambda *about: profile,
+        "SlowRanks": lambda *about: slow,
         "global_batch_size": lambda *about: 1,
         "learning_rate": lambda *about: 1.0,
         "decoupled_learning_rate": lambda *about: 1.0,
