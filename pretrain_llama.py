@@ -20,13 +20,13 @@ from datetime import timedelta
 from functools import cache, partial
 from inspect import getfile
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are 20 lines of C++ frames
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model.llama import Llama
@@ -50,6 +50,7 @@ from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders
+from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
@@ -61,15 +62,17 @@ from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
+from training.run.guard import Guard
 from training.run.log import Log
+from training.run.meeting import meet
 from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.saver import Saver
 from training.run.slow_ranks import SlowRanks
-from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
-from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
+from training.run.startup import as_process, compare, connect, refuse, tell_launcher
+from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 
 
 @dataclass
@@ -214,15 +217,14 @@ def train(
     """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
     settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
+    guard = Guard(run, saver, loaders, log, agreement, rerun=run_schedule, step=train_step)
     stop_signal.begin(speak=run.grid.rank == 0)
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with (
-        Profile(config, run.grid, run.engine, run.sink, agreement) as profile,
-        SlowRanks(run.grid, run.device, log.note, config.log.log_interval) as slow,
-    ):
-        while run.iteration < total:
+    slow = SlowRanks(run.grid, run.device, log)
+    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile, slow:
+        while guard.goes_on(total):
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
             size = global_batch_size(config, run.consumed)
@@ -235,40 +237,45 @@ def train(
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            heard = agreement.ask(stop_signal.received, over, found_inf)  # as of the step before
+            spiked = guard.spiked(loss, norm)
+            heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
-            seconds = time.perf_counter() - begin
-            values |= slow.step(seconds, waited, log.due(run.iteration))
+            values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
                 tokens=size * config.model.seq_length,
-                seconds=seconds,
+                seconds=time.perf_counter() - begin,
                 data_wait_seconds=waited,
                 **values,
             )
             if run.iteration == settled:
                 for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
-            stop_at_nan(settings.on_nan, heard.skipped, run.iteration - 1)
+            if guard.goes_back(heard):
+                continue
             profile.step()
             if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
             if decision.stop or decision.save:  # ask about this step too: save no skipped one
-                heard |= agreement.close()
-                stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
-                decision = decide(asked, heard)
+                now = agreement.close()
+                if guard.goes_back(now, now=True):
+                    continue
+                decision = decide(asked, heard | now)
+            if guard.check_replicas(decision.save):
+                continue
             if decision.evaluate and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             for line in overlap.unmeasured():
                 log.note(line)
-            if decision.save:
+            if guard.saves(decision):
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
+                hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             if decision.stop:
@@ -281,7 +288,6 @@ def train(
 def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float]:
     """Return the numbers of one step that the log writes. Waits for the device."""
     values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
-    values |= cuda_memory.numbers(run.device)
     if run.config.log.log_params_norm:
         values["params_norm"] = run.optimizer.params_norm().item()
     return values
@@ -323,19 +329,18 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             watch = HangWatch(grid.waits, timeout.total_seconds(), config.fault.hang_timeout)
             monitor = FailureMonitor(watch=watch)
             if store is not None:
-                compare(config, digests, launch.rank, launch.world, store)
-                host = os.environ["MASTER_ADDR"]
+                compare(config, digests, launch, store)
+                who, point = (launch.rank, launch.world), launch.point
                 monitor = FailureMonitor(
-                    launch.rank, launch.world, store, host,
+                    *who, store, point.host, point.secret,
                     silence=config.fault.peer_timeout, watch=watch,
                 )  # fmt: skip
-                store = dist.PrefixStore("weft", store)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = (UsageError, CheckpointError, FloatingPointError, PlacementError)
+            expected = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
             if stop_signal.training and not isinstance(error, expected):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)

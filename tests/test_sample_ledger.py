@@ -201,7 +201,7 @@ def kill_repeatedly(
             fault = dict(point=point, rank=victim, call=rng.randint(1, calls), how="kill")
         argv = [*oracle.flags, *way.flags(), "--save-interval", str(EVERY)]
         argv += ["--save", "{dir}/saved", "--load", "{dir}/saved"]
-        names = [] if folder is None else Result([], [], False, folder, 0.0).saved()
+        names = [] if folder is None else Result([], [], False, folder).saved()
         complete = [name for name in names if "." not in name]
         begin = int(complete[-1].removeprefix("step_")) if complete else 0
         result = recorder.run(ranks, argv, folder, fault=fault, monitor=PATIENCE)

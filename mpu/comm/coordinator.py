@@ -53,7 +53,7 @@ class Member:
     rank: int
     session: bytes  # of its process: a second process of this rank has another one
     connection: Connection | None
-    action: str = ""
+    action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it was heard
     away: float | None = None  # since when its connection is broken
     left: bool = False  # it said that it leaves, or it is lost

@@ -156,7 +156,7 @@ class FailureMonitor:
             try:
                 return wire.join(self._address, self._secret, self.rank, self._session, left)
             except OSError as error:
-                lasting = isinstance(error, (ConnectionRefusedError, TimeoutError))
+                lasting = isinstance(error, (ConnectionRefusedError, TimeoutError, wire.Refused))
                 if lasting or time.monotonic() + 0.1 > deadline:
                     raise
             time.sleep(0.1)

@@ -217,7 +217,7 @@ class Connection:
 
 
 class Refused(ConnectionError):
-    """The hub answered, but does not take this rank."""
+    """The hub knows the secret and does not take this rank."""
 
 
 def join(
@@ -237,14 +237,14 @@ def join(
             greeting += connection.receive(len(GREETING) + NONCE - len(greeting))
         own, hub = nonce(), greeting[len(GREETING) :]
         if not greeting.startswith(GREETING) or len(hub) < NONCE:
-            raise Refused("who listens there is not Weft, or is busy")
+            raise ConnectionError("who listens there is not Weft, or is busy")
         connection.use_keys(secret, hub, own, is_hub=False)
         connection.send_raw(hello(secret, rank, session, own, hub))
         messages: list[Message] = []
         while not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:
-            raise Refused("it knows another secret: all ranks of a run share one")
+            raise ConnectionError("it knows another secret: all ranks of a run share one")
         if messages[0].kind == "refused":
             raise Refused(messages[0].fields["why"])
     except BaseException:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint that is complete or absent.
 
+    every rank   checks that its values are finite
     every rank   writes its rectangles under step_00000123.tmp-<random>/, fsync
     rank 0       checks that the rectangles tile each tensor; index, state, manifest; fsync
     rank 0       rename to step_00000123/, fsync of the parent: now the checkpoint exists
@@ -34,6 +35,7 @@ from training.checkpoint.files import (
     write_json,
     write_safetensors,
 )
+from training.checkpoint.finite import check_pieces
 from training.checkpoint.manifest import (
     FORMAT,
     INDEX,
@@ -74,12 +76,13 @@ def save(
     attach: {name: bytes} of small files to store too; rank 0's are written.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
-    Raises SaveError, on every rank, naming the rank, the path and the cause.
+    Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
+    finite is one: nothing is written then.
     """
     directory, first = Path(root), grid.rank == 0
     aside: Path | None = None
 
-    def phase(work: Any) -> list[Any]:
+    def phase(work: Any, rest: str = "; every rank must be able to write there") -> list[Any]:
         outcomes = together(work, world or grid.world, device)
         failed = first_error(outcomes)
         if failed is None:
@@ -88,12 +91,16 @@ def save(
             shutil.rmtree(aside, ignore_errors=True)
         raise SaveError(
             f"the checkpoint of step {step} was not saved: {directory}: rank {failed.rank}: "
-            f"{failed.error}; every rank must be able to write there (earlier checkpoints are "
-            "untouched)"
+            f"{failed.error}{rest} (earlier checkpoints are untouched)"
         )
 
     mine = into_files(share(pieces), file_bytes)
-    need = sum(phase(lambda: sum(p.nbytes for file in mine for p in file)))
+
+    def measure() -> int:
+        check_pieces(piece for file in mine for piece in file)
+        return sum(piece.nbytes for file in mine for piece in file)
+
+    need = sum(phase(measure, rest=""))
     hook("start")
     name = phase(lambda: _begin(directory, step, need) if first else None)[0]
     aside = directory / name

@@ -14,6 +14,7 @@ peers, so there only data and the clocks of the GPUs are compared.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Handle, Label
 from mpu.grid import Grid
 from training.run.gpu_health import Health, read_health
+from training.run.log import Log
 
 SHARE = 0.10  # of a step: less is no slow rank
 FLOOR = 0.005  # seconds a step: less is no slow rank either
@@ -155,26 +157,30 @@ def _clocks(rows: Sequence[Row], step: float) -> list[Slow]:
 class SlowRanks:
     """Count this rank's steps; where a log line is due, compare all ranks', one line late.
 
-    note: prints a line. A finding is printed when it comes, or comes back.
+    A finding is a line of the log when it comes, or comes back; its numbers go to the log's files.
     """
 
-    def __init__(self, grid: Grid, device: torch.device, note: Any, interval: int) -> None:
-        self.grid, self.device, self.note = grid, device, note
+    def __init__(self, grid: Grid, device: torch.device, log: Log) -> None:
+        self.grid, self.device, self.log = grid, device, log
         self.layout = Layout.of(grid)
-        self._steps = deque[list[float]](maxlen=max(WINDOW, interval))
+        self._steps = deque[list[float]](maxlen=max(WINDOW, log.config.log_interval))
         self._left, self._waited = WARM, dict(grid.waits.seconds)
         self._gathered: tuple[Tensor, Handle] | None = None
         self._young: list[Row] | None = None
         self._last: tuple[Any, ...] | None = None  # what the window before found
         self._said: tuple[Any, ...] | None = None
 
-    def step(self, seconds: float, data: float, due: bool) -> dict[str, float]:
-        """Count a step; return numbers for the log where a line is due."""
+    def step(self, begin: float, data: float, due: bool) -> dict[str, float]:
+        """Count a step that ends now; return numbers for the log where a line is due.
+
+        begin: its time.perf_counter(). data: the seconds that it waited for data.
+        """
         if self.grid.world_size == 1:
             return {}
         waits, before = dict(self.grid.waits.seconds), self._waited
         self._waited = waits
         self._left -= 1
+        seconds = time.perf_counter() - begin
         if self._left < 0:
             spent = {name: waits[name] - before.get(name, 0.0) for name in waits}
             links = [sum(spent.get(name, 0.0) for name in names) for names in LINKS.values()]
@@ -209,7 +215,7 @@ class SlowRanks:
             self._young = rows
         name = (slow.ranks, slow.what) if slow is not None and slow.counts else None
         if name is not None and name == self._last and name != self._said:
-            self.note(str(slow))  # seen twice: no chance
+            self.log.note(str(slow))  # seen twice: no chance
             self._said = name
         if name is None:
             self._said = None

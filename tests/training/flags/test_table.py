@@ -33,7 +33,8 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
---peer-timeout
+--peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
+--spike-z-score --iterations-to-skip --rerun-mode
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
 --num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
@@ -52,10 +53,11 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--allow-change --device --dry-run --fp64 --hang-timeout --ignore-flags --keep-last-k "
-    "--log-json --model-file --no-shared-memory --on-nan --on-save-failure --optimizer-backend "
-    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
-    "--zero-stage".split()
+    "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
+    "--spike-z-score "
+    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
+    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
@@ -273,7 +275,7 @@ def test_values(name, text, value):
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),
         ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
         ("--optimizer-backend", "fused", "one of torch, apex, te"),
-        ("--on-nan", "ignore", "one of stop, skip"),
+        ("--on-nan", "ignore", "one of stop, skip, rewind"),
         ("--num-distributed-optimizer-instances", "0", "a whole number >= 1"),
     ],
 )
