@@ -119,9 +119,10 @@ class Coordinator(threading.Thread):
             self._judge(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
+            doing = self.members[0].action if 0 in self.members else ""
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
-                    member.connection.send("alive")
+                    member.connection.send("alive", action=doing)
 
     def _needed(self) -> bool:
         """Return whether somebody still has to join or to leave."""
@@ -151,7 +152,7 @@ class Coordinator(threading.Thread):
         self.selector.modify(connection.sock, selectors.EVENT_READ, member)
         member.connection, member.away, member.last = connection, None, time.monotonic()
         member.address = stranger.address
-        connection.send("alive")
+        connection.send("alive", action="")
         connection.send("place", said=self.judge.place)
         if self.decided is not None:
             connection.send("cause", **vars(self.decided))

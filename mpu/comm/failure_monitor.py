@@ -167,6 +167,7 @@ class FailureMonitor:
         turn = sent = heard = time.monotonic()
         hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
         links = Links(self._silence)
+        doing = ""  # rank 0
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -174,7 +175,9 @@ class FailureMonitor:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
-                if kind == "place":
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
                     text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
@@ -197,10 +200,9 @@ class FailureMonitor:
             turn = now
             if now - heard > self._silence:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-                apart = silence(json.loads(hub), "", apart)
-                self._stop(
-                    Cause(0, "", f"no sign of life for {now - heard:.0f} s: {apart}", 1, hub)
-                )
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now

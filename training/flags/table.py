@@ -175,6 +175,7 @@ LIVE = """
 --rerun-mode | one of disabled,validate_results | default: validate_results | run a step again whose gradient norm was not finite, to name the first value that is not
 --peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
 --hang-timeout | float>=5 | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
+--empty-unused-memory-level | one of 0,1,2 | off: 0 | give CUDA's unused memory back before each update and in evaluations (1), after each update too (2)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
