@@ -110,7 +110,7 @@ def one(kind: Kind, number: int, rng: random.Random) -> Fault:
     """Draw a fault of a kind."""
     layout = LAYOUTS[rng.choice(kind.layouts)]
     rank = rng.randrange(layout.ranks) if kind.only is None else kind.only
-    step = rng.randint(kind.first, STEPS - 2)
+    step = rng.randint(kind.first, max(kind.first, STEPS - 2))
     made = kind.make(rng, layout, rank, step)
     for fault in made:
         fault.setdefault("rank", rank)

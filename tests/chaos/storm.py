@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.chaos.fault import Fault, Kind, draw  # noqa: E402
 from tests.chaos.judge import Verdict, judge, table  # noqa: E402
 from tests.chaos.kinds import BY_NAME, KINDS  # noqa: E402
-from tests.chaos.play import Oracle, free_port, play  # noqa: E402
+from tests.chaos.play import Oracle, play  # noqa: E402
+from tests.chaos.scene import free_port  # noqa: E402
 from tests.launcher import Launcher, writers_into  # noqa: E402
 
 SHARED = Path("/dev/shm")

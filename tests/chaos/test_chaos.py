@@ -16,7 +16,8 @@ import pytest
 from tests.chaos.fault import LAYOUTS, PEER_TIMEOUT, SLACK, draw
 from tests.chaos.judge import judge, table
 from tests.chaos.kinds import BY_NAME, KINDS
-from tests.chaos.play import Oracle, Seen, pattern, play
+from tests.chaos.play import Oracle, play
+from tests.chaos.scene import Seen, pattern
 from tests.launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def test_the_rank_that_is_struck_need_not_speak_and_the_limit_counts_from_the_fa
 def test_each_promise_names_what_it_must_say() -> None:
     for fault in draw(3, len(KINDS), KINDS):
         kind = BY_NAME[fault.kind]
-        assert (pattern(fault, kind, "x") is None) == (kind.promise.who is None)
+        assert (pattern(Seen(fault, kind, hit="x")) is None) == (kind.promise.who is None)
         assert kind.promise.who is None or kind.promise.says
 
 
