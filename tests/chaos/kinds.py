@@ -84,14 +84,15 @@ STOPS = [
     Kind("hang: interpreter's lock held", at("layer", "hold"), SILENT, held=True,
          victim=-signal.SIGKILL),
 ]  # fmt: skip
+COMPUTING = "rank {rank} hangs in the phase step: computing at "
 HANGS = [
     Kind(f"hang: {name}", make, hung(where), flags=HANG)
     for name, make, where in (
         ("in the data loader", at("reading", "stall"), "in the data loader"),
-        ("in forward", at("layer", "stall"), "hangs computing"),
-        ("in backward", at("backward", "stall"), "hangs computing"),
-        ("before a collective", at("gradient sums, update", "stall"), "hangs computing"),
-        ("in a save", in_save(("piece", "shards"), "stall"), "checkpoint"),
+        ("in forward", at("layer", "stall"), COMPUTING),
+        ("in backward", at("backward", "stall"), COMPUTING),
+        ("before a collective", at("gradient sums, update", "stall"), COMPUTING),
+        ("in a save", in_save(("piece", "shards"), "stall"), "rank {rank} hangs in the phase save"),
     )
 ]  # fmt: skip
 HANGS += [
