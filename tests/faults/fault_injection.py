@@ -114,7 +114,7 @@ class Injected:
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition(" iteration ")[2]
+        last = action.rpartition("iteration ")[2]
         if "during" in self.fault and action != self.fault["during"]:
             return False
         if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
