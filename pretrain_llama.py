@@ -64,9 +64,9 @@ from training.run.log import Log
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
-from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
+from training.run.supervised import SupervisedSaver
 
 
 @dataclass
@@ -199,7 +199,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
 def train(
     run: Run,
     loaders: Loaders,
-    saver: Saver,
+    saver: SupervisedSaver,
     log: Log,
     overlap: Overlap,
     total: int,
@@ -237,6 +237,7 @@ def train(
                 data_wait_seconds=waited,
                 **values,
             )
+            saver.reached(run.iteration)
             if run.iteration == settled:
                 for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
@@ -246,7 +247,8 @@ def train(
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
-            if decision.stop or decision.save:  # ask about this step too: save no skipped one
+            keep = due(config.fault.peer_checkpoint, run.iteration)
+            if decision.stop or decision.save or keep:  # ask about this step too: none is skipped
                 heard |= agreement.close()
                 stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
                 decision = decide(asked, heard)
@@ -257,6 +259,9 @@ def train(
             if decision.save:
                 run.monitor.action = f"saving iteration {run.iteration}"
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
+            elif keep:
+                run.monitor.action = f"copying iteration {run.iteration} to memory"
+                saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             if decision.stop:
@@ -284,7 +289,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     launch, monitor = Launch(), FailureMonitor()
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
     torchrun, srun = "TORCHELASTIC_RUN_ID" in os.environ, "SLURM_STEP_ID" in os.environ
-    launcher = (parent or os.getppid()) if torchrun or srun else None
+    supervised = "WEFT_SUPERVISOR" in os.environ
+    launcher = (parent or os.getppid()) if torchrun or srun or supervised else None
     with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
@@ -299,7 +305,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
             # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and torchrun
+            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and (torchrun or supervised)
             config, device, loaders, digests = prepare(config, grid, share, note_of(grid))
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
@@ -344,7 +350,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = Saver(
+    saver = SupervisedSaver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip

@@ -42,6 +42,8 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     srun: bool = False
+    attempt: int = 0  # restarts before this start
+    supervisor: str = ""  # tools/supervise.py's directory in this host's memory
 
     @classmethod
     def from_env(cls) -> "Launch":
@@ -65,6 +67,8 @@ class Launch:
                 world,
                 _number("LOCAL_RANK", "0"),
                 _number("LOCAL_WORLD_SIZE", str(world)),
+                attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
+                supervisor=e.get("WEFT_SUPERVISOR", ""),
             )
         if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
             raise ValueError(

@@ -8,4 +8,5 @@ from dataclasses import dataclass
 class FaultConfig:
     """How faults are noticed and answered; see docs/reliability.md."""
 
+    peer_checkpoint: int | None = None  # steps between copies into the supervisor's memory
     peer_timeout: float = 20.0  # seconds without a sign of life after which a rank counts as lost

@@ -62,6 +62,7 @@ def save(
     world: Axis | None = None,
     attach: Mapping[str, bytes] | None = None,
     file_bytes: int = FILE_BYTES,
+    local: bool = False,
     hook: Hook = lambda phase: None,
 ) -> Path:
     """Save collectively; return the new directory.
@@ -72,11 +73,16 @@ def save(
     device: where the world's collectives need their tensors (nccl: the rank's GPU).
     world: the axis of all ranks over which they exchange outcomes; None: grid.world.
     attach: {name: bytes} of small files to store too; rank 0's are written.
+    local: `root` is another directory on each host, and gets the files of the host's ranks alone,
+        with an index and a manifest of them all.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
     Raises SaveError, on every rank, naming the rank, the path and the cause.
     """
-    directory, first = Path(root), grid.rank == 0
+    launch = grid.launch
+    at = grid.rank - launch.local_rank if local else 0  # the rank that makes this directory
+    ranks = slice(at, at + (launch.local_world if local else grid.world_size))
+    directory, first = Path(root), grid.rank == at
     aside: Path | None = None
 
     def phase(work: Any) -> list[Any]:
@@ -93,9 +99,9 @@ def save(
         )
 
     mine = into_files(share(pieces), file_bytes)
-    need = sum(phase(lambda: sum(p.nbytes for file in mine for p in file)))
+    need = sum(phase(lambda: sum(p.nbytes for file in mine for p in file))[ranks])
     hook("start")
-    name = phase(lambda: _begin(directory, step, need) if first else None)[0]
+    name = phase(lambda: _begin(directory, step, need) if first else None)[at]
     aside = directory / name
     answers = phase(lambda: _write(directory / name, mine, grid.rank, hook))
     hook("shards")
@@ -105,7 +111,8 @@ def save(
         "layout": layout(grid),
         "torch_version": torch.__version__,
     }
-    phase(lambda: _commit(directory, name, facts, answers, attach or {}, hook) if first else None)
+    extra = attach or {}
+    phase(lambda: _commit(directory, name, facts, answers, ranks, extra, hook) if first else None)
     return directory / step_name(step)
 
 
@@ -165,13 +172,17 @@ def _commit(
     name: str,
     state: dict[str, Any],
     answers: list[dict[str, Any]],
+    ranks: slice,
     attach: Mapping[str, bytes],
     hook: Hook,
 ) -> None:
-    """Write index, state and manifest, then rename the directory to its final name."""
+    """Write index, state and manifest, then rename the directory to its final name.
+
+    answers: of all ranks. ranks: those whose files must be here.
+    """
     aside = root / name
     files = {file: info for answer in answers for file, info in answer["files"].items()}
-    for file, info in files.items():
+    for file, info in ((f, i) for answer in answers[ranks] for f, i in answer["files"].items()):
         check_size(aside / file, info["size"])
     for file, data in attach.items():
         assert PLAIN.fullmatch(file) and file not in files, file
