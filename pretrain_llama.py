@@ -61,6 +61,7 @@ from training.plan.pipeline import rank_stages, schedule_of
 from training.run import memory_report
 from training.run.dry_run import report
 from training.run.log import Log
+from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
@@ -337,7 +338,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
 
 
 def note_of(grid: Grid) -> Callable[[str], None]:
-    return print if grid.rank == 0 else lambda text: None
+    return say if grid.rank == 0 else lambda text: None
 
 
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of a run: lines on the terminal, a JSON file, TensorBoard events, Weights & Biases.
 
+No output that fails ends the run: after one line about it the log goes on without that output.
 Every value arrives as a plain Python float that already holds for all ranks; nothing here talks to
 another rank. Rank 0 writes; on any other rank every method returns at once.
 """
@@ -11,13 +12,26 @@ import os
 import resource
 import sys
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from training.run.output import say, write_line, write_scalars
 from training.run.peak_flops import peak_flops
+from training.untrusted import owner_only, printable, private
+
+# each output: the flag that asked for it, and how it is closed
+OUTPUTS = {
+    "bar": ("", "stop"),
+    "json": ("log_json", "close"),
+    "tensorboard": ("tensorboard_dir", "close"),
+    "wandb": ("wandb_project", "finish"),
+}
 
 
 class Log:
@@ -62,7 +76,7 @@ class Log:
             self.wandb = open_wandb(config.wandb_project, config.wandb_exp_name, run_config)
         peak, source = peak_flops(self.device, dtype)
         self.peak = peak * world_size
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             self.bar = Bar(total_samples or total_iterations)
         self.note(f"MFU is held against {flops(peak)} a rank x {world_size}: {source}")
 
@@ -97,7 +111,7 @@ class Log:
         self.last_samples = consumed_samples
         done = consumed_samples if self.total_samples else iteration
         if self.bar:
-            self.bar.advance(done)
+            self._try("bar", lambda bar: bar.advance(done))
         if not self.due(iteration):
             return
         rate = self.tokens / self.seconds
@@ -147,39 +161,44 @@ class Log:
 
     def print(self, line: str) -> None:
         """Print a line above the live bar, or simply where there is none."""
+        line = printable(line)
         if self.bar:
-            self.bar.print(line)
+            self._try("bar", lambda bar: bar.print(line))
         else:
-            print(line, flush=True)
+            say(line)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Hand a record to the files; a disk that fills up ends the JSON log, never the run."""
-        if self.json:
-            finite = {key: finite_or_none(value) for key, value in record.items()}
-            try:
-                self.json.write(json.dumps(finite, allow_nan=False) + "\n")
-                self.json.flush()
-            except OSError as error:
-                self.print(f"--log-json {self.config.log_json}: {error.strerror}; it ends here")
-                discard(self.json)
-                self.json = None
+        """Hand a record to the files."""
+        finite = {key: finite_or_none(value) for key, value in record.items()}
         numbers = {key: value for key, value in record.items() if key != "iteration"}
-        if self.tensorboard:
-            for key, value in numbers.items():
-                self.tensorboard.add_scalar(key, value, record["iteration"])
-        if self.wandb:
-            self.wandb.log(numbers, step=record["iteration"])
+        step = record["iteration"]
+        self._try("json", lambda file: write_line(file, json.dumps(finite, allow_nan=False)))
+        self._try("tensorboard", lambda writer: write_scalars(writer, numbers, step))
+        self._try("wandb", lambda run: run.log(numbers, step=step))
+
+    def _try(self, name: str, work: Callable[[Any], None]) -> None:
+        """Do it with an output, if there is one; one that fails is dropped, with a line about it.
+
+        wandb raises errors of its own, TensorBoard those of its thread: any Exception counts.
+        """
+        output = getattr(self, name)
+        if output is None:
+            return
+        try:
+            work(output)
+        except Exception as error:
+            setattr(self, name, None)
+            flag, end = OUTPUTS[name]
+            why = (isinstance(error, OSError) and error.strerror) or error
+            what = f"--{flag.replace('_', '-')} {getattr(self.config, flag)}" if flag else "the bar"
+            self.print(f"{what}: {why}; it ends here")
+            with suppress(Exception):  # it may fail in the same way
+                getattr(output, end)()
 
     def close(self) -> None:
         """Close every output and give the terminal back as it was found."""
-        if self.bar:
-            self.bar.stop()
-        if self.json:
-            self.json.close()
-        if self.tensorboard:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        for name, (_, end) in OUTPUTS.items():
+            self._try(name, methodcaller(end))
         self.json = self.tensorboard = self.wandb = self.bar = None
 
     def __enter__(self) -> "Log":
@@ -262,17 +281,9 @@ def open_json(path: Path) -> Any:
             last = content.rfind(b"\n") + 1
             if last < len(content):
                 os.truncate(path, last)
-        return open(path, "a", encoding="utf-8")
+        return open(path, "a", encoding="utf-8", opener=private)
     except OSError as error:
         raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
-
-
-def discard(file: Any) -> None:
-    """Close a file whose last write failed, dropping what it still holds."""
-    try:
-        file.close()
-    except OSError:
-        pass
 
 
 def open_tensorboard(directory: str, start_iteration: int) -> Any:
@@ -285,8 +296,10 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
             " pip install tensorboard, or leave the flag out"
         ) from None
     try:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         purge = start_iteration + 1 if start_iteration else None
-        return SummaryWriter(directory, purge_step=purge)
+        with owner_only():
+            return SummaryWriter(directory, purge_step=purge)
     except OSError as error:
         raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
 
@@ -300,4 +313,5 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
             f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
             " or leave the flag out"
         ) from None
-    return wandb.init(project=project, name=name, config=run_config)
+    with owner_only():
+        return wandb.init(project=project, name=name, config=run_config)

@@ -23,6 +23,7 @@ from mpu.connect import share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
+from training.run import output
 
 
 class MeetingError(UsageError):
@@ -183,6 +184,5 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         traceback.print_exc()
         tell_launcher(f"{type(error).__name__}: {error}", error_file)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.flush()
     os._exit(code)

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +103,8 @@ class StopSignal:
             self.received, self._name = True, signal.Signals(number).name
             if self._speak:  # not print(): the signal may have come in the middle of one
                 more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-                os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
+                with suppress(OSError):  # a full disk
+                    os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
 
     def _guard(self) -> None:
         first: float | None = None

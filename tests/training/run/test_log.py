@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from training.run.log import Log
+from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops, table_peak
 
 OFF = {
@@ -152,6 +154,82 @@ def test_a_full_disk_ends_the_file_and_not_the_run(capsys):
     out = capsys.readouterr().out
     assert out.count("--log-json /dev/full: No space left on device") == 1
     assert "iteration 2/4" in out
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is a Linux device")
+def test_standard_output_on_a_full_disk_loses_lines_and_not_the_run(tmp_path):
+    """The whole program: its last save is there, and its exit code says so."""
+    root = Path(__file__).parents[3]
+    flags = "--mock-data --vocab-size 100 --num-layers 1 --hidden-size 8 --ffn-hidden-size 8 "
+    flags += "--num-attention-heads 1 "
+    flags += f"--seq-length 8 --lr 1 --train-iters 2 --device cpu --save {tmp_path}/saved "
+    flags += f"--tensorboard-dir {tmp_path}/tb --log-json /dev/full --log-interval 1"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "pretrain_llama.py", *flags.split()]
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=root, timeout=120)
+    assert done.returncode == 0
+    assert (tmp_path / "saved" / "step_00000002" / "manifest.json").exists()
+
+
+def test_a_reader_that_leaves_its_pipe_ends_no_run(monkeypatch):
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with make() as log:
+            step(log, 1)
+            os.close(ours)
+            step(log, 2)
+        flush()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
+
+
+def test_no_standard_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with make() as log:
+        step(log, 1)
+    flush()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys):
+    """No file may grow over a limit: its thread fails in the middle of the run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with make(tensorboard_dir=str(tmp_path), total=2000) as log:
+        writer = log.tensorboard.file_writer.event_writer._async_writer
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 10, hard))
+            for iteration in range(1, 2000):
+                step(log, iteration)
+                if log.tensorboard is None:
+                    break
+                writer._byte_queue.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    out = capsys.readouterr().out
+    assert out.count(f"--tensorboard-dir {tmp_path}: File too large; it ends here") == 1
+    assert iteration < 1999 and f"iteration {iteration:>4}/2000" in out
+
+
+def test_an_error_of_wandb_ends_wandb(monkeypatch, capsys):
+    def broken(*given, **named):
+        raise RuntimeError("no network")
+
+    run = SimpleNamespace(log=broken, finish=broken)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: run))
+    with make(wandb_project="llamas") as log:
+        step(log, 1)
+        step(log, 2)
+    out = capsys.readouterr().out
+    assert out.count("--wandb-project llamas: no network; it ends here") == 1
+    assert "iteration 2/4" in out
+
+
+def test_logs_are_for_their_owner_alone(tmp_path):
+    with make(log_json=str(tmp_path / "a.json"), tensorboard_dir=str(tmp_path / "tb")) as log:
+        step(log, 1)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "tb").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_that_cannot_be_made_is_refused_by_flag(tmp_path):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read is a plain file within limits; what is printed obeys nobody; what is written is
+private."""
+
+import math
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from training.run.log import Log
+from training.untrusted import DEPTH, open_plain, parse_json, printable, read_json, read_plain
+
+BAD_JSON = [
+    (b"[" * 100_000, "levels"),
+    (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "levels"),
+    (b'{"a": "\\ud800"}', "surrogates not allowed"),
+    (b'{"a": "\xed\xa0\x80"}', "utf-8"),
+    (b"\xff\xfe{\0}\0", "utf-8"),
+    (b'{"a": 1e999}', "1e999 is no finite number"),
+    (b'{"a": -Infinity}', "-Infinity is no number"),
+    (b'{"a": 9223372036854775808}', "does not fit into 64 bits"),
+    (b"1" * 5000, "does not fit into 64 bits"),
+    (b'{"a": 1, "a": 2}', "'a' stands twice"),
+    (b'{"a": 1', "Expecting"),
+    (b"", "Expecting"),
+]
+
+
+@pytest.mark.parametrize(("data", "says"), BAD_JSON, ids=range(len(BAD_JSON)))
+def test_json_that_is_none_is_refused_by_name(data, says):
+    with pytest.raises(ValueError, match=f"^the file is not JSON: .*{says}"):
+        parse_json(data, "the file")
+
+
+def test_json_within_the_limits_is_read():
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00", "b": [-9223372036854775808]}', "x") == {
+        "a": "\N{GRINNING FACE}",
+        "b": [-(1 << 63)],
+    }
+    assert parse_json("[" * DEPTH + "]" * DEPTH, "x")
+
+
+def test_only_plain_files_are_opened_and_nothing_hangs(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/zero"):
+        with pytest.raises(OSError, match="not a plain file"):
+            open_plain(path)
+    with pytest.raises(IsADirectoryError):
+        open_plain(tmp_path)
+    with pytest.raises(OSError, match="null byte"):
+        open_plain("a\0b")
+    (tmp_path / "large").write_bytes(bytes(100))
+    assert read_plain(tmp_path / "large", 100) == bytes(100)
+    with pytest.raises(ValueError, match="large: it has more than 99 bytes"):
+        read_json(tmp_path / "large", 99)
+
+
+def test_what_a_terminal_obeys_is_written_out():
+    assert printable("plain, \N{GREEK SMALL LETTER PI}") == "plain, \N{GREEK SMALL LETTER PI}"
+    told = printable("a\x1b[31m\r\n\x9b\u202e\udc80")
+    assert told == "a\\x1b[31m\\r\\n\\x9b\\u202e\\udc80"
+    assert printable("one\ntwo\x07", lines=True) == "one\ntwo\\x07"
+
+
+def test_logs_are_their_owners_alone(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    config = SimpleNamespace(
+        log_interval=1,
+        log_json=str(tmp_path / "log.jsonl"),
+        tensorboard_dir=str(tmp_path / "events"),
+        wandb_project=None,
+        wandb_exp_name=None,
+    )
+    about = dict(rank=0, world_size=1, flops_per_token=1.0, dtype=torch.float32, device="cpu")
+    with Log(config, **about, total_iterations=1) as log:
+        log.validation(1, math.log(2))
+        log.note("a file named \x1b[2J")
+    made = [tmp_path / "log.jsonl", tmp_path / "events", *(tmp_path / "events").iterdir()]
+    assert len(made) == 3 and not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in made)
+    assert "a file named \\x1b[2J" in capsys.readouterr().out
+    config.log_json = str(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="--log-json .*pipe: cannot be written"):
+        Log(config, **about, total_iterations=1)
