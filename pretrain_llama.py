@@ -318,7 +318,10 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 compare(config, digests, launch.rank, launch.world, store)
                 host = os.environ["MASTER_ADDR"]
                 silence = config.fault.peer_timeout
-                monitor = FailureMonitor(launch.rank, launch.world, store, host, silence=silence)
+                monitor = FailureMonitor(
+                    launch.rank, launch.world, store, host, silence=silence,
+                    report=partial(tell_launcher, error_file=report_to),
+                )  # fmt: skip
                 store = dist.PrefixStore("weft", store)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))

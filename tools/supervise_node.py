@@ -6,6 +6,7 @@ them; every N steps, --peer-checkpoint N). A node's ranks write their own files 
 fetches the files of one other node, so that the loss of a node leaves a copy.
 """
 
+import argparse
 import json
 import os
 import re
@@ -54,21 +55,21 @@ def memory_directory() -> Path:
 class Node:
     """This machine's ranks and memory. event(message): called, from any thread, with what happens.
 
-    {"ready"}; {"ended": [rank, code, cause]}; {"gone"}: the process that started the ranks died;
+    {"ended": [rank, code, cause], "attempt"}; {"gone"}: the process that starts ranks was killed;
     {"progress": [first iteration, when, iteration, when, source]}; {"kept": step, "files": names of
     all nodes' files, "needs": {rank: names}, "have": names}; {"fetched": step, "have": names or
     None}; {"dry run": [world, code]}. Times are seconds of this host's monotonic clock.
     """
 
     def __init__(
-        self, argv: list[str], warm: bool, host: str, port: int, secret: bytes, silence: float,
+        self, argv: list[str], options: argparse.Namespace, secret: bytes, *, host: str, port: int,
         event: Callable[[Event], None], serve: Callable[[Channel, Event], None],
     ) -> None:  # fmt: skip
-        self.argv, self.warm, self.event = argv, warm, event
-        self.secret, self.silence, self.attempt = secret, silence, 0
+        self.argv, self.warm, self.event = argv, options.warm, event
+        self.secret, self.silence, self.attempt = secret, options.peer_timeout, 0
         self.directory = memory_directory()
         self.memory = self.directory / "memory"
-        self._buffer, self._kept, self._closed = b"", dict[str, int](), False
+        self._kept, self._closed, self.port = dict[str, int](), False, 0
 
         def greeted(channel: Channel) -> None:
             message, _ = channel.receive()
@@ -77,7 +78,9 @@ class Node:
             else:
                 serve(channel, message)
 
-        self.listener = Listener(host, port, secret, silence, greeted)
+        if options.nnodes > 1:
+            self._listener = Listener(host, port, secret, self.silence, greeted)
+            self.port = self._listener.port
         self._start()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
@@ -101,7 +104,7 @@ class Node:
                 message = json.loads(line)
                 if "ended" in message:
                     rank, code = message["ended"]
-                    message = {"ended": [rank, code, self._cause(rank)]}
+                    message = {"ended": [rank, code, self._cause(rank)], "attempt": self.attempt}
                 self.event(message)
         if not self._closed:  # killed, and so are its ranks
             self._process.wait()
@@ -133,9 +136,9 @@ class Node:
         if "fetch" in message:
             threading.Thread(target=self._fetch, args=(message["fetch"],), daemon=True).start()
         if "forget" in message:
-            before, after = message["forget"]
+            low, high = message["forget"]
             for step, path in self._steps():
-                if step < before or step > after >= 0:
+                if not low <= step <= high:
                     (self.memory / f"needs_{step:08d}.json").unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -241,7 +244,8 @@ class Node:
     def close(self) -> None:
         """End what is left of the ranks, and remove the memory."""
         self._closed = True
-        self.listener.close()
+        if self.port:
+            self._listener.close()
         self._send(signal=9)
         self._sock.shutdown(socket.SHUT_WR)  # it waits for the ranks, then ends
         self._process.wait()

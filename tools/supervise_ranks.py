@@ -6,9 +6,9 @@
 It imports the program once and forks each rank, so that a restart need not import torch again
 (warm), or starts each as a new Python (cold). Importing does not initialise CUDA, so a rank may.
 
-One JSON object a line comes over the socket FD: {"start": [environments], "argv": [SCRIPT, FLAG...]},
-{"signal": number}, {"dry run": world, "argv": ...}. Lines go back: {"ready": seconds}, {"ended":
-[rank, code]} (a negative code is a signal's), {"dry run": [world, code]}.
+One JSON object a line comes over the socket FD: {"start": [environments], "argv": [SCRIPT,
+FLAG...]}, {"signal": number}, {"dry run": world, "argv": ...}. Lines go back: {"ready": seconds},
+{"ended": [rank, code]} (a negative code is a signal's), {"dry run": [world, code]}.
 
 Its death kills the ranks. The supervisor's death, which closes the socket, ends them in order: they
 are told to stop, which saves, and are killed if they have not ended after GRACE seconds. Then the

@@ -8,7 +8,6 @@ its direction: nothing can be forged, repeated or left out. Nothing is encrypted
     frame   2 lengths, 4 bytes each | HMAC, 32 bytes | a JSON object | bytes of a file, or none
 """
 
-import hashlib
 import hmac
 import json
 import os
@@ -53,7 +52,7 @@ def secret_of(environment: dict[str, str], alone: bool) -> bytes:
 
 
 class Channel:
-    """One authenticated connection. `host` is the other side's address.
+    """One authenticated connection. `host` is the other side's address, `here` this side's.
 
     silence: seconds without a frame after which the other side counts as lost.
     """
@@ -61,6 +60,7 @@ class Channel:
     def __init__(self, sock: socket.socket, secret: bytes, server: bool, silence: float) -> None:
         self._sock, self._lock, self._sent, self._read = sock, threading.Lock(), 0, 0
         self.host: str = sock.getpeername()[0]
+        self.here: str = sock.getsockname()[0]
         sock.settimeout(GREETING)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from mpu.comm.coordinator import DIED, Cause, Connection, Coordinator, at
@@ -44,7 +45,7 @@ class FailureMonitor:
 
     grace: seconds that "a collective failed" waits for a better cause. silence: seconds without a
     beat after which a rank counts as lost. beat: seconds between beats; None: 1, or more in a world
-    of more than 512 ranks.
+    of more than 512 ranks. report: called with the first cause where it is printed.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class FailureMonitor:
         silence: float = 20.0,
         beat: float | None = None,
         unwind: float = 5.0,
+        report: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
         self._beat = beat or min(silence / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._report = report
         self._told, self._failed = threading.Event(), threading.Event()
         self._own, self._left, self._said = "", False, False
         self._lock = threading.Lock()
@@ -135,6 +138,7 @@ class FailureMonitor:
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
+            self._report(str(cause))
             text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
             sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
             sys.stderr.flush()

@@ -42,7 +42,7 @@ class Roots:
         return " or ".join([*self.paths, *(["the supervisor's memory"] if self.local else [])])
 
     def candidates(self, step: int | None, flag: str) -> tuple[list[str], list[str]]:
-        """Do what candidates() does, over all of them; on equal steps the first named goes first."""
+        """Do what candidates() does, over all of them; of equal steps the first named is first."""
         found: list[tuple[int, str]] = []
         leftovers = []
         for path in [*self.paths, *([str(self.local)] if self.local else [])]:
@@ -157,7 +157,8 @@ def _verified(
 ) -> Checkpoint | Outcome:
     """Read a checkpoint and hash the files that any rank will load, each on one of the ranks.
 
-    local: each host has files of its own, so each rank hashes what it will load. Return the same on every rank: the checkpoint, or the first failure.
+    local: each host has files of its own, so each rank hashes what it will load. Return the same
+    on every rank: the checkpoint, or the first failure.
     """
     opened: list[Checkpoint] = []
 

@@ -36,7 +36,7 @@ class SupervisedSaver(Saver):
     """
 
     def begin(self) -> tuple[int, int]:
-        """Do what Saver.begin() does. Raises UsageError for --peer-checkpoint without a supervisor."""
+        """Do what Saver.begin() does. Raises UsageError for --peer-checkpoint and no supervisor."""
         launch, every = self.ctx.grid.launch, self.config.fault.peer_checkpoint
         if every and not launch.supervisor:
             raise UsageError(
@@ -66,10 +66,10 @@ class SupervisedSaver(Saver):
         c, launch = self.config.checkpoint, self.ctx.grid.launch
         if launch.attempt == 0:
             return super().load()
+        paths = [path for path in dict.fromkeys((c.load, c.save)) if path is not None]
         fresh = c.finetune or c.ckpt_step is not None or c.load is None
-        fresh = fresh or checkpoint.is_hugging_face(c.load, self.ctx.grid, self.ctx.device)
-        paths = [] if fresh else [c.load]
-        paths += [c.save] if c.save is not None and c.save not in paths else []
+        if fresh or checkpoint.is_hugging_face(paths[0], self.ctx.grid, self.ctx.device):
+            fresh, paths = True, paths[c.load is not None and c.load != c.save :]
         after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
         found = self._find("--load", checkpoint.Roots(paths, self._memory, after), False)
         return super().load() if found is None else found

@@ -52,8 +52,9 @@ LIVE = """
 """.split()
 OURS = set(
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint --peer-timeout "
-    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
+    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
+    "--zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which node's memory holds which copy of the run's state: for tools/supervise.py.
+
+A copy of a step is a checkpoint whose files lie on the nodes whose ranks wrote them, and once more
+on the next node of the ring, which fetched them. It is safe when all of that is done; then older
+ones are removed. After a fault the newest copy of which every file is somewhere is brought to where
+it will be loaded: a node fetches only what it lacks.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tools.supervise_node import Event
+from tools.supervise_wire import Channel, WireError
+
+ALL = 1 << 62  # later than any step
+
+
+@dataclass
+class Member:
+    """A node as the leader knows it. slots: places for ranks. holds: {step: files in its memory}"""
+
+    send: Callable[[Event], None]
+    host: str
+    port: int
+    slots: int
+    channel: Channel | None = None
+    holds: dict[int, set[str]] = field(default_factory=dict)
+
+
+class Copy(NamedTuple):
+    """Files of one step, on whatever node. needs: {rank: those that it loads}, in this world."""
+
+    files: set[str]
+    needs: dict[str, list[str]]
+    world: int
+
+
+class Copies:
+    """What the members hold, and orders to them. waiting: nodes that have not answered yet."""
+
+    def __init__(self, members: dict[int, Member]) -> None:
+        self.members, self.waiting = members, set[int]()
+        self._copies: dict[int, Copy] = {}
+        self._spreading = -1  # the step that nodes fetch from the next one in the ring
+
+    def kept(self, node: int, event: Event, makers: Iterable[int], world: int) -> None:
+        """A node's ranks made a copy; where all makers' have, let each node fetch another's."""
+        step = event["kept"]
+        if node not in self.members:
+            return
+        self._copies[step] = Copy(set(event["files"]), event["needs"], world)
+        self.members[node].holds[step] = set(event["have"])
+        if any(step not in self.members[n].holds for n in makers if n in self.members):
+            return
+        ring = sorted(self.members)
+        if len(ring) == 1:
+            self._tell([step, ALL])
+            return self._forget(lambda old: old < step)
+        self._spreading, self.waiting = step, set(ring)
+        for here, there in zip(ring, ring[1:] + ring[:1], strict=True):
+            names = self.members[here].holds.get(step, set())
+            self._order(there, step, {here: names} if names else {})
+
+    def fetched(self, node: int, event: Event) -> None:
+        """A node has what it was told to fetch, or failed to."""
+        step = event["fetched"]
+        if node not in self.members or step not in self._copies:
+            return
+        if event["have"] is not None:
+            self.waiting.discard(node)
+            self.members[node].holds[step] = set(event["have"])
+        if step == self._spreading and not self.waiting:
+            self._spreading = -1
+            self._tell([step, ALL])
+            self._forget(lambda old: old < step)
+
+    def choose(self, ranks: dict[int, list[int]], world: int) -> int | None:
+        """Order the newest copy that can be loaded to the nodes of these ranks; return its step.
+
+        It is there once `waiting` is empty. None: there is no copy.
+        """
+        self._spreading, self.waiting = -1, set()
+        for step in sorted(self._copies, reverse=True):
+            copy = self._copies[step]
+            held = {n: m.holds.get(step, set()) for n, m in self.members.items()}
+            if copy.files <= set().union(*held.values()):
+                for node in ranks.keys() & held.keys():
+                    need = {n for n in copy.files if not n.endswith(".safetensors")}
+                    if world == copy.world:
+                        need |= {n for rank in ranks[node] for n in copy.needs[str(rank)]}
+                    else:  # another layout: any rank may need any file
+                        need |= copy.files
+                    need -= held[node]
+                    sources = {}
+                    for other, names in held.items():
+                        sources[other] = need & names
+                        need = need - names
+                    if any(sources.values()):
+                        self.waiting.add(node)
+                        self._order(node, step, {n: s for n, s in sources.items() if s})
+                return step
+        return None
+
+    def only(self, step: int) -> None:
+        """Remove all copies but that of this step; -1: all."""
+        self._tell([step, step] if step >= 0 else [ALL, ALL])
+        self._forget(lambda other: other != step)
+
+    def drop(self, step: int) -> None:
+        """Count a copy as lost."""
+        self._forget(lambda other: other == step)
+
+    def _order(self, node: int, step: int, sources: dict[int, set[str]]) -> None:
+        places = [
+            [self.members[n].host, self.members[n].port, sorted(s)] for n, s in sources.items()
+        ]
+        with suppress(WireError):
+            self.members[node].send({"fetch": {"step": step, "from": places}})
+
+    def _tell(self, span: list[int]) -> None:
+        """Let all members remove the copies outside of a span of steps, its ends included."""
+        for member in self.members.values():
+            with suppress(WireError):
+                member.send({"forget": span})
+
+    def _forget(self, doomed: Callable[[int], bool]) -> None:
+        for step in [step for step in self._copies if doomed(step)]:
+            del self._copies[step]
+            for member in self.members.values():
+                member.holds.pop(step, None)
