@@ -18,7 +18,7 @@ class Mistake(ValueError):
     """The flags do not fit; the text says which."""
 
 
-def parse(words: list[str] | None, text: str) -> tuple[argparse.Namespace, bytes]:
+def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace, bytes]:
     """Return the flags and the run's secret. Raises Mistake; argparse's own mistakes exit with 2.
 
     words: those of the command line, or None for this process's. text: what --help begins with.
