@@ -20,13 +20,13 @@ from datetime import timedelta
 from functools import cache, partial
 from inspect import getfile
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are 20 lines of C++ frames
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model.llama import Llama
@@ -49,6 +49,7 @@ from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.build import Loaders
+from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
@@ -61,11 +62,12 @@ from training.plan.pipeline import rank_stages, schedule_of
 from training.run import memory_report
 from training.run.dry_run import report
 from training.run.log import Log
+from training.run.meeting import meet
 from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
-from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
+from training.run.startup import as_process, compare, connect, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
 from training.run.supervised import SupervisedSaver
 
@@ -315,20 +317,19 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
             if store is not None:
-                compare(config, digests, launch.rank, launch.world, store)
-                host = os.environ["MASTER_ADDR"]
+                compare(config, digests, launch, store)
+                who, point = (launch.rank, launch.world), launch.point
                 silence = config.fault.peer_timeout
+                tell = partial(tell_launcher, error_file=report_to)
                 monitor = FailureMonitor(
-                    launch.rank, launch.world, store, host, silence=silence,
-                    report=partial(tell_launcher, error_file=report_to),
-                )  # fmt: skip
-                store = dist.PrefixStore("weft", store)
+                    *who, store, point.host, point.secret, silence=silence, tell=tell
+                )
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = (UsageError, CheckpointError, FloatingPointError, PlacementError)
+            expected = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
             if stop_signal.training and not isinstance(error, expected):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)

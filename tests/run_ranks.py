@@ -6,11 +6,15 @@ ranks of each job. A job is a JSON line on stdin; the answer is a JSON line on s
 its ranks have ended: exit codes (negative: the signal) and the seconds at which each ended. Each
 rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR/pid.R.
 
-With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
+With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it; the job's
+folder is then FAULT_FOLDER of its environment.
 
-tests/faults/fault_injection.py says what a fault is.
+tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
+move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
+which all are killed; "netns", the network namespace of each rank; "env"; and "stdout", a path.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -51,17 +55,29 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
     train(run, loaders, saver, *rest, **named)
 
 
+def enter_network(path: str) -> None:
+    """Move this process, which has one thread, into a network namespace of Linux."""
+    libc, file = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY)
+    if libc.setns(file, 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), f"{path}: setns")
+    os.close(file)
+
+
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Become one rank of a job; does not return."""
     folder = Path(job["dir"])
-    for number, kind in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    out = job.get("stdout", f"{folder}/out.{{}}").format(rank)
+    for number, path in ((1, out), (2, f"{folder}/err.{rank}")):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)
+    if "netns" in job:
+        enter_network(job["netns"][rank])
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.get("world", job["ranks"])),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job["port"]),
+        **job.get("env", {}),
     }
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
@@ -95,7 +111,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     codes: list[int | None] = [None] * job["ranks"]
     ended = [0.0] * job["ranks"]
     start, killed = time.monotonic(), False
-    stopped = {pid: False for pid in pids}
+    stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
+    limit = job.get("limit", LIMIT)
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         now = time.monotonic() - start
@@ -107,18 +124,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             ended[rank] = ended[rank] or now
         else:
             time.sleep(0.01)
-        late = now > LIMIT and not killed
+        late = now > limit and not killed
         killed = killed or late
         for other in pids:
             if late or all(stopped[p] for p in pids):
                 os.kill(other, signal.SIGKILL)
-    return {"codes": codes, "ended": ended, "late": killed}
+    return {"codes": codes, "ended": ended, "late": killed, "began": start}
 
 
 def main() -> None:
     """Serve jobs, or be one rank."""
     if len(sys.argv) > 1:
-        inject(json.loads(sys.argv[1]), Path())
+        inject(json.loads(sys.argv[1]), Path(os.environ.get("FAULT_FOLDER", "")))
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
         return

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
 
+from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.shards import Shard, cut_files, kind_of
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
@@ -110,9 +111,10 @@ def preprocess(
                 writer.add_file(task.output(key))
             if writer.documents == 0:
                 raise ValueError(f"--input: no document with text in {len(inputs)} file(s)")
-        written = IndexedTokens(prefix)
-        summaries.append(Summary(prefix, len(written), len(written.tokens)))
-        report(f"{prefix}: {len(written):,} documents, {len(written.tokens):,} tokens")
+        beside = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
+        written = IndexedTokens(prefix, beside)
+        report(f"{prefix}: {len(written):,} documents, {written.count:,} tokens, {written.digest}")
+        summaries.append(Summary(prefix, len(written), written.count))
     shutil.rmtree(folder)
     if missing:
         report(f"{tokens / seconds:,.0f} tokens/s with {workers} worker(s), {seconds:.1f} s")

@@ -3,10 +3,11 @@
 
 import argparse
 import os
+import secrets
 import signal
 from pathlib import Path
 
-from tools.supervise_wire import WireError, secret_of
+from mpu.comm.secret import run_secret
 
 PORT = 29400  # where supervisors of several nodes meet, unless a flag or MASTER_PORT says otherwise
 MEET = 600.0  # seconds for all nodes to come at the start
@@ -66,9 +67,15 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     if o.elastic_dp and not BATCH & {word.partition("=")[0] for word in o.flags}:
         raise Mistake("--elastic-dp keeps the global batch: give the program --global-batch-size")
     try:
-        return o, secret_of(dict(e), o.nnodes == 1)
-    except WireError as error:
+        secret = run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE"))
+    except (ValueError, OSError) as error:
         raise Mistake(str(error)) from None
+    if not secret and o.nnodes > 1:
+        raise Mistake(
+            f"--nnodes {o.nnodes}: supervisors must prove that they belong to one run: give all of "
+            "them the same WEFT_SECRET or WEFT_SECRET_FILE"
+        )
+    return o, secret or secrets.token_hex(32).encode()
 
 
 def above(least: int) -> type[int]:

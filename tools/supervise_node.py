@@ -151,11 +151,12 @@ class Node:
         self.attempt, slots, first = plan["attempt"], plan["slots"], plan["first"]
         (self.directory / "progress").unlink(missing_ok=True)
         base = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        base.pop("WEFT_SECRET_FILE", None)  # read already
         base |= {
             "WORLD_SIZE": str(plan["world"]), "LOCAL_WORLD_SIZE": str(len(slots)),
             "MASTER_ADDR": plan["host"], "MASTER_PORT": str(plan["port"]),
             "TORCHELASTIC_RESTART_COUNT": str(plan["attempt"]),
-            "WEFT_SUPERVISOR": str(self.directory), "WEFT_SECRET": self.secret.decode(),
+            "WEFT_SUPERVISOR": str(self.directory), "WEFT_SECRET": os.fsdecode(self.secret),
         }  # fmt: skip
         if slots != list(range(len(slots))):  # a device is left out
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpu.comm.wire import printable
+
 SOURCES = ("nothing", "disk", "memory")
 FIRST = re.compile(r"rank (\d+) failed first(.*)")
 ORDERLY, MISTAKE = (0, os.EX_TEMPFAIL), 2
@@ -238,6 +240,7 @@ class Report:
 def say(text: str) -> None:
     """Print a line of the supervisor's."""
     try:
-        os.write(2, f"supervise: {text}\n".encode(errors="replace"))  # one write: lines do not mix
+        lines = "\n".join(printable(line) for line in text.split("\n"))
+        os.write(2, f"supervise: {lines}\n".encode(errors="replace"))  # one write: lines do not mix
     except OSError:
         return

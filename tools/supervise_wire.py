@@ -11,12 +11,10 @@ its direction: nothing can be forged, repeated or left out. Nothing is encrypted
 import hmac
 import json
 import os
-import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 HEAD = struct.Struct("!II")
@@ -28,27 +26,6 @@ NONCE = 32
 
 class WireError(Exception):
     """The other side does not know the secret, sent nonsense, or is gone."""
-
-
-def secret_of(environment: dict[str, str], alone: bool) -> bytes:
-    """Return the run's secret from WEFT_SECRET or WEFT_SECRET_FILE; alone: make one if need be.
-
-    Raises WireError with a sentence about what is missing.
-    """
-    text = environment.get("WEFT_SECRET", "")
-    if not text and (file := environment.get("WEFT_SECRET_FILE")):
-        try:
-            text = Path(file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise WireError(f"WEFT_SECRET_FILE {file}: {error}") from None
-    if not text and alone:
-        text = secrets.token_hex(32)
-    if len(text) < 16:
-        raise WireError(
-            "several supervisors prove to each other that they belong to one run: give all of them "
-            "the same WEFT_SECRET, or WEFT_SECRET_FILE, of at least 16 characters"
-        )
-    return text.encode()
 
 
 class Channel:

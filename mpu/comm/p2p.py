@@ -26,7 +26,8 @@ def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     def call() -> Any:
         return dist.isend(wire, axis.ranks[to], group=group_of(axis))
 
-    return axis.start("send", x, call, (wire,), None, async_op=True, label=label)
+    peer = axis.ranks[to]
+    return axis.start("send", x, call, (wire,), async_op=True, label=label, peer=peer)
 
 
 def receive(
@@ -48,7 +49,10 @@ def receive(
         if wire is not out:
             out.copy_(wire)
 
-    return out, axis.start("receive", out, call, (wire,), finish, async_op=True, label=label)
+    handle = axis.start(
+        "receive", out, call, (wire,), finish, async_op=True, label=label, peer=axis.ranks[source]
+    )
+    return out, handle
 
 
 class _Both:
@@ -84,7 +88,8 @@ def exchange(
         if out is not into:
             into.copy_(out)
 
-    return axis.start("send", x, call, (wire, out), finish, async_op=True, label=label)
+    keep, peer = (wire, out), axis.ranks[source]
+    return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)
 
 
 class Outbox:

@@ -9,17 +9,24 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
               second later, so that the others have heard what it was doing
     "from"    count calls only from this iteration on
     "save"    count calls only in this process's save of this number
+    "times"   how many calls in a row it strikes, from that one on; otherwise one
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
-"raise"; "stall", where the thread never goes on while the process's others do; "nan" and "inf",
-written at "backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC",
-"EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done
-to the directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names,
-root's too, and "open" it.
+"raise"; "exit 0"; "stall", where the thread never goes on while the process's others do, and
+"hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds";
+"clock", where time.time() is ahead by "seconds" from then on; "nan" and "inf", written at
+"backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC", "EIO",
+"EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the
+directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names, root's
+too, and "open" it. "spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
+
+As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
 """
 
+import ctypes
 import errno
 import fcntl
+import json
 import os
 import resource
 import shutil
@@ -31,6 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
@@ -38,14 +46,18 @@ from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
 from mpu.zero import adam, bucket, optimizer, weights
+from tests.faults import bad_numbers
 from training.checkpoint import retain, stage
 from training.data.loader import Loader
 
 saving = sys.modules["training.checkpoint.save"]
 POINTS = {
+    "before the meeting": (pretrain_llama, "meet"),
     "connect": (Grid, "connect"),
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
+    "reading": (Loader, "_make"),
+    "step": (pretrain_llama, "train_step"),
     "forward": (pretrain_llama.Llama, "forward"),
     "receive": (engine, "receive"),
     "wait": (engine._Run, "_take"),
@@ -66,6 +78,7 @@ POINTS = {
     "committing": (saving, "_commit"),
     "staging": (stage.Staging, "copy"),
     "staged": (stage.Background, "start"),
+    "wire": (torch.distributed, "isend"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
 }
@@ -99,18 +112,37 @@ class Injected:
         if self.saves != self.fault.get("save", self.saves):
             return False
         self.left -= 1
-        return self.left == 0
+        return -self.fault.get("times", 1) < self.left <= 0
+
+    def told(self, hit: str = "") -> None:
+        """Write down that it strikes now, the first time."""
+        path = self.folder / f"struck.{os.environ['RANK']}"
+        if self.folder != Path() and not path.exists():
+            aside = path.with_suffix(".aside")
+            aside.write_text(json.dumps({"at": time.monotonic(), "hit": hit}))
+            aside.replace(path)
 
     def strike(self) -> None:
         """Do what was asked for, but for what needs the call's arguments."""
-        how, path = self.fault["how"], self.fault.get("path", "")
+        how, path, seconds = (self.fault.get(key, "") for key in ("how", "path", "seconds"))
         if how == "raise":
             raise RuntimeError("broken on purpose")
         if hasattr(errno, how):
             number = getattr(errno, how)
             raise OSError(number, os.strerror(number), "on purpose")
+        if how == "exit 0":
+            sys.exit(0)
         while how == "stall":
             time.sleep(60)
+        while how == "hold":
+            ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
+        while how == "wait" and not (self.folder / "go").exists():
+            time.sleep(0.002)
+        if how == "slow":
+            time.sleep(seconds)
+        elif how == "clock":
+            right = time.time
+            time.time = lambda: right() + seconds
         if how == "kill all":
             mine = str(os.getpid())
             others = {p.read_text() for p in self.folder.glob("pid.*")} - {mine}
@@ -138,6 +170,9 @@ class Injected:
             if planning or not self.due():
                 return inner(*args, **kwargs)
             how = self.fault["how"]
+            if how == "spoil":
+                return bad_numbers.spoil(self.fault, self.told, inner, *args, **kwargs)
+            self.told()
             if how in ("nan", "inf"):
                 args[0].main_grad(args[1]).view(-1)[0] = float(how)
             elif how == "short":
@@ -154,6 +189,7 @@ class Injected:
             self.saves += phase == "start"
             inner(phase)
             if phase == name and self.due():
+                self.told()
                 self.strike()
 
         return struck

@@ -295,14 +295,18 @@ def test_with_too_few_places_left_the_largest_world_that_fits_goes_on(
     [
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --node-rank 2 --master-addr x", "--node-rank 2 is not one of --nnodes 2"),
-        ("--nnodes 2 --master-addr 127.0.0.1", "give all of them the same WEFT_SECRET"),
+        (
+            "--nnodes 2 --master-addr 127.0.0.1",
+            "prove that they belong to one run: give all of them the",
+        ),
         ("--nproc-per-node 2 --spares 2", "--spares 2 leaves no place"),
         ("--elastic-dp", "--elastic-dp keeps the global batch"),
         ("--max-restarts=1 nothing.py", "nothing.py: there is no such program"),
     ],
 )
 def test_mistakes(monkeypatch: pytest.MonkeyPatch, flags: str, says: str) -> None:
-    monkeypatch.delenv("WEFT_SECRET", raising=False)
+    for name in ("WEFT_SECRET", "WEFT_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     with pytest.raises(Mistake, match=says):
         parse([*flags.split(), "pretrain_llama.py", "--lr", "1"], None)

@@ -111,8 +111,12 @@ def save(
         "layout": layout(grid),
         "torch_version": torch.__version__,
     }
-    extra = attach or {}
-    phase(lambda: _commit(directory, name, facts, answers, ranks, extra, hook) if first else None)
+
+    def commit() -> None:
+        if first:
+            _commit(directory, name, facts, answers, ranks=ranks, attach=attach or {}, hook=hook)
+
+    phase(commit)
     return directory / step_name(step)
 
 
@@ -172,6 +176,7 @@ def _commit(
     name: str,
     state: dict[str, Any],
     answers: list[dict[str, Any]],
+    *,
     ranks: slice,
     attach: Mapping[str, bytes],
     hook: Hook,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from training.data.dataset import Dataset
+from training.data.dataset import WHOLE, Dataset
 
 
 class Blend:
@@ -50,6 +50,12 @@ class Blend:
     def corpus(self) -> str:
         """Return a SHA-256 of the weights and of every dataset, without the seed."""
         facts = [self.weights, [dataset.corpus for dataset in self.datasets]]
+        return WHOLE + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @property
+    def sketch(self) -> str:
+        """Return the same of the datasets' sketches."""
+        facts = [self.weights, [dataset.sketch for dataset in self.datasets]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def sample(self, i: int) -> np.ndarray:

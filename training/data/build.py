@@ -29,13 +29,19 @@ class Loaders:
     """The loaders of a run; valid and test are None where their split is empty.
 
     `digest` identifies the sample order of all three: it depends on data, blend, split, sequence
-    length and seed, and on nothing else.
+    length and seed, and on nothing else. The first time it reads every token of large files.
     """
 
     train: Loader
     valid: Loader | None
     test: Loader | None
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of the datasets' digests."""
+        parts = {"train": self.train, "valid": self.valid, "test": self.test}
+        digests = {split: part and part.dataset.digest for split, part in parts.items()}
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def build_loaders(
@@ -71,9 +77,7 @@ def build_loaders(
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split holds no document: check --split and the data paths")
-    digests = {split: dataset and dataset.digest for split, dataset in datasets.items()}
-    digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-    return Loaders(train, load(datasets["valid"]), load(datasets["test"]), digest)
+    return Loaders(train, load(datasets["valid"]), load(datasets["test"]))
 
 
 def build_datasets(
@@ -121,7 +125,7 @@ class _Opener:
         self._vocab_size = vocab_size
         self._report = report
         self._files: dict[str, IndexedTokens] = {}
-        self._caches: dict[str, IndexCache] = {}
+        self._caches: dict[tuple[str, int], IndexCache] = {}
 
     def open(
         self, paths: Sequence[str], flag: str, split: str, shares: tuple[float, float, float] | None
@@ -132,7 +136,7 @@ class _Opener:
         kept: list[float] = []
         for i, prefix in enumerate(prefixes):
             if prefix not in self._files:
-                self._files[prefix] = IndexedTokens(prefix)
+                self._files[prefix] = IndexedTokens(prefix, self._cache(prefix))
                 self._files[prefix].check_vocabulary(self._vocab_size)
             file = self._files[prefix]
             cut = split_documents(shares, len(file))[split] if shares else range(len(file))
@@ -149,10 +153,15 @@ class _Opener:
         return found[0] if found else None
 
     def _dataset(self, file: IndexedTokens, split: str, documents: range) -> GPTDataset:
-        directory = self._cache_path or os.path.join(os.path.dirname(file.prefix), "cache")
-        if directory not in self._caches:
-            self._caches[directory] = IndexCache(directory, self._report)
-        cache, library = self._caches[directory], native.load()
+        cache, library = self._cache(file.prefix), native.load()
         return GPTDataset(
             file, split, documents, self._seq_length, self._seed, cache=cache, library=library
         )
+
+    def _cache(self, prefix: str) -> IndexCache:
+        """Return the cache for a file, which believes what the file's owner wrote there."""
+        directory = self._cache_path or os.path.join(os.path.dirname(prefix), "cache")
+        owner = os.stat(prefix + ".bin").st_uid if os.path.exists(prefix + ".bin") else 0
+        if (directory, owner) not in self._caches:
+            self._caches[directory, owner] = IndexCache(directory, self._report, owner=owner)
+        return self._caches[directory, owner]

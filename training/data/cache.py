@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache sample indices on disk, so that each node builds an index once.
+"""Cache sample indices and digests on disk, so that each node computes one once.
 
 The processes of a node synchronize by a file lock, so they need neither a shared file system nor a
 process group. An entry is one .npy of int32 whose last eight words are the SHA-256 of the rest and
 of the facts it was built from; an entry that does not match its SHA-256 is built again.
+
+Others may write to the directory. So no link is followed, nothing that is there is cut, and an
+entry is believed only if it belongs to this user, to root, or to the owner of the data.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,38 +22,59 @@ from contextlib import contextmanager
 import numpy as np
 
 from training.data.files import replacing
+from training.untrusted import open_plain
 
 WORDS = 8  # of int32 in a SHA-256
+WHOLE = 256 << 20  # bytes; a larger entry is mapped instead of read
+NOTICE = 5.0  # seconds of waiting before it is told
 
 
 class IndexCache:
     """Read int32 arrays from a directory, or build them there under a lock.
 
     A directory that cannot be used is reported once by `report`; arrays are then built in memory.
-    `patience`: for how many seconds another process may hold the lock of an entry.
+    `patience`: for how many seconds another process may hold the lock of an entry. `owner`: a user
+    whose entries are believed besides this one's and root's.
     """
 
     def __init__(
-        self, directory: str, report: Callable[[str], None] = print, patience: float = 600.0
+        self,
+        directory: str,
+        report: Callable[[str], None] = print,
+        patience: float = 600.0,
+        owner: int = 0,
     ) -> None:
         self.directory = directory
-        self._report = report
+        self.report = report
         self._patience = patience
+        self._trusted = {0, os.geteuid(), owner}
         self._usable = True
 
     def get(
-        self, facts: Mapping[str, object], size: int, build: Callable[[], np.ndarray]
+        self,
+        facts: Mapping[str, object],
+        size: int,
+        build: Callable[[], np.ndarray],
+        what: str = "an index",
+        patience: float = 0.0,
     ) -> np.ndarray:
-        """Return the array of `size` int32 that `build` makes; `facts` determine it."""
+        """Return the array of `size` int32 that `build` makes; `facts` determine it.
+
+        what: the array in words. patience: seconds, where it needs more than the cache has.
+        """
         text = json.dumps(facts, sort_keys=True).encode()
         path = os.path.join(self.directory, hashlib.sha256(text).hexdigest() + ".npy")
         if self._usable:
             try:
-                found = _read(path, text, size)
-                return self._build(path, text, size, build) if found is None else found
+                found = self._read(path, text, size)
+                if found is not None:
+                    return found
+                os.makedirs(self.directory, exist_ok=True)
+                with self._locked(path + ".lock", what, max(patience, self._patience)):
+                    return self._build(path, text, size, build)
             except OSError as error:
                 self._usable = False
-                self._report(
+                self.report(
                     f"index cache {self.directory}: {error.strerror}; building in memory "
                     "(--data-cache-path names another directory)"
                 )
@@ -57,44 +83,69 @@ class IndexCache:
     def _build(
         self, path: str, text: bytes, size: int, build: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        os.makedirs(self.directory, exist_ok=True)
-        with _locked(path + ".lock", self._patience):
-            found = _read(path, text, size)  # another process may have built it meanwhile
-            if found is None:
-                found = build()
-                assert found.dtype == np.int32 and found.shape == (size,)
-                with replacing(path) as file:
-                    np.save(file, np.concatenate((found, _seal(text, found))), allow_pickle=False)
+        found = self._read(path, text, size)  # another process may have built it meanwhile
+        if found is None:
+            found = build()
+            assert found.dtype == np.int32 and found.shape == (size,)
+            with replacing(path) as file:
+                np.save(file, np.concatenate((found, _seal(text, found))), allow_pickle=False)
         return found
+
+    def _read(self, path: str, text: bytes, size: int) -> np.ndarray | None:
+        """Return an entry; None where it is absent, cut short, not ours or does not match."""
+        try:
+            with open_plain(path, os.O_NOFOLLOW) as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid not in self._trusted:
+                    return None
+                version = np.lib.format.read_magic(file)  # .npy only: no zip, no pickle
+                if version != (1, 0):
+                    return None
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+                if dtype != np.int32 or shape != (size + WORDS,) or fortran:
+                    return None
+                if found.st_size != file.tell() + 4 * shape[0]:
+                    return None
+                stored: np.ndarray
+                if found.st_size > WHOLE:
+                    stored = np.memmap(file, np.int32, "r", file.tell(), shape)
+                else:
+                    stored = np.frombuffer(file.read(), np.int32)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.EINVAL):  # a link, a pipe
+                return None
+            raise
+        except (ValueError, EOFError):
+            return None
+        array = np.asarray(stored[:size])
+        return array if np.array_equal(_seal(text, array), stored[size:]) else None
+
+    @contextmanager
+    def _locked(self, path: str, what: str, patience: float) -> Iterator[None]:
+        """Hold an exclusive lock that the kernel drops when its holder dies."""
+        began, told = time.monotonic(), False
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, f"{path} is not a plain file", path)
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    waited = time.monotonic() - began
+                    if waited > patience:
+                        raise TimeoutError(0, f"{path} is locked for {patience:.0f} s") from error
+                    if waited > NOTICE and not told:
+                        told = True
+                        self.report(f"waiting for {what}, which another process computes")
+                    time.sleep(0.02 if waited < 1 else 0.2)
+            yield
+        finally:
+            os.close(fd)
 
 
 def _seal(text: bytes, array: np.ndarray) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text + array.tobytes()).digest(), np.int32)
-
-
-def _read(path: str, text: bytes, size: int) -> np.ndarray | None:
-    """Return an entry, memory-mapped; None where it is absent, cut short or does not match."""
-    try:
-        stored = np.lib.format.open_memmap(path, mode="r")  # .npy only: no zip, no pickle
-    except (FileNotFoundError, ValueError, EOFError):
-        return None
-    if stored.dtype != np.int32 or stored.shape != (size + WORDS,):
-        return None
-    array = np.asarray(stored[:size])
-    return array if np.array_equal(_seal(text, array), stored[size:]) else None
-
-
-@contextmanager
-def _locked(path: str, patience: float) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel drops when its holder dies."""
-    deadline = time.monotonic() + patience
-    with open(path, "w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(0, f"{path} is locked for {patience:.0f} s") from error
-                time.sleep(0.02)
-        yield

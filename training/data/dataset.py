@@ -5,6 +5,12 @@ from typing import Protocol
 
 import numpy as np
 
+WHOLE = "xxh3:"  # how a corpus digest begins that was made of every token
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on, or no longer; the message names the file."""
+
 
 class Dataset(Protocol):
     """An endless sequence of samples in a fixed order; `digest` identifies that order."""
@@ -17,7 +23,14 @@ class Dataset(Protocol):
 
     @property
     def corpus(self) -> str:
-        """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
+        """Return the same without the seed: of the data and how it is cut.
+
+        It begins with WHOLE where it covers every token.
+        """
+
+    @property
+    def sketch(self) -> str:
+        """Return the corpus as older checkpoints know it, by 64 blocks of each file."""
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""

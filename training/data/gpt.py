@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from training.data.cache import IndexCache
+from training.data.dataset import WHOLE
 from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
 
@@ -35,7 +36,8 @@ class Epoch(NamedTuple):
 class GPTDataset:
     """The endless, shuffled samples of a range of documents of one file.
 
-    Raises ValueError when the range holds no token.
+    Raises ValueError when the range holds no token; sample() raises DataError where the file was
+    changed since it was opened.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class GPTDataset:
         self._library = library
         self._facts = {
             "format": 1,
-            "data": data.digest,
+            "data": data.sketch,  # an index depends on the lengths alone
             "split": split,
             "documents": [documents.start, documents.stop],
             "seq_length": seq_length,
@@ -71,13 +73,18 @@ class GPTDataset:
     @property
     def digest(self) -> str:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
-        return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+        return _sha256({**self._facts, "data": self._data.digest})
 
     @property
     def corpus(self) -> str:
         """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return WHOLE + _sha256({**facts, "data": self._data.digest})
+
+    @property
+    def sketch(self) -> str:
+        """Return the corpus as older checkpoints know it, by 64 blocks of the file."""
+        return _sha256({key: value for key, value in self._facts.items() if key != "seed"})
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
@@ -93,6 +100,7 @@ class GPTDataset:
                 if done == len(out):
                     break
             epoch, place = epoch + 1, 0
+        self._data.check()  # after the reads: what was read is what was there at the start
         return out
 
     def origin(self, i: int) -> tuple[int, int, int]:
@@ -147,6 +155,10 @@ class GPTDataset:
             self._data.lengths, documents, first, self.seq_length, n, self._library
         )
         return np.concatenate((documents, starts.reshape(-1), shuffle))
+
+
+def _sha256(facts: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def stable_rng(*facts: object) -> np.random.RandomState:

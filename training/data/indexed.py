@@ -18,7 +18,6 @@ one sequence per document, so the rest of this package says document.
 """
 
 import hashlib
-import mmap
 import os
 import shutil
 import struct
@@ -31,7 +30,11 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
+from training.data.cache import IndexCache
 from training.data.files import replacing
+from training.data.identity import whole_digest
+from training.data.watched import WatchedFile
+from training.untrusted import open_plain
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -39,7 +42,8 @@ TOKEN_TYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-BLOCK = 1 << 20  # sequences checked at a time
+BLOCK = 1 << 20  # sequences checked at a time, a multiple of STRIDE
+STRIDE, MANY = 8, 1 << 24  # of more sequences than MANY, every 8th start is kept
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -48,42 +52,85 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedTokens:
-    """Read one `.bin`/`.idx` pair by memory maps, after a check that the two agree.
+    """Read one `.bin`/`.idx` pair, after a check that the two agree; threads may share it.
 
-    `lengths[i]` and `pointers[i]` describe sequence i, `tokens` is the whole `.bin` as one array.
+    `lengths[i]` is the length of sequence i in tokens, `count` the number of all tokens. Of the
+    index 12 bytes a sequence stay in memory, 5 where it has many; tokens are read when asked for.
+    `cache` keeps `digest`.
     Raises ValueError naming the file and the field when the pair is damaged or missing.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, cache: IndexCache | None = None) -> None:
         self.prefix = prefix
-        index = _map(prefix, ".idx")
+        self._cache = cache
+        index, self._bin = _open(prefix, ".idx"), _open(prefix, ".bin")
         self.dtype, n, m = self._read_header(index)
-        ends = np.cumsum([HEADER.size, 4 * n, 8 * n, 8 * m])
-        self.lengths = index[ends[0] : ends[1]].view("<i4")
-        self.pointers = index[ends[1] : ends[2]].view("<i8")
-        self.document_indices = index[ends[2] : ends[3]].view("<i8")
-        data = _map(prefix, ".bin")
-        self._check_sequences(len(data))
-        self._check_documents()
-        self.tokens = data.view(self.dtype)
+        self.count = self._bin.size // self.dtype.itemsize
+        self.lengths = np.empty(n, "<i4")
+        index.fill(self.lengths, HEADER.size)
+        self._stride = 1 if n < MANY else STRIDE
+        self._starts = np.empty(-(-n // self._stride), np.int64)  # first token of every so many
+        self._check_sequences(index)
+        self._check_documents(index, HEADER.size + 12 * n, m)
+        index.check()
+        self._stamps = {"bin": self._bin.stamp, "idx": index.stamp}
+        index.close()
 
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.lengths)
 
+    @property
+    def owner(self) -> int:
+        """Return the number of the user to whom the tokens belong."""
+        return self._bin.owner
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return all tokens, read now."""
+        return self._tokens(0, self.count)
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """Return the first sequence of each document, then n, int64 [m], read now."""
+        index = _open(self.prefix, ".idx")
+        _, n, m = self._read_header(index)
+        found = np.empty(m, "<i8")
+        index.fill(found, HEADER.size + 12 * n)
+        return found
+
     def read(self, sequence: int, offset: int, count: int) -> np.ndarray:
-        """Return `count` tokens of a sequence, from token `offset` on, as a view of the file."""
+        """Return `count` tokens of a sequence, from token `offset` on.
+
+        Raises DataError where the file does not hold them any more. check() tells whether it was
+        written to meanwhile.
+        """
         assert 0 <= offset and offset + count <= self.lengths[sequence]
-        first = int(self.pointers[sequence]) // self.dtype.itemsize + offset
-        return self.tokens[first : first + count]
+        first = int(self._starts[sequence // self._stride])
+        if rest := sequence % self._stride:
+            first += sum(self.lengths[sequence - rest : sequence].tolist())
+        return self._tokens(first + offset, count)
+
+    def check(self) -> None:
+        """Raise DataError where the tokens were written to, or cut, since they were opened."""
+        self._bin.check()
 
     @cached_property
     def digest(self) -> str:
-        """Return a SHA-256 of every length and of 64 blocks of tokens: the file's identity.
+        """Return an XXH3-128 of every length and every token: the file's identity.
 
-        A copied file keeps its digest: neither path nor time is part of it.
+        A copied file keeps its digest: neither path nor time is part of it. It is computed once
+        and then found in the cache, as long as both files keep their sizes and times.
         """
-        facts = hashlib.sha256(f"{self.dtype.str} {len(self)} {len(self.tokens)}".encode())
+        facts = {"identity": 1, "name": os.path.basename(self.prefix), **self._stamps}
+        found = whole_digest(self._bin, self.lengths, self.dtype.str, facts, self._cache)
+        self.check()
+        return found
+
+    @cached_property
+    def sketch(self) -> str:
+        """Return a SHA-256 of every length and of 64 blocks of tokens, which knew files before."""
+        facts = hashlib.sha256(f"{self.dtype.str} {len(self)} {self.count}".encode())
         for first in range(0, len(self), BLOCK):
             facts.update(self.lengths[first : first + BLOCK].tobytes())
         for block in self._probes():
@@ -103,18 +150,22 @@ class IndexedTokens:
                 suffix=".bin",
             )
 
+    def _tokens(self, first: int, count: int) -> np.ndarray:
+        width = self.dtype.itemsize
+        return np.frombuffer(self._bin.read(first * width, count * width), self.dtype)
+
     def _probes(self) -> list[np.ndarray]:
-        firsts = np.linspace(0, max(len(self.tokens) - 2048, 0), 64).astype(np.int64)
-        return [self.tokens[first : first + 2048] for first in firsts]
+        firsts = np.linspace(0, max(self.count - 2048, 0), 64).astype(np.int64)
+        return [self._tokens(int(first), min(2048, self.count)) for first in firsts]
 
     def _refuse(self, field: str, why: str, suffix: str = ".idx") -> NoReturn:
         raise ValueError(f"{self.prefix}{suffix}: {field}: {why}")
 
-    def _read_header(self, index: np.ndarray) -> tuple[np.dtype, int, int]:
+    def _read_header(self, index: WatchedFile) -> tuple[np.dtype, int, int]:
         """Return token type, n and m, checked against the size of the file."""
-        if len(index) < HEADER.size:
-            self._refuse("header", f"the file has {len(index)} bytes, a header takes {HEADER.size}")
-        magic, version, code, n, m = HEADER.unpack(index[: HEADER.size].tobytes())
+        if index.size < HEADER.size:
+            self._refuse("header", f"the file has {index.size} bytes, a header takes {HEADER.size}")
+        magic, version, code, n, m = HEADER.unpack(index.read(0, HEADER.size))
         if magic != MAGIC:
             self._refuse("magic", f"{magic!r} is not {MAGIC!r}: this is not a Megatron index")
         if version != 1:
@@ -122,25 +173,26 @@ class IndexedTokens:
         if code not in TOKEN_TYPES:
             self._refuse("token type", f"code {code} is none of {sorted(TOKEN_TYPES)}")
         size = HEADER.size + 12 * n + 8 * m
-        if len(index) not in (size, size + n):
+        if index.size not in (size, size + n):
             self._refuse(
                 "counts",
                 f"{n} sequences and {m} document indices take {size} bytes, "
-                f"the file has {len(index)}",
+                f"the file has {index.size}",
             )
         return TOKEN_TYPES[code], n, m
 
-    def _check_sequences(self, bin_size: int) -> None:
+    def _check_sequences(self, index: WatchedFile) -> None:
         """Refuse negative lengths, and sequences that do not fill the .bin without a gap."""
-        end = 0  # stays below bin_size + BLOCK * 2**31 * 8: no overflow
+        end, width = 0, self.dtype.itemsize  # end < bin size + BLOCK * 2**31 * 8: no overflow
         for first in range(0, len(self), BLOCK):
             lengths = self.lengths[first : first + BLOCK].astype(np.int64)
             if lengths.min() < 0:
                 bad = int(np.argmax(lengths < 0))
                 self._refuse("lengths", f"sequence {first + bad} has length {lengths[bad]}")
-            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            ends = end + np.cumsum(lengths) * width
             starts = np.concatenate(([end], ends[:-1]))
-            pointers = self.pointers[first : first + BLOCK]
+            pointers = np.empty(len(lengths), "<i8")
+            index.fill(pointers, HEADER.size + 4 * len(self) + 8 * first)
             if not np.array_equal(pointers, starts):
                 bad = int(np.argmax(pointers != starts))
                 self._refuse(
@@ -148,28 +200,33 @@ class IndexedTokens:
                     f"sequence {first + bad} starts at byte {pointers[bad]}, "
                     f"the lengths before it say {starts[bad]}",
                 )
+            some, at = starts[:: self._stride] // width, first // self._stride
+            self._starts[at : at + len(some)] = some
             end = int(ends[-1])
-            if end > bin_size:
+            if end > self._bin.size:
                 break
-        if end != bin_size:
+        if end != self._bin.size:
             self._refuse(
-                "size", f"{bin_size} bytes, but the lengths in the .idx need {end}", suffix=".bin"
+                "size",
+                f"{self._bin.size} bytes, but the lengths in the .idx need {end}",
+                suffix=".bin",
             )
 
-    def _check_documents(self) -> None:
+    def _check_documents(self, index: WatchedFile, at: int, count: int) -> None:
         """Refuse document indices that do not climb from 0 to the number of sequences."""
-        indices = self.document_indices
-        if len(indices) == 0:
+        last = 0
+        for first in range(0, count, BLOCK):
+            indices = np.empty(min(BLOCK, count - first), "<i8")
+            index.fill(indices, at + 8 * first)
+            if first == 0 and indices[0] != 0:
+                self._refuse("document indices", f"they start at {indices[0]}, not at 0")
+            if indices[0] < last or np.any(indices[1:] < indices[:-1]):
+                self._refuse("document indices", f"they fall after entry {max(first - 1, 0)}")
+            last = int(indices[-1])
+        if count == 0:
             self._refuse("document indices", "there is none, not even the first 0")
-        if indices[0] != 0:
-            self._refuse("document indices", f"they start at {indices[0]}, not at 0")
-        if indices[-1] != len(self):
-            self._refuse(
-                "document indices", f"they end at {indices[-1]}, not at {len(self)} sequences"
-            )
-        for first in range(0, len(indices), BLOCK):
-            if np.any(np.diff(indices[first : first + BLOCK + 1]) < 0):
-                self._refuse("document indices", f"they fall after entry {first}")
+        if last != len(self):
+            self._refuse("document indices", f"they end at {last}, not at {len(self)} sequences")
 
 
 class IndexedWriter:
@@ -223,7 +280,7 @@ class IndexedWriter:
         base = len(self._lengths)
         self._lengths.frombytes(part.lengths.tobytes())
         self._documents.frombytes((part.document_indices[1:] + base).tobytes())
-        with open(prefix + ".bin", "rb") as source:
+        with open_plain(prefix + ".bin") as source:
             shutil.copyfileobj(source, self._bin, 1 << 22)
 
     def __exit__(
@@ -250,13 +307,9 @@ class IndexedWriter:
         file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
 
 
-def _map(prefix: str, suffix: str) -> np.ndarray:
-    """Return a file's bytes as a read-only memory map."""
+def _open(prefix: str, suffix: str) -> WatchedFile:
     try:
-        with open(prefix + suffix, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return np.empty(0, np.uint8)  # an empty file cannot be mapped
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return WatchedFile(prefix + suffix)
     except OSError as error:
         hint = ""
         if prefix.endswith((".bin", ".idx")):

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from training.data.batch import Batch, DocumentRules, make_batch
-from training.data.dataset import Dataset
+from training.data.dataset import DataError, Dataset
 
 AHEAD = 4  # micro-batches prepared ahead, for each worker
 
@@ -96,14 +96,14 @@ class Loader:
     def _make(self, start: int) -> Batch:
         """Return this rank's rows of the D micro-batches that start at sample `start`.
 
-        Raises ValueError for a token outside of the vocabulary.
+        Raises DataError for a token outside of the vocabulary.
         """
         first = start + self._first_row
         rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
         if rows.min() < 0 or rows.max() >= self._vocab_size:
             bad = int(np.argmax(((rows < 0) | (rows >= self._vocab_size)).any(axis=1)))
             worst = rows[bad].min() if rows[bad].min() < 0 else rows[bad].max()
-            raise ValueError(
+            raise DataError(
                 f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
                 f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"
             )

@@ -35,6 +35,11 @@ class MockDataset:
         """Return a SHA-256 of the split and the sequence length alone."""
         return hashlib.sha256(json.dumps(self._facts[:3]).encode()).hexdigest()
 
+    @property
+    def sketch(self) -> str:
+        """Return `corpus`: there is no file."""
+        return self.corpus
+
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         n = self.seq_length + 1

@@ -40,4 +40,5 @@ def prepare(
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
     digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
+    digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
     return config, device, loaders, digests

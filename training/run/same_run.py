@@ -10,6 +10,7 @@ from typing import Any
 
 from training.checkpoint import Checkpoint
 from training.config import Config
+from training.data.dataset import WHOLE
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
 # of the config, and hashes kept in the state.
@@ -30,10 +31,28 @@ def changes(
     """Yield (what changed, as --allow-change names it, and a sentence about it)."""
     there = {**found.state.get("config", {}), **found.state}
     here = {**config.flat(), **digests}
+    if _sketched(there):
+        here["corpus_digest"] = here.get("corpus_sketch")
     for what, keys in SHARED.items():
         for key in keys:
             if key in there and key in here and there[key] != here[key]:
                 yield what, f"{found.directory} {_told(key, there[key], here[key])}"
+
+
+def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line on each change that --allow-change let through, and on what is not known."""
+    for _, line in changes(found, config, digests):
+        yield f"{line}; going on as --allow-change says"
+    if _sketched(found.state) and digests.get("corpus_digest", "").startswith(WHOLE):
+        yield (
+            f"{found.directory} is of an older version, which knew its corpus by 64 blocks of each "
+            "file; these were compared, and the next save knows every token"
+        )
+
+
+def _sketched(state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint knows its corpus by blocks, or holds none made of files."""
+    return not str(state.get("corpus_digest", WHOLE)).startswith(WHOLE)
 
 
 def _told(key: str, there: Any, here: Any) -> str:

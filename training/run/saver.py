@@ -19,7 +19,7 @@ from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.plan.learning_rate import learning_rate
-from training.run.same_run import changes
+from training.run import same_run
 
 
 class Saver:
@@ -293,8 +293,8 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
-        for _, line in changes(found, self.config, self.digests):
-            self.note(f"{line}; going on as --allow-change says")
+        for line in same_run.lines(found, self.config, self.digests):
+            self.note(line)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
         self.note(
@@ -308,7 +308,7 @@ class Saver:
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")
-        for what, line in changes(found, self.config, self.digests):
+        for what, line in same_run.changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(
                     f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "

@@ -63,12 +63,14 @@ class SupervisedSaver(Saver):
 
     def load(self) -> tuple[int, int]:
         """Resume a restarted run where it was; the first start does what Saver.load() does."""
-        c, launch = self.config.checkpoint, self.ctx.grid.launch
-        if launch.attempt == 0:
+        c, grid = self.config.checkpoint, self.ctx.grid
+        # torchrun's agents may count differently: rank 0's count holds
+        attempts = checkpoint.together(lambda: grid.launch.attempt, grid.world, self.ctx.device)
+        if attempts[0].value == 0:
             return super().load()
         paths = [path for path in dict.fromkeys((c.load, c.save)) if path is not None]
         fresh = c.finetune or c.ckpt_step is not None or c.load is None
-        if fresh or checkpoint.is_hugging_face(paths[0], self.ctx.grid, self.ctx.device):
+        if fresh or checkpoint.is_hugging_face(paths[0], grid, self.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
         after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
         found = self._find("--load", checkpoint.Roots(paths, self._memory, after), False)

@@ -36,7 +36,7 @@ class Ranks:
         first = Staying(0, world, self.store, **options)
         others = [Staying(rank, world, self.store, **options) for rank in range(1, world)]
         self.monitors = [first, *others]
-        wait_until(lambda: len(first._coordinator.joined) == world)
+        wait_until(lambda: len(first._coordinator.members) == world)
 
     def fail(self, rank: int, error: BaseException, action: str = "work") -> threading.Thread:
         """Let an exception leave the monitor of `rank`."""
@@ -96,7 +96,7 @@ def test_a_death_is_told_to_all_at_once(ranks: Callable[..., Ranks], capsys: Any
     three = ranks(3)
     three.monitors[2].action = "the update of iteration 7"
     wait_until(
-        lambda: any("7" in line.action for line in three.monitors[0]._coordinator.connections)
+        lambda: any("7" in m.action for m in three.monitors[0]._coordinator.members.values())
     )
     three.die(2)
     (cause,) = three.causes(but=2)
@@ -136,7 +136,7 @@ def test_a_timeout_says_who_was_somewhere_else(ranks: Callable[..., Ranks]) -> N
     three.monitors[1].action = "forward of micro-batch 0, iteration 7"
     wait_until(
         lambda: all(
-            "7" in x.action for x in three.monitors[0]._coordinator.connections if x.rank > 0
+            "7" in m.action for m in three.monitors[0]._coordinator.members.values() if m.rank > 0
         )
     )
     error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
@@ -157,7 +157,9 @@ def test_of_those_who_wait_for_each_other_none_is_to_blame(
     four.monitors[2].action = four.monitors[3].action = "F chunk 0 micro-batch 3 in stage 2"
     wait_until(
         lambda: all(
-            "chunk" in x.action for x in four.monitors[0]._coordinator.connections if x.rank > 0
+            "chunk" in m.action
+            for m in four.monitors[0]._coordinator.members.values()
+            if m.rank > 0
         )
     )
     text = "receive over pp: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms"
@@ -182,7 +184,9 @@ def test_who_has_not_timed_out_at_the_same_place_is_told(ranks: Callable[..., Ra
         monitor.action = "the update of iteration 7"
     eight.monitors[2].action = "saving iteration 6"
     wait_until(
-        lambda: all("iteration" in x.action for x in eight.monitors[0]._coordinator.connections)
+        lambda: all(
+            "iteration" in m.action for m in eight.monitors[0]._coordinator.members.values()
+        )
     )
     for rank in (0, 1):
         error = CommunicationError("all_gather over tp: Timed out waiting 600000ms")
@@ -235,15 +239,14 @@ def test_only_the_first_cause_counts(ranks: Callable[..., Ranks]) -> None:
 
 def test_the_end_of_rank_0_is_seen_without_a_coordinator(ranks: Callable[..., Ranks]) -> None:
     three = ranks(3)
-    for line in three.monitors[0]._coordinator.connections:
-        line.sock.shutdown(socket.SHUT_RDWR)  # the coordinator goes with its process
+    three.monitors[0]._coordinator.close()  # it goes with its process
     assert {c.rank for c in three.causes()} == {0}
 
 
 def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
     line = two.monitors[1]._connection
-    line.send = lambda **message: None  # stopped: the connection stands, nothing comes
+    line.send = lambda *kind, **fields: None  # stopped: the connection stands, nothing comes
     (cause,) = two.causes()
     assert cause.rank == 1 and "no sign of life" in cause.why
 
@@ -293,7 +296,7 @@ def test_strangers_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise
 
 
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
-    assert ranks(2).monitors[0]._coordinator.listener.getsockname()[0] == "127.0.0.1"
+    assert ranks(2).monitors[0]._coordinator.door.listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> None:
@@ -324,6 +327,6 @@ def test_a_world_of_one_needs_nothing() -> None:
 
 def test_an_unreachable_coordinator_is_a_failed_communication(free_port: Callable[[], int]) -> None:
     store = dist.HashStore()
-    store.set("weft/monitor", f"{free_port()} token")
+    store.set("monitor", f"127.0.0.1,{free_port()},00")
     with pytest.raises(CommunicationError, match="rank 0 is not reached at 127.0.0.1"):
         FailureMonitor(1, 2, store)

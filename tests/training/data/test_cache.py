@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from training.data.cache import IndexCache
+from training.data.files import replacing
 
 ARRAY = np.arange(100, dtype=np.int32)
 
@@ -108,3 +109,52 @@ def test_processes_build_once_and_a_dead_one_holds_no_lock(tmp_path):
         results = pool.map(build_slowly, [str(tmp_path)] * 3, chunksize=1)
     assert sum(built for built, _ in results) == 1
     assert {last for _, last in results} == {99}
+
+
+def names(directory):
+    """Return the paths of an entry and of its lock, which depend on the facts alone."""
+    IndexCache(str(directory)).get({"a": 1}, 100, lambda: ARRAY)
+    path = entry(directory)
+    return path, directory / f"{path.name}.lock"
+
+
+def test_a_link_in_a_shared_cache_reaches_no_other_file(tmp_path):
+    """Neither the lock, nor the entry, nor the file it is written to first follows a link."""
+    shared, victim = tmp_path / "shared", tmp_path / "victim"
+    path, lock = names(shared)
+    for place in (path, lock):
+        victim.write_text("precious")
+        path.unlink()
+        lock.unlink()
+        place.symlink_to(victim)
+        said = []
+        cache = IndexCache(str(shared), said.append)
+        assert np.array_equal(cache.get({"a": 1}, 100, lambda: ARRAY), ARRAY)
+        assert victim.read_text() == "precious"
+        assert len(said) == (place == lock)
+        if place == path:
+            assert not path.is_symlink()  # replaced by an entry
+        else:
+            lock.unlink()
+            lock.touch()
+            path.touch()
+    guess = tmp_path / f"file.{os.getpid()}.tmp"
+    guess.symlink_to(victim)
+    with replacing(str(tmp_path / "file")) as file:
+        file.write(b"new")
+    assert victim.read_text() == "precious" and (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_pipes_in_a_shared_cache_hang_nobody(tmp_path):
+    path, lock = names(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert np.array_equal(IndexCache(str(tmp_path)).get({"a": 1}, 100, lambda: ARRAY), ARRAY)
+    assert np.array_equal(IndexCache(str(tmp_path)).get({"a": 1}, 100, fail), ARRAY)
+    path.unlink()
+    lock.unlink()
+    os.mkfifo(lock)
+    said = []
+    cache = IndexCache(str(tmp_path), said.append)
+    assert np.array_equal(cache.get({"a": 1}, 100, lambda: ARRAY), ARRAY)
+    assert len(said) == 1 and "not a plain file" in said[0]

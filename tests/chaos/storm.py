@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Play a storm of faults on real runs and print what became of each kind: `make chaos`.
+
+    python tests/chaos/storm.py --minutes 20 --seed 1          as many as 20 minutes take
+    python tests/chaos/storm.py --cases 300 --out runs/chaos   so many; table.md and storm.json
+
+Exits 1 if a promise was broken. It needs Linux and root, for small disks and network namespaces.
+"""
+
+import argparse
+import json
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.chaos.fault import Fault, Kind, draw  # noqa: E402
+from tests.chaos.judge import Verdict, judge, table  # noqa: E402
+from tests.chaos.kinds import BY_NAME, KINDS  # noqa: E402
+from tests.chaos.play import Oracle, free_port, play  # noqa: E402
+from tests.launcher import Launcher  # noqa: E402
+
+# a /dev/shm of the launcher's own, so that a name left there can only be a rank's
+APART = (
+    "unshare --mount --propagation slave sh -c".split(),
+    'mount -t tmpfs -o size=1g none /dev/shm && exec "$@"',
+)
+
+
+def start_launcher(folder: Path) -> Launcher:
+    """Start a process that forks ranks, with a /dev/shm of its own."""
+    folder.mkdir()
+    return Launcher(folder, free_port, prefix=[*APART[0], APART[1], "sh"])
+
+
+def storm(
+    faults: Sequence[Fault],
+    folder: Path,
+    jobs: int,
+    until: float | None,
+    note: Callable[[Verdict], None],
+) -> list[Verdict]:
+    """Play faults, `jobs` at a time. until: begin none after this time.monotonic()."""
+    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    for fault in faults:
+        waiting.put(fault)
+    verdicts: list[Verdict] = []
+    errors: list[BaseException] = []
+    oracle = Oracle(folder)
+
+    def work(number: int) -> None:
+        launcher = start_launcher(folder / f"launcher {number}")
+        try:
+            while not errors and (until is None or time.monotonic() < until):
+                fault = waiting.get_nowait()
+                verdict = judge(play(launcher, folder, fault, BY_NAME[fault.kind], oracle))
+                verdicts.append(verdict)
+                note(verdict)
+                if not verdict.broken:
+                    shutil.rmtree(folder / f"{fault.number:04d}")
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            raise
+        finally:
+            launcher.close()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return verdicts
+
+
+def summary(verdicts: Sequence[Verdict], honest: set[str], wall: float) -> str:
+    """Write the totals."""
+    held = [v for v in verdicts if v.kind not in honest]
+    found = [v.detected for v in held if v.detected is not None]
+    named = [v.named for v in held if v.named is not None]
+    ends = [v.equal for v in verdicts if v.equal is not None]
+    kinds = len({v.kind for v in verdicts})
+    lines = [
+        f"{len(verdicts)} faults of {kinds} kinds in {wall / 60:.0f} minutes",
+        f"found {sum(found)} of {len(found)}, named right {sum(named)} of {len(named)}",
+        f"{len(ends) - sum(ends)} of {len(ends)} ends differ from those of undisturbed runs",
+        f"{sum(v.hang for v in verdicts)} ranks past their time, "
+        f"{sum(v.left for v in verdicts)} processes or names in /dev/shm left",
+    ]
+    return "\n".join(f"- {line}." for line in lines)
+
+
+def chosen(words: Sequence[str]) -> list[Kind]:
+    """Return the kinds in whose name one of the words stands; all without words."""
+    return [kind for kind in KINDS if not words or any(word in kind.name for word in words)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, help="so many faults (default: what the time allows)")
+    parser.add_argument("--minutes", type=float, help="begin no fault after this (default: 20)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--kinds", nargs="*", default=(), help="only kinds with such a word")
+    parser.add_argument("--out", type=Path, help="where to write table.md, storm.json")
+    args = parser.parse_args(argv)
+    if args.minutes is None and args.cases is None:
+        args.minutes = 20.0
+    kinds = chosen(args.kinds)
+    if not kinds:
+        parser.error(f"--kinds {' '.join(args.kinds)}: no kind has such a name")
+    honest = {kind.name for kind in KINDS if kind.promise.honest}
+    faults = draw(args.seed, args.cases or 100_000, kinds)
+    began = time.monotonic()
+    until = began + 60 * args.minutes if args.minutes else None
+    folder = Path(tempfile.mkdtemp(prefix="weft-chaos-"))
+    done = 0
+
+    def note(v: Verdict) -> None:
+        nonlocal done
+        done += 1
+        what = "; ".join(v.broken) or "as promised"
+        said = "" if v.detection is None else f", said after {v.detection:.1f} s"
+        print(f"{done:4d}  #{v.number} {v.kind}, {v.layout}{said}: {what}", flush=True)
+
+    verdicts = storm(faults, folder, args.jobs, until, note)
+    text = table(verdicts, honest)
+    total = summary(verdicts, honest, time.monotonic() - began)
+    print(f"\n{text}\n\n{total}")
+    broken = [v for v in verdicts if v.broken]
+    for v in broken:
+        print(f"\n#{v.number} {v.kind}, {v.layout}: {'; '.join(v.broken)}")
+        print(f"    {folder}/{v.number:04d}  {faults[v.number - 1]}")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "table.md").write_text(f"{text}\n\n{total}\n")
+        rows = json.dumps([v.json() for v in verdicts], indent=1)
+        (args.out / "storm.json").write_text(rows + "\n")
+    if not broken:
+        shutil.rmtree(folder)
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

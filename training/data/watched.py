@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a file of the corpus by pread, and notice when it is cut short or written over.
+
+A memory map would end the process by SIGBUS, without a word, where the file was cut short.
+"""
+
+import os
+
+import numpy as np
+
+from training.data.dataset import DataError
+from training.untrusted import open_plain
+
+
+class WatchedFile:
+    """A plain file that must stay as it was when it was opened; threads may share it.
+
+    size: bytes; stamp: (size, mtime, ctime), times in ns. Raises OSError where it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = open_plain(path)
+        self._fd = self._file.fileno()
+        found = os.fstat(self._fd)
+        self.size, self._mtime = found.st_size, found.st_mtime_ns
+        self.stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        self.owner = found.st_uid
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from byte `offset` on. Raises DataError, naming both, for fewer."""
+        try:
+            data = os.pread(self._fd, size, offset)
+        except OSError as error:
+            raise DataError(f"{self.path}: byte {offset}: {error.strerror}") from error
+        if len(data) == size:
+            return data
+        whole = np.empty(size, np.uint8)  # a system may give less than was asked for
+        self.fill(whole, offset)
+        return whole.tobytes()
+
+    def fill(self, array: np.ndarray, offset: int) -> None:
+        """Fill an array with the bytes from `offset` on. Raises DataError where there are fewer."""
+        view, done = array.reshape(-1).view(np.uint8).data, 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise DataError(f"{self.path}: byte {offset}: {error.strerror}") from error
+            if not got:
+                raise self._short(offset, len(view), done)
+            done += got
+
+    def check(self) -> None:
+        """Raise DataError where the file was changed since it was opened."""
+        found = os.fstat(self._fd)
+        if found.st_size != self.size:
+            raise DataError(
+                f"{self.path} was changed while it was read: it had {self.size} bytes and has "
+                f"{found.st_size}"
+            )
+        if found.st_mtime_ns != self._mtime:
+            raise DataError(f"{self.path} was changed while it was read: it was written to")
+
+    def close(self) -> None:
+        """Close the file; nothing can be read from it then."""
+        self._file.close()
+
+    def _short(self, offset: int, size: int, got: int) -> DataError:
+        now = os.fstat(self._fd).st_size
+        return DataError(
+            f"{self.path}: {size} bytes were wanted at byte {offset} and {got} are there: the file "
+            f"had {self.size} bytes when it was opened and has {now}"
+        )
