@@ -5,6 +5,7 @@ import argparse
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from mpu.comm.secret import run_secret
@@ -78,15 +79,13 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     return o, secret or secrets.token_hex(32).encode()
 
 
-def above(least: int) -> type[int]:
-    """Return a type of whole numbers above `least`, for argparse."""
+def above(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers above `least`, for argparse."""
 
-    class Number(int):
-        def __new__(cls, text: str) -> "Number":
-            value = super().__new__(cls, text)
-            if value <= least:
-                raise argparse.ArgumentTypeError(f"{text} must be above {least}")
-            return value
+    def number(text: str) -> int:
+        value = int(text)
+        if value <= least:
+            raise argparse.ArgumentTypeError(f"{text} must be above {least}")
+        return value
 
-    Number.__name__ = "whole number"
-    return Number
+    return number

@@ -8,10 +8,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,125 +17,11 @@ from typing import Any
 import pytest
 
 from tests.launcher import SCRIPT
+from tests.supervisor import PROGRAM, ROOT, Supervisor, left, tensors
 from tools.supervise_copies import Copies, Member
 from tools.supervise_flags import Mistake, parse
 from tools.supervise_report import End, Fault, Report, diagnosis, first_cause, verdict
 from tools.supervise_wire import Channel, Listener, WireError, call
-
-ROOT = Path(__file__).resolve().parents[2]
-SECRET = "0123456789abcdef0123456789abcdef"
-# argv[1]: {"ATTEMPT.RANK": what to do, or ".RANK", or "": in every other case}
-PROGRAM = """
-import json, os, signal, struct, sys, time
-plan = json.loads(sys.argv[1])
-if "--dry-run" in sys.argv:
-    sys.exit(0 if int(os.environ["WORLD_SIZE"]) in plan["fits"] else 2)
-attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-print(attempt, rank, os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"], os.getpid(), flush=True)
-do = plan.get(f"{attempt}.{rank}", plan.get(f".{rank}", plan.get("", 0)))
-if rank == "0" and "step" in plan:
-    now = time.monotonic()
-    with open(os.environ["WEFT_SUPERVISOR"] + "/progress", "wb") as file:
-        file.write(struct.pack("=qdqdq", 0, now, plan["step"], now, 0))
-if do == "wait":
-    time.sleep(60)
-time.sleep(0.1)
-if isinstance(do, str):
-    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-        json.dump({"message": {"message": do}}, file)
-    do = 1
-if do < 0:
-    os.kill(os.getpid(), -do)
-os._exit(do)
-"""
-
-
-class Supervisor:
-    """tools/supervise.py at work. plan: for the program of a few lines."""
-
-    def __init__(
-        self,
-        folder: Path,
-        flags: str,
-        plan: dict[str, Any] | None = None,
-        argv: Any = (),
-        **env: str,
-    ) -> None:
-        folder.mkdir(exist_ok=True)
-        self.log, self.out = folder / "supervise.jsonl", folder / f"out.{time.monotonic_ns()}"
-        if plan is not None:
-            (folder / "program.py").write_text(PROGRAM)
-            flags, argv = f"{flags} --cold", [str(folder / "program.py"), json.dumps(plan)]
-        words = [*flags.split(), "--log-json", str(self.log), *argv]
-        with open(self.out, "w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "tools/supervise.py", *words],
-                cwd=ROOT, stdout=out, stderr=out, text=True, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-            )  # fmt: skip
-
-    def said(self) -> str:
-        return self.out.read_text()
-
-    def until(self, text: str, times: int = 1, seconds: float = 60.0) -> str:
-        """Wait until it has said a text so often; return all that it has said."""
-        deadline = time.monotonic() + seconds
-        while self.said().count(text) < times and time.monotonic() < deadline:
-            assert self.process.poll() is None or self.said().count(text) >= times, self.said()
-            time.sleep(0.02)
-        assert self.said().count(text) >= times, self.said()
-        return self.said()
-
-    def wait(self, seconds: float = 90.0) -> int:
-        """Return its exit code; nothing of it is left."""
-        try:
-            code = self.process.wait(seconds)
-        finally:
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGKILL)
-        assert not left(self.process.pid)
-        return code
-
-    def starts(self) -> list[list[str]]:
-        """Return what each start of the short program printed: attempt, rank, world, port, pid."""
-        lines = [line.split() for line in self.said().splitlines()]
-        return sorted(words for words in lines if len(words) == 5 and words[0].isdigit())
-
-    def rows(self, event: str) -> list[dict[str, Any]]:
-        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
-        return [row for row in rows if row["event"] == event]
-
-
-def left(supervisor: int, seconds: float = 40.0) -> list[str]:
-    """List what is left of a supervisor after a while: its memory, processes that know of that."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = [str(p) for p in Path("/dev/shm").glob(f"weft-{os.getuid()}-{supervisor}-*")]
-        mark = f"weft-{os.getuid()}-{supervisor}-".encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-                if mark in words:
-                    found.append(process.name)
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    """supervise(flags, plan) -> a Supervisor, ended with the test."""
-    made: list[Supervisor] = []
-
-    def start(*args: Any, folder: Path = tmp_path, **more: Any) -> Supervisor:
-        made.append(Supervisor(folder, *args, **more))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
 
 
 def ends(*codes: int | None) -> list[End]:
@@ -297,7 +181,7 @@ def test_with_too_few_places_left_the_largest_world_that_fits_goes_on(
         ("--nnodes 2 --node-rank 2 --master-addr x", "--node-rank 2 is not one of --nnodes 2"),
         (
             "--nnodes 2 --master-addr 127.0.0.1",
-            "prove that they belong to one run: give all of them the",
+            "prove that they belong to one run",
         ),
         ("--nproc-per-node 2 --spares 2", "--spares 2 leaves no place"),
         ("--elastic-dp", "--elastic-dp keeps the global batch"),
@@ -418,13 +302,6 @@ MODEL = (
 )
 
 
-def tensors(folder: Path, step: int = 20) -> list[str]:
-    """Return the hashes of a checkpoint's files of tensors."""
-    manifest = json.loads((folder / f"step_{step:08d}" / "manifest.json").read_text())
-    files = manifest["files"].items()
-    return [info["sha256"] for name, info in sorted(files) if name.endswith(".safetensors")]
-
-
 def kill_at(call: int, rank: int = 1) -> str:
     return json.dumps({"point": "update", "rank": rank, "call": call, "how": "kill"})
 
@@ -440,4 +317,4 @@ def test_a_killed_rank_restarts_from_memory_and_ends_with_the_same_bits(
     (back,) = run.rows("back")
     assert (back["begun_at"], back["source"], back["steps_lost"]) == (10, "memory", 2)
     assert back["mttr_seconds"] < 20.0 and run.rows("fault")[0]["step"] == 12
-    assert tensors(tmp_path / "saved") == tensors(oracle.folder / "saved")
+    assert tensors(tmp_path / "saved", 20) == tensors(oracle.folder / "saved", 20)
