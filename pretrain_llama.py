@@ -308,7 +308,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
             # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and (torchrun or supervised)
+            threads = os.environ.get("OMP_NUM_THREADS")
+            share = threads in (None, "1") if torchrun else supervised and threads is None
             config, device, loaders, digests = prepare(config, grid, share, note_of(grid))
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:

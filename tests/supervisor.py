@@ -66,7 +66,7 @@ class Supervisor:
     def said(self) -> str:
         return self.out.read_text()
 
-    def until(self, text: str, times: int = 1, seconds: float = 60.0) -> str:
+    def until(self, text: str, times: int = 1, seconds: float = 120.0) -> str:
         """Wait until it has said a text so often; return all that it has said."""
         deadline = time.monotonic() + seconds
         while self.said().count(text) < times and time.monotonic() < deadline:
