@@ -17,6 +17,7 @@ not mend; 128+n, signal n came before the first step.
 """
 
 import argparse
+import os
 import queue
 import signal
 import socket
@@ -113,7 +114,7 @@ class Leader:
             if node in self.members and self.members[node].channel is event["channel"]:
                 del self.members[node]
                 say(f"node {node} is lost: {event['lost']}")
-                self.copies.waiting.discard(node)
+                self.copies.lost(node)
                 self._gone(node, f"its node was lost: {event['lost']}")
         elif "gone" in event:
             self._gone(node, "the process that had started it was killed")
@@ -198,8 +199,7 @@ class Leader:
             deadline = time.monotonic() + COPY
             while self.copies.waiting and time.monotonic() < deadline and not self.signalled:
                 self.pump()
-            if not self.copies.waiting:
-                self.copies.only(step)
+            if self.copies.only(step):
                 return step
             self.copies.drop(step)
         self.copies.only(-1)
@@ -293,6 +293,8 @@ def main(words: list[str] | None = None) -> int:
     """Read the flags and supervise; return the exit code."""
     try:
         options, secret = parse(words, __doc__)
+        if "--dry-run" in options.flags:  # of the whole run: nothing to supervise
+            os.execv(sys.executable, [sys.executable, options.script, *options.flags])
         kind = Follower if options.node_rank else Leader
         return kind(options, [options.script, *options.flags], secret).run()
     except Mistake as error:
