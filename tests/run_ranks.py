@@ -11,7 +11,8 @@ folder is then FAULT_FOLDER of its environment.
 
 tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
-which all are killed; "netns", the network namespace of each rank; "env"; and "stdout", a path.
+which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
+network namespace of each rank; "env"; and "stdout", a path.
 """
 
 import ctypes
@@ -85,9 +86,14 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     patience = dict(job.get("monitor", {}))
     if "silence" in patience:
         argv += ["--peer-timeout", str(patience.pop("silence"))]
+    if "floor" in patience:  # the least limit of a phase
+        pretrain_llama.HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
+    if "meeting" in job:  # seconds that ranks wait for each other there
+        meet = pretrain_llama.meet
+        pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
     if job.get("no_step"):
@@ -104,6 +110,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of a job and wait for all."""
     pids = {}
     for rank in range(job["ranks"]):
+        if rank in job.get("absent", ()):
+            continue
         pid = os.fork()
         if pid == 0:
             be_rank(job, rank)
@@ -114,10 +122,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
     limit = job.get("limit", LIMIT)
     while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         now = time.monotonic() - start
         if pid and os.WIFSTOPPED(status):
             stopped[pid], ended[pids[pid]] = True, now
+        elif pid and os.WIFCONTINUED(status):
+            stopped[pid], ended[pids[pid]] = False, 0.0
         elif pid:
             rank = pids.pop(pid)
             codes[rank] = os.waitstatus_to_exitcode(status)
@@ -127,7 +137,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         late = now > limit and not killed
         killed = killed or late
         for other in pids:
-            if late or all(stopped[p] for p in pids):
+            if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
     return {"codes": codes, "ended": ended, "late": killed, "began": start}
 

@@ -59,10 +59,20 @@ class Copies:
         """A node's ranks made a copy."""
         step = event["kept"]
         if node in self.members:
+            self._undone(step)
             files, needs = set(event["files"]), event["needs"]
             self._copies[step] = Copy(files, needs, world, tuple(makers))
             self.members[node].holds[step] = set(event["have"])
             self._spread()
+
+    def _undone(self, step: int) -> None:
+        """Forget later steps than one that is made now: the run went back."""
+        if later := [other for other in self._copies if other > step]:
+            self._forget(lambda other: other in later)
+            self._tell([0, step])
+            self._tried = -1
+            if self._moving in later:
+                self._moving, self.waiting = -1, set()
 
     def fetched(self, node: int, event: Event) -> None:
         """A node has what it was told to fetch, or failed to."""

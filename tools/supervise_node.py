@@ -52,6 +52,14 @@ def memory_directory() -> Path:
     return path
 
 
+def _received(sock: socket.socket) -> bytes:
+    """Return what came, b"" where the other side is gone."""
+    try:
+        return sock.recv(65536)
+    except OSError:
+        return b""
+
+
 class Node:
     """This machine's ranks and memory. event(message): called, from any thread, with what happens.
 
@@ -98,7 +106,7 @@ class Node:
 
     def _listen(self, sock: socket.socket) -> None:
         buffer = b""
-        while data := sock.recv(65536):
+        while data := _received(sock):
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 message = json.loads(line)

@@ -25,9 +25,13 @@ from urllib.parse import quote, unquote
 FORMAT: dict[str, dict[str, type]] = {
     "beat": {"action": str},  # of a rank
     "failed": {"action": str, "why": str, "wait": float},  # wait: seconds for a better explanation
+    "status": {"said": str},  # of a rank that stands still: HangWatch.status, in JSON
+    "stack": {"text": str},  # of a rank, after a report
+    "place": {"said": str},  # where a rank's process is, the hub's too: Dump.address, in JSON
     "bye": {},
     "alive": {},  # the hub's beat
-    "cause": {"rank": int, "action": str, "why": str},
+    "report": {"text": str},  # of the hub to a rank that hangs
+    "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
     "refused": {"why": str},
 }
 TEXT = 2000  # characters, at most, of one field
@@ -213,7 +217,7 @@ class Connection:
 
 
 class Refused(ConnectionError):
-    """The hub answered, but does not take this rank."""
+    """The hub knows the secret and does not take this rank."""
 
 
 def join(
@@ -233,14 +237,14 @@ def join(
             greeting += connection.receive(len(GREETING) + NONCE - len(greeting))
         own, hub = nonce(), greeting[len(GREETING) :]
         if not greeting.startswith(GREETING) or len(hub) < NONCE:
-            raise Refused("who listens there is not Weft, or is busy")
+            raise ConnectionError("who listens there is not Weft, or is busy")
         connection.use_keys(secret, hub, own, is_hub=False)
         connection.send_raw(hello(secret, rank, session, own, hub))
         messages: list[Message] = []
         while not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:
-            raise Refused("it knows another secret: all ranks of a run share one")
+            raise ConnectionError("it knows another secret: all ranks of a run share one")
         if messages[0].kind == "refused":
             raise Refused(messages[0].fields["why"])
     except BaseException:

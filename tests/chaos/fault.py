@@ -44,7 +44,8 @@ class Promise:
 
     codes: the exit codes that ranks other than the victim may have. says: a regular expression
     that names the fault right; {rank}, {other}, {step} and {name} are the fault's. who: in whose
-    words it must stand: each of the "survivors", "one" rank, or the "restart"; None: nobody's.
+    words it must stand: each of the "survivors", "one" rank, "both sides" of a wire, or the
+    "restart"; None: nobody's.
     limit: seconds from the fault to the last survivor's end. equal: the end of the run, or of the
     same command given again, has the bits of an undisturbed run. honest: nothing is promised about
     being found; the table only counts.
@@ -71,8 +72,8 @@ class Kind:
     the undisturbed run is made too; flags: those that only notice. outside: what the storm itself
     does once the fault strikes (a function of tests/chaos/outside.py). held: the victim cannot
     move, so that its launcher kills it. share: how often it is drawn, against the others. victim:
-    the exit code of the rank that is struck; None: that of the others. apart: how it is played, by
-    a function of tests/chaos/apart.py.
+    the exit code of the rank that is struck; None: that of the others. apart: the launcher that
+    starts the ranks, of tests/chaos/apart.py.
     """
 
     name: str
@@ -86,6 +87,8 @@ class Kind:
     share: float = 1.0
     victim: int | None = None
     only: int | None = None  # the rank that is struck, where it cannot be any
+    first: int = SAVE_EVERY + 1  # the earliest step in which it strikes
+    steps: int = STEPS  # of the run; `base` says so too
     job: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
 
@@ -107,7 +110,7 @@ def one(kind: Kind, number: int, rng: random.Random) -> Fault:
     """Draw a fault of a kind."""
     layout = LAYOUTS[rng.choice(kind.layouts)]
     rank = rng.randrange(layout.ranks) if kind.only is None else kind.only
-    step = rng.randint(SAVE_EVERY + 1, STEPS - 2)
+    step = rng.randint(kind.first, STEPS - 2)
     made = kind.make(rng, layout, rank, step)
     for fault in made:
         fault.setdefault("rank", rank)

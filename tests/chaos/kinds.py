@@ -6,7 +6,16 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.chaos.fault import HANG_TIMEOUT, LAYOUTS, PEER_TIMEOUT, SLACK, Kind, Layout, Promise
+from tests.chaos.fault import (
+    HANG_TIMEOUT,
+    LAYOUTS,
+    PEER_TIMEOUT,
+    SAVE_EVERY,
+    SLACK,
+    Kind,
+    Layout,
+    Promise,
+)
 
 Make = Callable[[random.Random, Layout, int, int], list[dict[str, Any]]]
 DP = ("dp 2", "ZeRO 3")
@@ -68,6 +77,10 @@ def wait(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[
 def fill_small_disk(rng: random.Random, layout: Layout, rank: int, step: int) -> Any:
     """Fill the disk `small` of the job's folder."""
     return [{"point": "data", "how": "fill", "from": step, "path": "{dir}/small", "rank": 0}]
+
+
+# a run that writes more than the page in which a file on a full disk still has room
+LONG: dict[str, Any] = {"base": "--train-iters 60 --save-interval 20", "steps": 60}
 
 
 def full_checkpoint_disk(rng: random.Random, layout: Layout, rank: int, step: int) -> Any:
@@ -134,7 +147,8 @@ STOPS = [
     Kind("stop: for good", at("layer, backward, update", "stop"),
          SILENT, held=True, victim=-signal.SIGKILL),
     Kind("stop: 2 seconds", wait, HARMLESS, outside="pause_a_rank"),
-    Kind("stop: all ranks, 2 seconds", wait, HARMLESS, outside="pause_all"),
+    Kind("stop: all ranks, 2 seconds", wait, HARMLESS, outside="pause_all",
+         job={"patient": True}),
     Kind("hang: interpreter's lock held", at("layer", "hold"), SILENT, held=True,
          victim=-signal.SIGKILL),
 ]  # fmt: skip
@@ -144,7 +158,8 @@ ERRORS = [
          Promise(says=OWN + r".*RuntimeError: broken on purpose")),
     Kind("error: sys.exit(0) in the loader", at("reading", "exit 0"),
          Promise(codes=(1, 2), says=OWN)),
-    Kind("corpus: read error", at("reading", "EIO"), Promise(says=OWN + ".*Input/output error")),
+    Kind("corpus: read error", at("pread", "EIO"),
+         Promise(codes=(1, 2), says=OWN + r".*corpus\.bin.*Input/output error")),
 ]  # fmt: skip
 NUMBERS = [
     Kind(f"number: {value} in a {what}", spoil(point, what.split()[0], value),
@@ -164,22 +179,22 @@ DISKS += [
     Kind("disk: short write under a checkpoint",
          lambda r, *a: [{"point": "saving", "call": r.randint(2, 3), "how": "short"}], GOES_ON),
     Kind("disk: full under a checkpoint", full_checkpoint_disk,
-         Promise(codes=(0,), who="one", says="was not saved: .*No space left"),
+         Promise(codes=(0,), who="one", says="was not saved: .*MB are free"),
          job={"disk": "saved", "size": "8m"}),
     Kind("disk: slow under a checkpoint", at("fsync", "slow", seconds=0.2, times=1000), HARMLESS),
     Kind("disk: full under the log", fill_small_disk,
          Promise(codes=(0,), who="one", says=r"(log|small).*No space left"),
-         flags="--log-json {dir}/small/log.jsonl", job={"disk": "small", "size": "64k"}),
+         flags="--log-json {dir}/small/log.jsonl", **LONG, job={"disk": "small", "size": "64k"}),
     Kind("disk: full under stdout", fill_small_disk,
-         Promise(codes=(0,), who="one", says=r"(stdout|output).*No space left"),
-         job={"disk": "small", "size": "64k", "stdout": "{dir}/small/out.{{}}"}),
+         HARMLESS,
+         **LONG, job={"disk": "small", "size": "64k", "stdout": "{dir}/small/out.{{}}"}),
     Kind("disk: full under TensorBoard", fill_small_disk,
          Promise(codes=(0,), who="one", says=r"(TensorBoard|small).*No space left"),
-         flags="--tensorboard-dir {dir}/small/tb", job={"disk": "small", "size": "64k"}),
+         flags="--tensorboard-dir {dir}/small/tb", **LONG, job={"disk": "small", "size": "64k"}),
 ]  # fmt: skip
 DAMAGE = [
     Kind(f"checkpoint: {name}", at("data", "kill all"), fallen_back(r"passed over.*{name}"),
-         outside=f"damage_{how}")
+         outside=f"damage_{how}", first=2 * SAVE_EVERY + 1)
     for name, how in (("bit flipped", "flip"), ("file truncated", "truncate"),
                       ("file missing", "remove"))
 ]  # fmt: skip
@@ -191,9 +206,25 @@ SIGNALS = [
     Kind("signal: SIGHUP to all", wait, SAVED, outside="sighup"),
 ]
 CLOCKS = [Kind("clock: jumps", jump, HARMLESS)]
+LAUNCHERS = [
+    Kind("launcher: torchrun killed", wait, Promise(codes=(-9,), who="one", says="saved: the same"),
+         outside="kill_launcher", apart="torchrun", share=0.3),
+    Kind("restart: a rank killed under torchrun --max-restarts", at("layer, update", "kill"),
+         Promise(codes=(0,), who="one", says=DIED.says), apart="torchrun restarts", share=0.5),
+]  # fmt: skip
 STRANGERS = [
     Kind("network: garbage on the hub's port", wait, HARMLESS, outside="garbage"),
     Kind("network: 300 idle connections to the hub", wait, HARMLESS, outside="idle_connections"),
+]
+WIRE = {"base": "--no-shared-memory", "job": {"wire": True}}
+APART = Promise(who="both sides", says="rank 0 and rank 1 do not hear each other",
+                limit=PEER_TIMEOUT + SLACK)  # fmt: skip
+WIRES = [
+    Kind("network: partition", wait, APART, outside="partition", **WIRE),
+    Kind("network: partition of 2 seconds", wait, HARMLESS, outside="short_partition", **WIRE),
+    Kind("network: delay", wait, HARMLESS, outside="delay", **WIRE),
+    Kind("network: loss", wait, HARMLESS, outside="loss", **WIRE),
+    Kind("network: connections reset", wait, APART, outside="reset", **WIRE),
 ]
 FILES = [
     Kind(
@@ -219,5 +250,5 @@ FLIPS = [
          layouts=("ZeRO 3",), share=0.5),
 ]  # fmt: skip
 KINDS = [*KILLS, *STOPS, *ERRORS, *NUMBERS, *DISKS, *DAMAGE, *SIGNALS, *CLOCKS, *STRANGERS]
-KINDS += [*FILES, *FLIPS]
+KINDS += [*LAUNCHERS, *WIRES, *FILES, *FLIPS]
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -9,12 +9,15 @@ Exits 1 if a promise was broken. It needs Linux and root, for small disks and ne
 
 import argparse
 import json
+import os
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,19 +27,18 @@ from tests.chaos.fault import Fault, Kind, draw  # noqa: E402
 from tests.chaos.judge import Verdict, judge, table  # noqa: E402
 from tests.chaos.kinds import BY_NAME, KINDS  # noqa: E402
 from tests.chaos.play import Oracle, free_port, play  # noqa: E402
-from tests.launcher import Launcher  # noqa: E402
+from tests.launcher import Launcher, writers_into  # noqa: E402
 
-# a /dev/shm of the launcher's own, so that a name left there can only be a rank's
-APART = (
-    "unshare --mount --propagation slave sh -c".split(),
-    'mount -t tmpfs -o size=1g none /dev/shm && exec "$@"',
-)
+SHARED = Path("/dev/shm")
 
 
-def start_launcher(folder: Path) -> Launcher:
-    """Start a process that forks ranks, with a /dev/shm of its own."""
-    folder.mkdir()
-    return Launcher(folder, free_port, prefix=[*APART[0], APART[1], "sh"])
+def enter() -> None:
+    """Become the same program where mounts are its own, with an empty /dev/shm."""
+    words = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    mount = f'mount -t tmpfs -o size=1g none {SHARED} && exec "$@"'
+    words += ["sh", "-c", mount, "sh", sys.executable, *sys.argv]
+    os.environ["WEFT_CHAOS"] = "inside"
+    os.execvp(words[0], words)
 
 
 def storm(
@@ -51,25 +53,34 @@ def storm(
     for fault in faults:
         waiting.put(fault)
     verdicts: list[Verdict] = []
-    errors: list[BaseException] = []
     oracle = Oracle(folder)
 
-    def work(number: int) -> None:
-        launcher = start_launcher(folder / f"launcher {number}")
+    def one(launcher: Launcher, fault: Fault) -> Verdict:
+        kind = BY_NAME[fault.kind]
         try:
-            while not errors and (until is None or time.monotonic() < until):
-                fault = waiting.get_nowait()
-                verdict = judge(play(launcher, folder, fault, BY_NAME[fault.kind], oracle))
+            return judge(play(launcher, folder, fault, kind, oracle, SHARED))
+        except Exception:  # of ours: the storm goes on, and the fault counts as broken
+            launcher.process.kill()
+            for pid in writers_into(folder / f"{fault.number:04d}", patience=0.0):
+                os.kill(pid, signal.SIGKILL)
+            why = traceback.format_exc()
+            return Verdict(fault.number, fault.kind, fault.layout, False, broken=[why])
+
+    def work(number: int) -> None:
+        count = 0
+        while until is None or time.monotonic() < until:
+            launcher = Launcher(folder / f"launcher {number}.{(count := count + 1)}", free_port)
+            while launcher.process.poll() is None and (until is None or time.monotonic() < until):
+                try:
+                    fault = waiting.get_nowait()
+                except queue.Empty:
+                    launcher.close()
+                    return
+                verdict = one(launcher, fault)
                 verdicts.append(verdict)
                 note(verdict)
                 if not verdict.broken:
                     shutil.rmtree(folder / f"{fault.number:04d}")
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            errors.append(error)
-            raise
-        finally:
             launcher.close()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(jobs)]
@@ -77,8 +88,6 @@ def storm(
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
     return verdicts
 
 
@@ -152,4 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "WEFT_CHAOS" not in os.environ:
+        enter()
     sys.exit(main())

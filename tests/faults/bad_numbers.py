@@ -36,7 +36,7 @@ def places(what: str, run: Any) -> Iterator[tuple[str, Tensor]]:
 
 def write(values: Tensor, value: str | float, rng: random.Random) -> str:
     """Write the wrong number at an element of values; return where, and which bit."""
-    flat = values.detach().view(-1)
+    flat = values.data.view(-1)  # unseen by autograd
     at = rng.randrange(flat.numel())
     if isinstance(value, float):
         flat.mul_(value)

@@ -42,6 +42,7 @@ import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
+from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
@@ -57,6 +58,7 @@ POINTS = {
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
     "reading": (Loader, "_make"),
+    "pread": (os, "pread"),
     "step": (pretrain_llama, "train_step"),
     "forward": (pretrain_llama.Llama, "forward"),
     "receive": (engine, "receive"),
@@ -65,6 +67,7 @@ POINTS = {
     "layer": (linear.RowParallelLinear, "forward"),
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
+    "wait for a collective": (Handle, "wait"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
@@ -118,7 +121,7 @@ class Injected:
         """Write down that it strikes now, the first time."""
         path = self.folder / f"struck.{os.environ['RANK']}"
         if self.folder != Path() and not path.exists():
-            aside = path.with_suffix(".aside")
+            aside = path.with_name(f"{path.name}.aside")
             aside.write_text(json.dumps({"at": time.monotonic(), "hit": hit}))
             aside.replace(path)
 
@@ -227,8 +230,10 @@ def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def inject(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
-    """Put the faults in their places, those of this rank."""
+    """Put the faults in their places, those of this rank, unless one struck it before."""
     here = int(os.environ["RANK"])
+    if folder != Path() and (folder / f"struck.{here}").exists():
+        return  # a launcher started it again
     for fault in [faults] if isinstance(faults, dict) else faults:
         if fault["rank"] in (-1, here):
             _inject(Injected(fault, folder))

@@ -295,6 +295,18 @@ def test_each_node_fetches_anothers_files_and_then_older_copies_go() -> None:
     assert copies.choose({1: [0]}, 1) is None
 
 
+def test_copies_of_steps_that_were_undone_are_not_restored() -> None:
+    """With --on-nan rewind a run goes back, and what follows is not what was before."""
+    one, orders = members(1)
+    copies = Copies(one)
+    have = {"files": ["manifest.json"], "needs": {"0": []}, "have": ["manifest.json"]}
+    for step in (20, 5):
+        copies.kept(0, {"kept": step, **have}, [0], 1)
+        copies.fetched(0, {"fetched": step, "have": ["manifest.json"]})
+    assert (0, {"forget": [0, 5]}) in orders
+    assert copies.choose({0: [0]}, 1) == 5
+
+
 MODEL = (
     "--mock-data --vocab-size 500 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
     "--seq-length 32 --lr 1e-3 --log-interval 1 --num-workers 0 --device cpu --global-batch-size 4 "

@@ -10,6 +10,7 @@
 pieces       what a rank holds, as rectangles of canonical tensors, and which holder writes each
 files        bytes that are on disk when the call returns, with their checksums
 manifest     what the three JSON files say, checked when read
+finite       no value that is not finite is saved, or read
 agree        a failure on one rank becomes a failure on all
 lock         one writer a directory
 save         write aside, then rename

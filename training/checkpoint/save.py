@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint that is complete or absent.
 
+    every rank   checks that its values are finite
     every rank   writes its rectangles under step_00000123.tmp-<random>/, fsync
     rank 0       checks that the rectangles tile each tensor; index, state, manifest; fsync
     rank 0       rename to step_00000123/, fsync of the parent: now the checkpoint exists
@@ -34,6 +35,7 @@ from training.checkpoint.files import (
     write_json,
     write_safetensors,
 )
+from training.checkpoint.finite import check_pieces
 from training.checkpoint.manifest import (
     FORMAT,
     INDEX,
@@ -77,7 +79,8 @@ def save(
         with an index and a manifest of them all.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
-    Raises SaveError, on every rank, naming the rank, the path and the cause.
+    Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
+    finite is one: nothing is written then.
     """
     launch = grid.launch
     at = grid.rank - launch.local_rank if local else 0  # the rank that makes this directory
@@ -85,7 +88,7 @@ def save(
     directory, first = Path(root), grid.rank == at
     aside: Path | None = None
 
-    def phase(work: Any) -> list[Any]:
+    def phase(work: Any, rest: str = "; every rank must be able to write there") -> list[Any]:
         outcomes = together(work, world or grid.world, device)
         failed = first_error(outcomes)
         if failed is None:
@@ -94,12 +97,16 @@ def save(
             shutil.rmtree(aside, ignore_errors=True)
         raise SaveError(
             f"the checkpoint of step {step} was not saved: {directory}: rank {failed.rank}: "
-            f"{failed.error}; every rank must be able to write there (earlier checkpoints are "
-            "untouched)"
+            f"{failed.error}{rest} (earlier checkpoints are untouched)"
         )
 
     mine = into_files(share(pieces), file_bytes)
-    need = sum(phase(lambda: sum(p.nbytes for file in mine for p in file))[ranks])
+
+    def measure() -> int:
+        check_pieces(piece for file in mine for piece in file)
+        return sum(piece.nbytes for file in mine for piece in file)
+
+    need = sum(phase(measure, rest="")[ranks])
     hook("start")
     name = phase(lambda: _begin(directory, step, need) if first else None)[at]
     aside = directory / name

@@ -31,7 +31,7 @@ from training.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
 HEARD = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
-MARGIN = 3.0  # seconds that the others give rank 0 to tell them who is missing
+MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
 T = TypeVar("T")
 
@@ -53,13 +53,14 @@ def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
     deadline = time.monotonic() + timeout.total_seconds()
 
     def run(state: list[str]) -> dist.Store:
-        store = _open(launch, deadline, timeout, state)
         try:
+            store = _open(launch, deadline, timeout, state)
+            state[0] = f"rank 0's store at {_where(launch)} does not answer any more"
             name = _rank_0(store, launch, deadline, refused) if launch.rank == 0 else ""
             name = name or _other_rank(store, launch, deadline, refused)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
-            raise MeetingError(f"rank 0's store at {_where(launch)} is gone: {text}") from None
+            raise MeetingError(f"{state[0]}: {text}") from None
         return dist.PrefixStore(f"weft/{name}", store)
 
     return _within(timeout.total_seconds() + 2 * MARGIN, run)
@@ -108,7 +109,7 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
     why = ""
     while time.monotonic() < deadline:  # torch would print its frames about each vain attempt
         try:
-            socket.create_connection((host, port), timeout=MARGIN).close()
+            socket.create_connection((host, port), timeout=2.0).close()
             break
         except OSError as error:
             why = str(error)
@@ -119,9 +120,7 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
             f"{who} did not come to {_where(launch)} in {timeout.total_seconds():.0f} s: {why}"
         )
     state[0] = f"what listens at {_where(launch)} does not answer as rank 0's store would"
-    store = dist.TCPStore(host, port, world, False, timeout, False)
-    state[0] = f"rank 0's store at {_where(launch)} does not answer any more"
-    return store
+    return dist.TCPStore(host, port, world, False, timeout, False)
 
 
 def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:

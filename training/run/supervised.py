@@ -10,6 +10,7 @@ needs_STEP.json: {rank: the files that this rank would load}.
 
 import os
 import secrets
+import shutil
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,15 @@ class SupervisedSaver(Saver):
     def _check_resume(self, found: Checkpoint) -> None:
         super()._check_resume(found)
         self._source = 2 if found.directory.parent == self._memory else 1
+
+    def rewind(self) -> tuple[int, int] | None:
+        """Do what Saver.rewind() does, and forget the copies of what is made undone."""
+        found = super().rewind()
+        memory, launch = self._memory, self.ctx.grid.launch
+        if found is not None and memory is not None and launch.local_rank == 0:
+            for path in memory.glob("step_*"):
+                shutil.rmtree(path, ignore_errors=True)
+        return found
 
     def keep(self, iteration: int, consumed: int) -> None:
         """Copy this step's state into the supervisor's memory, in the background.
