@@ -166,6 +166,7 @@ LIVE = """
 --ignore-flags | texts | NAME:COUNT ...; off: left out | leave out these flags of somebody's fork with the COUNT values after each; Weft and Megatron-LM must not know them (ours, not Megatron's)
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
 [fault] Faults
+--peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)
 --on-replica-mismatch | one of stop,rewind | default: stop | what to do where replicas differ: end the run, or go back to the last sound checkpoint (ours, not Megatron's)
 --checksum-messages | switch | off: left out | let every message between CPU ranks carry a checksum, by gloo and not by shared memory (ours, not Megatron's)

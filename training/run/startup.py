@@ -107,7 +107,7 @@ def connect(
     """
     try:
         grid.connect(device, store, timeout)
-        if config.checkpoint.async_save:
+        if config.checkpoint.async_save or config.fault.peer_checkpoint:
             grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
