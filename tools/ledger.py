@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--first-step", type=whole(-MOST, 1 << 40), default=1, help="step to begin with, from 1"
+        "--first-step", type=whole(high=1 << 40), default=1, help="step to begin with, from 1"
     )
     parser.add_argument("--steps", type=whole(), default=10, help="number of steps")
     parser.add_argument("--rows", action="store_true", help="list the rows of each step")

@@ -13,15 +13,19 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
@@ -90,6 +94,26 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def monitor_of(
+    config: Config, launch: Launch, grid: Grid, store: dist.Store | None, error_file: str | None
+) -> FailureMonitor:
+    """Return this rank's failure monitor, which also watches whether the rank hangs.
+
+    store: where the ranks met, None in a world of one. error_file: the launcher's, see
+    `tell_launcher`. Raises CommunicationError where rank 0 is not reached.
+    """
+    seconds = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = HangWatch(grid.waits, seconds, config.fault.hang_timeout)
+    if store is None:
+        return FailureMonitor(watch=watch)
+    who, point = (launch.rank, launch.world), launch.point
+    return FailureMonitor(
+        *who, store, point.host, point.secret,
+        silence=config.fault.peer_timeout, watch=watch,
+        tell=partial(tell_launcher, error_file=error_file),
+    )  # fmt: skip
 
 
 def connect(
