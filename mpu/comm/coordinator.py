@@ -242,12 +242,19 @@ class Coordinator(threading.Thread):
             f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} at: {action}"
             for action, ranks in ranks_by_action.items()
         ]
-        also = sorted({c.rank for _, c in self.weak} - {cause.rank})
-        same = f"; {named(also)} lost it, too, while every process lived" if also else ""
-        why = "; meanwhile ".join([cause.why + same * (not others), *elsewhere[:1]]) + "".join(
+        why = "; meanwhile ".join([cause.why + self._shared_by(cause), *elsewhere[:1]]) + "".join(
             f", {x}" for x in elsewhere[1:3]
         )
         return Cause(cause.rank, cause.action, why)
+
+    def _shared_by(self, cause: Cause) -> str:
+        """Return which ranks lost a connection, too, where one did and no process died."""
+        broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
+        lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
+        also = sorted(lost - {cause.rank})
+        if cause.rank not in lost or not also:
+            return ""
+        return f"; {named(also)} lost it, too, while every process lived"
 
     def decide(self, cause: Cause) -> None:
         """Take the first cause, and tell all."""
