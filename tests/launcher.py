@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +69,12 @@ def writers_into(folder: Path, patience: float) -> list[int]:
 
 
 class Launcher:
-    """A process that forks ranks, one job at a time; each job has a folder.
+    """A process that forks ranks, one job at a time; each job has a folder."""
 
-    prefix: words of a command that runs another one, in front of this process's own.
-    """
-
-    def __init__(
-        self, folder: Path, free_port: Callable[[], int], prefix: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
         self.folder, self.free_port, self.jobs = folder, free_port, 0
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(SCRIPT)],
+            [sys.executable, str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "kills": ("tests/faults/test_kills.py",),
     "repeated-kills": ("tests/faults/test_repeated_kills.py",),
+    "chaos": ("tests/chaos",),
 }
 
 

@@ -11,7 +11,8 @@ folder is then FAULT_FOLDER of its environment.
 
 tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
-which all are killed; "netns", the network namespace of each rank; "env"; and "stdout", a path.
+which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
+network namespace of each rank; "env"; and "stdout", a path.
 """
 
 import ctypes
@@ -56,6 +57,25 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
     train(run, loaders, saver, *rest, **named)
 
 
+def sampled(every: int, file: Path) -> None:
+    """Let this rank write what it holds after every so many steps, a line each."""
+    due_after = pretrain_llama.due_after
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def sampling(config: Any, iteration: int, total: int) -> Any:
+        if iteration % every == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            spans = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
+            shared = sum(int(high, 16) - int(low, 16) for low, high in spans)
+            counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+            with open(file, "a") as out:
+                out.write(json.dumps([iteration, resident, *counts, shared]) + "\n")
+        return due_after(config, iteration, total)
+
+    pretrain_llama.due_after = sampling
+
+
 def enter_network(path: str) -> None:
     """Move this process, which has one thread, into a network namespace of Linux."""
     libc, file = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY)
@@ -86,6 +106,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     patience = dict(job.get("monitor", {}))
     if "silence" in patience:
         argv += ["--peer-timeout", str(patience.pop("silence"))]
+    if "floor" in patience:  # the least limit of a phase
+        pretrain_llama.HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
@@ -97,6 +119,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
+    if job.get("sample"):
+        sampled(job["sample"], folder / f"samples.{rank}")
     if job.get("no_step"):
         pretrain_llama.train = load_and_save
     if job.get("save_first"):
@@ -123,10 +147,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
     limit = job.get("limit", LIMIT)
     while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         now = time.monotonic() - start
         if pid and os.WIFSTOPPED(status):
             stopped[pid], ended[pids[pid]] = True, now
+        elif pid and os.WIFCONTINUED(status):
+            stopped[pid], ended[pids[pid]] = False, 0.0
         elif pid:
             rank = pids.pop(pid)
             codes[rank] = os.waitstatus_to_exitcode(status)
@@ -136,7 +162,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         late = now > limit and not killed
         killed = killed or late
         for other in pids:
-            if late or all(stopped[p] for p in pids):
+            if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
     return {"codes": codes, "ended": ended, "late": killed, "began": start}
 

@@ -9,10 +9,12 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpu.comm.door import Door, Stranger
+from mpu.comm.hang_judge import HangJudge, named
+from mpu.comm.hang_watch import say
 from mpu.comm.wire import Connection
 
 DIED = "the process died (killed?)"
@@ -27,23 +29,21 @@ def at(action: str) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """Who failed first, doing what, and why."""
+    """Who failed first, doing what, and why.
+
+    quick: no rank can go on to a better end, so all leave at once. address: of a process that says
+    nothing any more (JSON); its peers on the same host end it.
+    """
 
     rank: int
     action: str
     why: str
+    quick: int = 0
+    address: str = ""
 
     def __str__(self) -> str:
         where = f" {at(self.action)}" if self.action else ""
         return f"rank {self.rank} failed first{where}: {self.why}"
-
-
-def named(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2 and 5 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"
 
 
 @dataclass(eq=False)
@@ -65,15 +65,21 @@ class Coordinator(threading.Thread):
     """Accept one connection per rank, decide on the first cause, send it to all.
 
     listener: a socket that listens. secret: what a rank must know. silence: seconds without a
-    message after which a rank counts as lost. beat: seconds between beats.
+    message after which a rank counts as lost. beat: seconds between beats. judge: finds hangs.
     """
 
     def __init__(
-        self, world: int, listener: socket.socket, secret: bytes, silence: float, beat: float
+        self,
+        world: int,
+        listener: socket.socket,
+        secret: bytes,
+        silence: float,
+        beat: float,
+        judge: HangJudge,
     ) -> None:
         super().__init__(name="failure-coordinator", daemon=True)
         self.port: int = listener.getsockname()[1]
-        self.world, self.silence, self.beat = world, silence, beat
+        self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
         self.selector = selectors.DefaultSelector()
         self.door = Door(listener, secret, self.selector, world)
         self.members: dict[int, Member] = {}
@@ -113,9 +119,10 @@ class Coordinator(threading.Thread):
             self._judge(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
+            doing = self.members[0].action if 0 in self.members else ""
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
-                    member.connection.send("alive")
+                    member.connection.send("alive", action=doing)
 
     def _needed(self) -> bool:
         """Return whether somebody still has to join or to leave."""
@@ -145,7 +152,8 @@ class Coordinator(threading.Thread):
         self.selector.modify(connection.sock, selectors.EVENT_READ, member)
         member.connection, member.away, member.last = connection, None, time.monotonic()
         member.address = stranger.address
-        connection.send("alive")
+        connection.send("alive", action="")
+        connection.send("place", said=self.judge.place)
         if self.decided is not None:
             connection.send("cause", **vars(self.decided))
 
@@ -187,6 +195,10 @@ class Coordinator(threading.Thread):
                 self.weak.append((member.last + fields["wait"], cause))
             else:
                 self.decide(cause)
+        elif kind == "stack":
+            say(f"[rank 0] the stack of rank {member.rank}, innermost first: {fields['text']}")
+        elif kind in ("status", "place"):
+            self.judge.hear(member.rank, kind, fields["said"])
         elif kind == "unheard":
             self._unheard(member, fields["address"], fields["seconds"])
 
@@ -203,12 +215,12 @@ class Coordinator(threading.Thread):
             )
             self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
         member.left, member.away = True, None
         age = time.monotonic() - member.last
         why = f"{why}; its last word, {age:.1f} s before: {member.action}"
-        self.decide(Cause(member.rank, "", why))
+        self.decide(Cause(member.rank, "", why, int(bool(address)), address))
 
     def _judge(self, now: float) -> None:
         members = [m for m in self.members.values() if not m.left]
@@ -216,36 +228,34 @@ class Coordinator(threading.Thread):
         if silent and self.decided is None:
             also = sorted(m.rank for m in members if now - m.last > 0.75 * self.silence)
             apart = f"rank 0 and {named(also)} do not hear each other {APART}"
-            self._lose(silent[0], f"no sign of life for {self.silence:.0f} s: {apart}")
+            apart, address = self.judge.why_silent(silent[0].rank, apart)
+            self._lose(silent[0], f"no sign of life for {self.silence:.0f} s: {apart}", address)
         for member in members:
             if member.away is not None and now - member.away > RETURN:
                 apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
                 self._lose(member, f"its connection was reset and it did not come back: {apart}")
         for due, cause in self.weak:
             if now > due:
-                self.decide(self._with_straggler(cause))
+                self.decide(self._behind(cause, members, now))
+        hang, ends = self.judge.look(_heard(members, now), now)
+        if hang is not None and ends:
+            self.decide(Cause(hang.ranks[0], hang.action, hang.text, quick=1))
+        elif hang is not None and self.decided is None:
+            say(f"[rank 0] {hang.text}")
+            for rank in hang.ranks:
+                if (connection := self.members[rank].connection) is not None:
+                    connection.send("report", text=hang.text)
 
-    def _with_straggler(self, cause: Cause) -> Cause:
-        """Return the cause with the ranks that may be behind it: those at another action.
-
-        After a timeout all ranks that still run are candidates. A rank that waits for a message
-        waits because of another rank, so it is named only if there is no other candidate.
-        """
-        others = [m for m in self.members.values() if not m.left]
-        if not any(words in cause.why.lower() for words in ("timed out", "timeout")):
-            others = [m for m in others if m.action != cause.action]
-        late = [m for m in others if not m.action.startswith("waiting for ")] or others
-        ranks_by_action: dict[str, list[int]] = {}
-        for member in sorted(late, key=lambda m: m.rank):
-            ranks_by_action.setdefault(member.action, []).append(member.rank)
-        elsewhere = [
-            f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} at: {action}"
-            for action, ranks in ranks_by_action.items()
-        ]
-        why = "; meanwhile ".join([cause.why + self._shared_by(cause), *elsewhere[:1]]) + "".join(
-            f", {x}" for x in elsewhere[1:3]
-        )
-        return Cause(cause.rank, cause.action, why)
+    def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
+        """Return what is behind the report of a rank that gave up: the rank that it waited for."""
+        hang = self.judge.find(_heard(members, now))
+        if hang is None:
+            elsewhere = [m for m in members if m.action != cause.action][:2]
+            more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
+            why = cause.why + self._shared_by(cause)
+            return replace(cause, why="; meanwhile ".join([why, *more]))
+        why = f"{hang.text}; rank {cause.rank} gave up: {cause.why}"
+        return Cause(hang.ranks[0], hang.action, why, quick=1)
 
     def _shared_by(self, cause: Cause) -> str:
         """Return which ranks lost a connection, too, where one did and no process died."""
@@ -263,3 +273,8 @@ class Coordinator(threading.Thread):
             for member in self.members.values():
                 if member.connection is not None:
                     member.connection.send("cause", **vars(cause))
+
+
+def _heard(members: list[Member], now: float) -> list[tuple[int, str, float]]:
+    """Return each member's rank, action and seconds of silence."""
+    return [(m.rank, m.action, now - m.last) for m in members if m.connection is not None]

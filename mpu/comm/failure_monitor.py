@@ -17,25 +17,30 @@ seconds (a stopped process, a lost machine) is a cause too. A connection that wa
 while both processes live: the rank comes back to the coordinator.
 """
 
+import json
+import math
 import os
 import re
 import secrets
-import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from mpu.comm import wire
 from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from mpu.comm.hang_judge import HangJudge, silence, watch_alone
+from mpu.comm.hang_watch import HangWatch, say
 from mpu.comm.links import Links
+from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
+QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
 SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
 MEETING = 60.0  # seconds, at most, until all ranks have joined
 JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
@@ -47,13 +52,14 @@ class FailureMonitor:
     Use it as a context manager round the whole run. An exception that leaves it is reported. Where
     the exception only says that a peer is gone, the first cause, kept in `first`, is printed. A
     rank that learns of a failure while it is stuck in a collective prints the cause and ends with
-    exit code 1 after `unwind` seconds. At world size 1 the monitor only holds `action`.
+    exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
 
     store, host: where the ranks met, and on which host of theirs rank 0 is. secret: what every rank
     of the run knows and nobody else; b"": the store alone tells it. grace: seconds that "a
     collective failed" waits for a better cause. silence: seconds without a beat after which a rank
     counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
-    Raises CommunicationError where rank 0 is not reached.
+    watch: what finds out whether this rank hangs. tell: called with the first cause where it is
+    printed. Raises CommunicationError where rank 0 is not reached.
     """
 
     def __init__(
@@ -68,12 +74,18 @@ class FailureMonitor:
         silence: float = 20.0,
         beat: float | None = None,
         unwind: float = 5.0,
+        watch: HangWatch | None = None,
+        tell: Callable[[str], None] = lambda cause: None,
     ) -> None:
+        self.watch = watch or HangWatch()
+        silence = min(silence, self.watch.hang_timeout or silence)
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
         self._beat = beat or min(silence / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._tell = tell
         self._told, self._failed = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._own, self._left, self._said = "", False, False
         self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
         self._lock = threading.Lock()
@@ -115,10 +127,30 @@ class FailureMonitor:
         listener, at_address = listen(address, 0, max(self.world, 128))
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
-        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat)
+        judge = self._judge()
+        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
         coordinator.start()
         store.set("monitor", f"{at_address},{coordinator.port},{salt}")
         return coordinator
+
+    def _judge(self) -> HangJudge:
+        place = json.dumps(self.watch.dump.address())
+        return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
+
+    @property
+    def action(self) -> str:
+        """What the rank is doing, in words; a new one is a sign that it moves."""
+        return self._action
+
+    @action.setter
+    def action(self, words: str) -> None:
+        self._action = words
+        self.watch.note()
+
+    def enter(self, phase: str, action: str) -> None:
+        """Begin a phase ("data", "step", "evaluation", "save") with an action."""
+        self.watch.enter(phase)
+        self.action = action
 
     def _join(self, seconds: float) -> tuple[wire.Connection, list[wire.Message]]:
         """Connect to the coordinator; try again what may pass. Raises OSError."""
@@ -136,7 +168,9 @@ class FailureMonitor:
     def _listen(self, messages: list[wire.Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
+        hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
         links = Links(self._silence)
+        doing = ""  # rank 0
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -144,6 +178,14 @@ class FailureMonitor:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
+                    hub = fields["said"]
+                elif kind == "report":
+                    text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
+                    say(f"{text}{self.watch.stacks()}")
+                    connection.send("stack", text=" <- ".join(self.watch.place()[2]))
             if connection.ended:
                 why, messages = ("", []) if self._left else self._come_back()
                 if why:
@@ -161,17 +203,26 @@ class FailureMonitor:
             turn = now
             if now - heard > self._silence:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-                self._stop(Cause(0, "", f"no sign of life for {now - heard:.0f} s: {apart}"))
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
-                connection.send("beat", **self.beat_fields())
+                self.watch.arm(self._silence, several=True)
+                if not told:
+                    connection.send("place", said=json.dumps(self.watch.dump.address()))
+                told = True
+                connection.send("beat", action=self.action)
+                connection.send("status", said=json.dumps(self.watch.status(self._beat)))
             for address, seconds in links.dead():
                 connection.send("unheard", address=address, seconds=seconds)
 
-    def beat_fields(self) -> dict[str, Any]:
-        """Return the fields of a beat: what this rank is doing."""
-        return {"action": self.action}
+    def _alone(self) -> None:
+        """Watch a world of one rank until it leaves or hangs for too long."""
+        hang = watch_alone(self.watch, self._judge(), lambda: self.action, self._ended, self._beat)
+        if hang is not None:
+            self._stop(Cause(0, self.action, hang.text, quick=1))
 
     def _come_back(self) -> tuple[str, list[wire.Message]]:
         """Connect to the coordinator again; return why that failed, or "", and what it says.
@@ -194,8 +245,12 @@ class FailureMonitor:
         self.first = cause
         self._told.set()
         self._failed.wait(timeout=0.3)  # the main thread may be about to print it
+        if cause.quick and cause.rank == self.rank:
+            say(self.watch.stacks())
         self._print()
-        time.sleep(self._unwind)
+        if cause.address:
+            Process(json.loads(cause.address)).end()
+        time.sleep(min(self._unwind, QUICK) if cause.quick else self._unwind)
         if self._failed.is_set():
             time.sleep(2 * self._unwind)
         self._leave()
@@ -208,18 +263,20 @@ class FailureMonitor:
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
-            text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
-            with suppress(OSError):  # the terminal is gone
-                sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
-                sys.stderr.flush()
+            self._tell(str(cause))
+            say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:
         os._exit(1)
 
     def __enter__(self) -> "FailureMonitor":
+        if self.world == 1 and self.watch.deadline < math.inf:
+            threading.Thread(target=self._alone, name="failure-monitor", daemon=True).start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._ended.set()
+        self.watch.disarm()
         early = isinstance(error, SystemExit) and not error.code
         if error is None or self._connection is None:
             if early:

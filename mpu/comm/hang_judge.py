@@ -6,13 +6,18 @@ miss does: a collective has a number on its axis, and a rank that has not starte
 there; a message has one sender. Ranks that wait for one another in a circle are named together.
 """
 
-from collections.abc import Sequence
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpu.comm.hang_watch import HangWatch, say
 from mpu.comm.process_state import Process
 from mpu.comm.waits import Wait
 
+TURNS = 4  # looks a second
 TOGETHER = 1.0  # seconds: ranks that stopped at one action within this hang together
 MOVING = 2.0  # seconds: what moved within them does not hang
 WHERE = {
@@ -27,41 +32,35 @@ WHERE = {
 
 @dataclass
 class Status:
-    """What the hub knows of a rank. stuck: seconds without movement. silent: without a word.
+    """What the hub knows of a rank. stuck: seconds without movement.
 
-    address: of its process (mpu/comm/process_state.py). words: how it stands, instead of WHERE.
+    The rest is what HangWatch.status says; all of it is there once a rank stands still.
     """
 
     rank: int
     action: str
     phase: str = ""
     stuck: float = 0.0
-    silent: float = 0.0
     limit: float | None = None
     wait: Wait | None = None
     started: dict[str, int] = field(default_factory=dict)
     kind: str = ""
     line: str = ""
-    address: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, rank: int, action: str, said: dict[str, Any], silent: float, address: dict[str, Any]
-    ) -> "Status":
+    def of(cls, rank: int, action: str, said: dict[str, Any], silent: float) -> "Status":
         """Return the status of a rank that said this `silent` seconds ago."""
         wait, limit = said.get("wait"), said.get("limit")
         return cls(
             rank,
             action,
-            str(said.get("phase", "")),
-            float(said.get("stuck", 0.0)) + silent,
-            silent,
-            None if limit is None else float(limit),
-            None if not wait else Wait.packed(wait),
-            dict(said.get("started", {})),
-            str(said.get("kind", "")),
-            str(said.get("line", "")),
-            address,
+            phase=str(said.get("phase", "")),
+            stuck=float(said.get("stuck", 0.0)) + silent,
+            limit=None if limit is None else float(limit),
+            wait=None if not wait else Wait.packed(wait),
+            started=dict(said.get("started", {})),
+            kind=str(said.get("kind", "")),
+            line=str(said.get("line", "")),
         )
 
 
@@ -76,32 +75,60 @@ class Hang:
 
 
 class HangJudge:
-    """Look at the ranks at each turn of the hub; name a hang once, and end the run in time.
+    """Keep what the ranks say of themselves; name a hang once, and say when it ends the run.
 
-    deadline, hang_timeout: as HangWatch has them.
+    deadline: seconds without movement after which the run ends in any phase; hang_timeout: after
+    set-up (None: the deadline). place: where this process is, in JSON.
     """
 
-    def __init__(self, deadline: float, hang_timeout: float | None) -> None:
-        self.deadline, self.hang_timeout = deadline, hang_timeout
+    def __init__(self, deadline: float, hang_timeout: float | None, place: str = "{}") -> None:
+        self.deadline, self.hang_timeout, self.place = deadline, hang_timeout, place
+        self._said: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, str] = {}
         self._told: set[int] = set()  # ranks of which a report was made, until they move
+        self._looked = 0.0
 
-    def look(self, ranks: Sequence[Status]) -> tuple[Hang | None, bool]:
-        """Return a hang to speak of, if any, and whether it ends the run."""
+    def hear(self, rank: int, kind: str, said: str) -> None:
+        """Take a rank's status or place, in JSON."""
+        if kind == "place":
+            self._places[rank] = said
+        else:
+            self._said[rank] = json.loads(said)
+
+    def look(self, heard: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
+        """Return a hang to speak of, if any, and whether it ends the run.
+
+        heard: each rank, its action, and the seconds since its last word. now: time.monotonic().
+        Looks TURNS times a second at most, less in a large world.
+        """
+        if now - self._looked < max(1, len(heard) / 512) / TURNS:
+            return None, False
+        self._looked, ranks = now, self._statuses(heard)
         self._told &= {s.rank for s in ranks if s.stuck >= MOVING}
         over = [s for s in ranks if s.stuck > self._end(s)]
         late = [s for s in ranks if s.limit is not None and s.stuck > s.limit]
-        if not over and not late:
-            return None, False
-        hang = find(ranks)
+        hang = find(ranks) if over or late else None
         if hang is None:
             return None, False
-        first = next(s for s in ranks if s.rank == hang.ranks[0])
-        if hang.stuck > self._end(first):
+        if hang.stuck > self._end(next(s for s in ranks if s.rank == hang.ranks[0])):
             return hang, True
-        if self._told & set(hang.ranks) or not late:
+        if not late or self._told & set(hang.ranks):
             return None, False
         self._told |= set(hang.ranks)
         return hang, False
+
+    def find(self, heard: list[tuple[int, str, float]]) -> Hang | None:
+        """Return the ranks that hang now, if any, whatever their limits."""
+        return find(self._statuses(heard))
+
+    def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
+        """Return why a rank says nothing, as far as this host tells, and its process's place."""
+        place = self._places.get(rank, "")
+        return silence(json.loads(place or "{}"), otherwise), place
+
+    def _statuses(self, heard: list[tuple[int, str, float]]) -> list[Status]:
+        none: dict[str, Any] = {}
+        return [Status.of(r, action, self._said.get(r, none), gone) for r, action, gone in heard]
 
     def _end(self, status: Status) -> float:
         if self.hang_timeout is None or status.phase in ("", "set-up"):
@@ -121,9 +148,7 @@ def find(ranks: Sequence[Status]) -> Hang | None:
         if first.stuck < MOVING or first.stuck < max(s.stuck for s in still) - MOVING:
             return None
         group = [
-            s
-            for s in loose
-            if s.action == first.action and abs(s.stuck - first.stuck) < TOGETHER
+            s for s in loose if s.action == first.action and abs(s.stuck - first.stuck) < TOGETHER
         ]
     else:
         group = _end_of_chain(still, {s.rank: s for s in ranks})
@@ -157,12 +182,15 @@ def _end_of_chain(still: Sequence[Status], ranks: dict[int, Status]) -> list[Sta
 def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     first, inside = group[0], {s.rank for s in group}
     everyone = len(group) == len(ranks) > 1
-    subject = f"{named([s.rank for s in group])}, which is every rank," if everyone else (
-        named([s.rank for s in group])
+    subject = (
+        f"{named([s.rank for s in group])}, which is every rank,"
+        if everyone
+        else (named([s.rank for s in group]))
     )
     verb = "hangs" if len(group) == 1 else "hang"
     limit = f" (limit {first.limit:.0f} s)" if first.limit is not None else ""
-    words = f"{subject} {verb} {stands(first, ranks)}, for {first.stuck:.1f} s{limit}"
+    phase = f" in the phase {first.phase}:" if first.phase else ""
+    words = f"{subject} {verb}{phase} {stands(first, ranks)}, for {first.stuck:.1f} s{limit}"
     waiting = [s for s in ranks if s.wait is not None and s.rank not in inside]
     if waiting:
         one = waiting[0]
@@ -186,26 +214,29 @@ def stands(status: Status, ranks: Sequence[Status] = ()) -> str:
 
 def _of(wait: Wait | None) -> str:
     assert wait is not None
-    return f"{wait.verb} {wait.number} over {wait.axis}" if wait.number else (
-        f"a {wait.verb} over {wait.axis}"
+    return (
+        f"{wait.verb} {wait.number} over {wait.axis}"
+        if wait.number
+        else (f"a {wait.verb} over {wait.axis}")
     )
 
 
-def silence(address: dict[str, Any], last: str) -> tuple[str, str]:
-    """Return why a rank gives no sign of life, as far as its host tells, and the line it is at.
+def silence(place: dict[str, Any], otherwise: str) -> str:
+    """Return why a rank gives no sign of life, as far as this host tells; else `otherwise`.
 
-    last: the line that it said last.
+    place: of its process.
     """
-    process = Process(address)
-    state = process.state()
+    process = Process(place)
+    state, lines = process.state(), process.lines()
     if state in ("T", "t"):
-        return "its process is stopped (SIGSTOP?)", last
-    lines = process.lines()
-    if state and lines:
-        return "its process lives but its Python stands still (a library holds its lock)", lines[0]
-    if state:
-        return "its process lives but says nothing", last
-    return "", last
+        why = "its process is stopped (SIGSTOP?)"
+    elif state and lines:
+        why = "its process lives but its Python stands still (a library holds its lock)"
+    elif state:
+        why = "its process lives but says nothing"
+    else:
+        return otherwise
+    return f"{why} at {lines[0]}" if lines else why
 
 
 def named(ranks: list[int]) -> str:
@@ -215,3 +246,22 @@ def named(ranks: list[int]) -> str:
     more = f"{len(ranks) - 3} more" if len(ranks) > 3 else str(ranks[-1])
     shown = ranks[:3] if len(ranks) > 3 else ranks[:-1]
     return f"ranks {', '.join(map(str, shown))} and {more}"
+
+
+def watch_alone(
+    watch: HangWatch,
+    judge: HangJudge,
+    action: Callable[[], str],
+    ended: threading.Event,
+    beat: float,
+) -> Hang | None:
+    """Watch the only rank of a world until it has `ended`; return the hang that ends the run."""
+    while not ended.wait(beat):
+        watch.arm(0.0, several=False)
+        judge.hear(0, "status", json.dumps(watch.status(beat)))
+        hang, ends = judge.look([(0, action(), 0.0)], time.monotonic())
+        if ends:
+            return hang
+        if hang is not None:
+            say(f"[rank 0] {hang.text}\n{watch.stacks()}")
+    return None

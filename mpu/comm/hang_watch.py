@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Know whether this rank moves, and say where it stands if it does not.
 
-The monitor's thread asks `status()` at each beat; the hub (mpu/comm/hang_judge.py) compares the ranks'
-answers. A rank moves when its action changes, when a wait for other ranks ends, and, in set-up and
-while saving, when it reads or writes a MiB. A rank has a limit in each phase: FACTOR times the
-longest of the phase's last times, and no less than `floor`. A phase that has not been measured has
-none, so set-up, the first step, the first evaluation and the first save are exempt.
+The monitor's thread asks `status()` at each beat; the hub (mpu/comm/hang_judge.py) compares what
+the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and, in
+set-up and while saving, when it reads or writes a MiB. A rank has a limit in each phase: FACTOR
+times the longest of the phase's last times, and no less than `floor`. A phase that has not been
+measured has none, so set-up, the first step, the first evaluation and the first save are exempt.
 
 Where Python itself stands still (a library holds the interpreter's lock) no thread of this process
 can speak. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
 can read (mpu/comm/process_state.py), and an alarm of the kernel ends the process at last.
 """
 
+import math
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -42,19 +44,26 @@ class HangWatch:
     """What this rank does since when, and its limits. `enter` and `note` are the rank's, the rest
     is the monitor's thread's.
 
+    waits: the rank's, of the thread that is watched (None: a rank without peers, this thread).
     floor: the least limit, in seconds. deadline: seconds without movement after which the run ends
     in any phase; hang_timeout: after set-up (None: the deadline).
     """
 
     def __init__(
-        self, waits: Waits, deadline: float, hang_timeout: float | None, floor: float
+        self,
+        waits: Waits | None = None,
+        deadline: float = math.inf,
+        hang_timeout: float | None = None,
+        *,
+        floor: float = 30.0,
     ) -> None:
-        self.waits, self.deadline, self.hang_timeout = waits, deadline, hang_timeout
+        self.waits, self.deadline, self.hang_timeout = waits or Waits(), deadline, hang_timeout
         self.floor = floor
         self.phase, self._took = "set-up", dict[str, deque[float]]()
         self._entered = self._moved = self._asked = time.monotonic()
         self._bytes = 0
-        self._dump = Dump(waits.thread)
+        self.dump = Dump(self.waits.thread)
+        self._lock, self._over = threading.Lock(), False
 
     def enter(self, phase: str) -> None:
         """Begin a phase: "data", "step", "evaluation", "save"."""
@@ -105,15 +114,15 @@ class HangWatch:
 
     def stacks(self) -> str:
         """Return the stack of the main thread, and of the threads that it may be waiting for."""
-        frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
+        frames, parts = sys._current_frames(), []
         helpers = tuple(name for _, name in _HELPERS)
-        wanted = [i for i in frames if names.get(i, "").startswith(helpers)]
-        parts = []
-        for ident in [self.waits.thread, *wanted]:
-            if ident in frames:
-                lines = "".join(traceback.format_stack(frames[ident]))
-                parts.append(f"stack of the thread {names.get(ident, ident)}:\n{lines}")
-        return "".join(parts) + flight_recorder()
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            busy = thread.name.startswith(helpers) and own_lines(frame)
+            if frame is not None and (busy or thread.ident == self.waits.thread):
+                lines = "".join(traceback.format_stack(frame))
+                parts.append(f"stack of the thread {thread.name}:\n{lines}")
+        return ("".join(parts) + flight_recorder()).rstrip()
 
     def arm(self, silence: float, several: bool) -> None:
         """Let C code speak and end this process if Python does not come here again in time.
@@ -122,23 +131,23 @@ class HangWatch:
         others; a single rank's stacks go to stderr, and only --hang-timeout ends it, since a user
         may stop and continue it.
         """
-        if several:
-            self._dump.arm(silence / 2)
-            end = min(self.deadline, self.hang_timeout or self.deadline) + LATE
-            if end < float("inf"):
-                signal.setitimer(signal.ITIMER_REAL, max(end, silence + LATE))
-        elif self.hang_timeout is not None:
-            self._dump.arm(self.hang_timeout + LATE / 2, end=True)
+        with self._lock:
+            if self._over:
+                return
+            if several:
+                self.dump.arm(silence / 2)
+                end = min(self.deadline, self.hang_timeout or self.deadline) + LATE
+                if end < math.inf:
+                    signal.setitimer(signal.ITIMER_REAL, max(end, silence + LATE))
+            elif self.hang_timeout is not None:
+                self.dump.arm(self.hang_timeout + LATE / 2, end=True)
 
     def disarm(self) -> None:
-        """Take back what arm() set."""
-        self._dump.disarm()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    @property
-    def dump(self) -> Dump:
-        """Return the memory into which faulthandler writes."""
-        return self._dump
+        """Take back what arm() set, for good."""
+        with self._lock:
+            self._over = True
+            self.dump.disarm()
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str, str, list[str]]:
@@ -196,3 +205,10 @@ def flight_recorder() -> str:
         return f"NCCL's flight recorder cannot be read: {error}\n"
     text = text.decode() if isinstance(text, bytes) else text
     return f"NCCL's flight recorder, what is not over: {text}\n"
+
+
+def say(text: str) -> None:
+    """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at another rank's process on this host: whether it is stopped, where its Python stands still.
+"""Look at another rank's process on this host: is it stopped, where does its Python stand still?
 
 A rank that gives no sign of life cannot say why. Its peers on the same host can: the kernel tells
 whether it is stopped, and faulthandler has written its stacks into memory (Dump) that they open
@@ -36,14 +36,17 @@ class Dump:
 
         end: write them to stderr, then end the process with exit code 1.
         """
-        if self._fd < 0 and hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("weft-stacks")
         if end:
             faulthandler.dump_traceback_later(seconds, exit=True)
-        elif self._fd >= 0:
+        elif self._open() >= 0:
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(seconds, file=self._fd)
+
+    def _open(self) -> int:
+        if self._fd < 0 and hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("weft-stacks")
+        return self._fd
 
     def disarm(self) -> None:
         """Write nothing from now on."""
@@ -59,7 +62,7 @@ class Dump:
             "host": host(),
             "pid": pid,
             "began": _stat(pid)[1],
-            "fd": self._fd,
+            "fd": self._open(),
             "thread": self.thread,
         }
 

@@ -209,7 +209,7 @@ class Axis:
             work = call()
         except RuntimeError as error:
             raise CommunicationError(f"{what}: {error}") from error
-        handle = Handle(work, keep, finish, what, event, waits, wait)
+        handle = Handle(work, keep, finish, what=what, event=event, waits=waits, wait=wait)
         if not async_op:
             handle.wait()
         return handle

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep what a rank waits for, for how long it waited on each axis, and how far it is on each.
 
-Every blocking wait of the transports passes through `begin` and `end`: two readings of the clock. It
-tells mpu/comm/hang_watch.py who waits for whom, and training/run/slow_ranks.py which rank is slow:
-the one that the others wait for. On NCCL a wait blocks the stream, not the host, and counts as none.
+Every blocking wait of the transports passes through `begin` and `end`: two readings of the clock.
+It tells mpu/comm/hang_watch.py who waits for whom, and training/run/slow_ranks.py which rank is
+slow: the one that the others wait for. On NCCL a wait blocks the stream, not the host, and counts
+as none.
 """
 
 import threading

@@ -6,6 +6,7 @@ tests/chaos/play.py lets a fault happen and tests/chaos/judge.py holds the run t
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,8 @@ class Promise:
 
     codes: the exit codes that ranks other than the victim may have. says: a regular expression
     that names the fault right; {rank}, {other}, {step} and {name} are the fault's. who: in whose
-    words it must stand: each of the "survivors", "one" rank, or the "restart"; None: nobody's.
+    words it must stand: each of the "survivors", "one" rank, "both sides" of a wire, or the
+    "restart"; None: nobody's.
     limit: seconds from the fault to the last survivor's end. equal: the end of the run, or of the
     same command given again, has the bits of an undisturbed run. honest: nothing is promised about
     being found; the table only counts.
@@ -71,8 +73,8 @@ class Kind:
     the undisturbed run is made too; flags: those that only notice. outside: what the storm itself
     does once the fault strikes (a function of tests/chaos/outside.py). held: the victim cannot
     move, so that its launcher kills it. share: how often it is drawn, against the others. victim:
-    the exit code of the rank that is struck; None: that of the others. apart: how it is played, by
-    a function of tests/chaos/apart.py.
+    the exit code of the rank that is struck; None: that of the others. apart: the launcher that
+    starts the ranks, of tests/chaos/apart.py.
     """
 
     name: str
@@ -86,6 +88,8 @@ class Kind:
     share: float = 1.0
     victim: int | None = None
     only: int | None = None  # the rank that is struck, where it cannot be any
+    first: int = SAVE_EVERY + 1  # the earliest step in which it strikes
+    steps: int = STEPS  # of the run; `base` says so too
     job: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
 
@@ -103,11 +107,10 @@ class Fault:
     inject: tuple[dict[str, Any], ...]
 
 
-def one(kind: Kind, number: int, rng: random.Random) -> Fault:
-    """Draw a fault of a kind."""
-    layout = LAYOUTS[rng.choice(kind.layouts)]
+def one(kind: Kind, number: int, layout: Layout, rng: random.Random) -> Fault:
+    """Draw a fault of a kind in a layout."""
     rank = rng.randrange(layout.ranks) if kind.only is None else kind.only
-    step = rng.randint(SAVE_EVERY + 1, STEPS - 2)
+    step = rng.randint(kind.first, max(kind.first, STEPS - 2))
     made = kind.make(rng, layout, rank, step)
     for fault in made:
         fault.setdefault("rank", rank)
@@ -116,12 +119,18 @@ def one(kind: Kind, number: int, rng: random.Random) -> Fault:
 
 
 def draw(seed: int, cases: int, kinds: Sequence[Kind]) -> list[Fault]:
-    """Draw `cases` faults: each kind at least once if there is room, then by their shares."""
-    rng = random.Random(seed)
-    chosen = list(kinds)
-    rng.shuffle(chosen)
-    while len(chosen) < cases:
-        chosen += rng.choices(kinds, [kind.share for kind in kinds])
-    chosen = chosen[:cases]
-    rng.shuffle(chosen)
-    return [one(kind, number, rng) for number, kind in enumerate(chosen, 1)]
+    """Draw `cases` faults: first each kind once, then by their shares; layouts in turn.
+
+    A fault of a number is the same however many are drawn.
+    """
+    rng, turns = random.Random(seed), Counter[str]()
+    chosen = rng.sample(kinds, len(kinds))
+    chosen += rng.choices(kinds, [kind.share for kind in kinds], k=max(0, cases - len(kinds)))
+    faults = []
+    for number, kind in enumerate(chosen[:cases], 1):
+        own = random.Random(f"{seed} {number} {kind.name}")
+        start = random.Random(f"{seed} {kind.name}").randrange(len(kind.layouts))
+        name = kind.layouts[(start + turns[kind.name]) % len(kind.layouts)]
+        turns[kind.name] += 1
+        faults.append(one(kind, number, LAYOUTS[name], own))
+    return faults

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from tests.chaos.play import Seen, pattern
+from tests.chaos.scene import Seen, pattern
 
 BLAME = re.compile(r"rank (\d+) failed first")
 TRACE = re.compile(r"Traceback \(most recent call last\)")
@@ -91,11 +91,16 @@ def judge(seen: Seen) -> Verdict:
 def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
     """Judge whether the fault was noticed, and named right by whoever must."""
     promise, fault = seen.kind.promise, seen.fault
-    wanted = pattern(fault, seen.kind, seen.hit if promise.who == "restart" else "")
-    assert wanted is not None and seen.struck is not None
-    texts = seen.again_words if promise.who == "restart" else [seen.words[r] for r in others]
-    right = [bool(wanted.search(text)) for text in texts]
-    named = all(right) if promise.who == "survivors" else any(right)
+    assert seen.struck is not None
+    if promise.who == "both sides":
+        texts = seen.words
+        right = [says(seen, text) for text in texts]
+    else:
+        texts = seen.again_words if promise.who == "restart" else seen.words
+        if promise.who == "survivors":  # the one that is struck need not name itself
+            texts = [text for rank, text in enumerate(texts) if rank != fault.rank]
+        right = [says(seen, text) for text in texts]
+    named = all(right) if promise.who in ("survivors", "both sides") else any(right)
     if promise.who == "survivors":
         blamed = {int(r) for text in texts for r in BLAME.findall(text)}
         named = named and blamed <= {fault.rank}
@@ -109,6 +114,12 @@ def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
         verdict.broken.append("named wrong")
     if promise.goes_on and any(TRACE.search(text) for text in texts):
         verdict.broken.append("a traceback")
+
+
+def says(seen: Seen, text: str) -> bool:
+    """Return whether a text names the fault right."""
+    wanted = pattern(seen)
+    return wanted is not None and bool(wanted.search(text))
 
 
 def seconds(values: Sequence[float | None]) -> str:

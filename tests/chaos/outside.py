@@ -86,7 +86,7 @@ def victim_file(scene: Any) -> Path:
     directory = newest(scene)
     files = json.loads((directory / "manifest.json").read_text())["files"]
     path = directory / scene.rng.choice(sorted(files))
-    scene.name = path.name
+    scene.seen.hit = path.name
     return path
 
 
@@ -161,3 +161,36 @@ def idle_connections(scene: Any) -> None:
             with suppress(OSError):
                 scene.keep.append(socket.create_connection(("127.0.0.1", port), 2))
     time.sleep(0.5)
+
+
+def partition(scene: Any) -> None:
+    scene.wire.cut = True
+
+
+def short_partition(scene: Any) -> None:
+    """Cut the wire under the traffic of a step, for less than --peer-timeout."""
+    scene.wire.cut = True
+    scene.go()
+    time.sleep(PAUSE)
+    scene.wire.heal()
+
+
+def delay(scene: Any) -> None:
+    scene.wire.delay = scene.rng.uniform(0.005, 0.05)
+
+
+def loss(scene: Any) -> None:
+    scene.wire.loss = scene.rng.uniform(0.01, 0.05)
+
+
+def reset(scene: Any) -> None:
+    """Reset every connection, in the middle of the steps."""
+    scene.go()
+    time.sleep(scene.rng.uniform(0, 0.02))
+    scene.wire.reset()
+
+
+def kill_launcher(scene: Any) -> None:
+    """Kill -9 the launcher; its ranks have a second to notice before they go on."""
+    scene.kill_launcher()
+    time.sleep(1.5)

@@ -21,6 +21,7 @@ from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.files import check_file, check_size, hold_directory
+from training.checkpoint.finite import check_tensors, fault_of
 from training.checkpoint.manifest import (
     INDEX,
     STATE,
@@ -51,7 +52,8 @@ FLAGS = {
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
-STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
+STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap", "layout"), dict)
+STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
 
 class Checkpoint:
@@ -73,11 +75,7 @@ class Checkpoint:
         self.state: dict[str, Any] = read_part(self._at, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
-        for name, kind in STATE_TYPES.items():
-            value = self.state.get(name, kind())
-            if type(value) is not kind or (isinstance(value, int) and value < 0):
-                what = "an int >= 0" if kind is int else f"a {kind.__name__}"
-                raise CheckpointError(f"{STATE}: {name} must be {what}")
+        _check_state(self.state)
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
@@ -136,12 +134,20 @@ class Checkpoint:
         return sorted({part[0] for piece in pieces for part in self.parts(piece)})
 
     def verify(self, names: Iterable[str]) -> None:
-        """Hash files, several at a time. Raises CheckpointError naming the first bad one."""
+        """Hash files, several at a time, and look at their values (finite.py).
+
+        Raises CheckpointError naming the first file that is not as written, or holds a NaN.
+        """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             files = self.manifest["files"]
-            tasks = [pool.submit(check_file, self._at / n, files[n]) for n in names]
+            tasks = [pool.submit(self._verify, name, files[name]) for name in names]
             for task in tasks:
                 task.result()
+
+    def _verify(self, name: str, info: dict[str, Any]) -> None:
+        check_file(self._at / name, info)
+        if name.endswith(".safetensors"):
+            check_tensors(self._at / name)
 
     @torch.no_grad()
     def read(self, pieces: Iterable[NamedPiece]) -> None:
@@ -163,6 +169,28 @@ class Checkpoint:
                         f"{self.directory}: {INDEX} covers {filled} of the {piece.tensor.numel()} "
                         f"elements of {piece.name}"
                     )
+                if fault := fault_of(piece.tensor):  # of a directory whose values no one looked at
+                    raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an entry of another type than a resume or a tool expects."""
+    for name, kind in STATE_TYPES.items():
+        value = state.get(name, kind())
+        optional = name == "tokenizer_type" and value is None
+        if not optional and (type(value) is not kind or (isinstance(value, int) and value < 0)):
+            what = "an int >= 0" if kind is int else f"a {kind.__name__}"
+            raise CheckpointError(f"{STATE}: {name} must be {what}")
+    counts = {f"layout.{axis}": size for axis, size in state.get("layout", {}).items()}
+    overlap = state.get("tp_comm_overlap", {})
+    choices = overlap.get("choices", {}) if overlap.get("choices") is not None else {}
+    if any(type(n) is not int or n < 1 for n in counts.values()):
+        raise CheckpointError(f"{STATE}: layout must hold counts of ranks")
+    if type(choices) is not dict or any(type(c) is not str for c in choices.values()):
+        raise CheckpointError(f"{STATE}: tp_comm_overlap must hold names of methods")
+    model = state.get("tokenizer_model")
+    if model is not None and type(model) is not str:
+        raise CheckpointError(f"{STATE}: tokenizer_model must be a str")
 
 
 def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any, dtype: str) -> int:

@@ -138,6 +138,7 @@ class Heard(NamedTuple):
     signal: bool = False  # a signal asks to stop
     over: bool = False  # time is up, or a save failed and --on-save-failure is stop
     skipped: bool = False  # the update was skipped: the gradient norm was not finite
+    spiked: bool = False  # loss or gradient norm is far above those before (--on-spike)
 
     def __or__(self, other: tuple[bool, ...]) -> "Heard":
         """Return what either of the two reports."""
@@ -191,15 +192,6 @@ def decide(asked: Due, heard: Heard) -> Decision:
     )
 
 
-def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
-    """Raise FloatingPointError where an update was skipped and --on-nan is stop."""
-    if skipped and on_nan == "stop":
-        raise FloatingPointError(
-            f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
-            "on every rank"
-        )
-
-
 class Agreement:
     """Agree over all ranks on stopping, one step late, so that no step waits for the answer."""
 
@@ -208,16 +200,16 @@ class Agreement:
         self._asked: _Flags | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def ask(self, signal: bool, over: bool, found_inf: Tensor) -> Heard:
+    def ask(self, signal: bool, over: bool, found_inf: Tensor, *more: Tensor) -> Heard:
         """Send this rank's flags of this step; return what all reported of the step before.
 
-        found_inf: 1 where the update was skipped.
+        found_inf: 1 where the update was skipped. more: the fields of Heard that follow, if any.
         """
         if self._stream is None and found_inf.is_cuda and not self.world.staged:
             self._stream = torch.cuda.Stream(found_inf.device)
         last = self._asked
         mine = [found_inf.new_full((), float(flag)) for flag in (signal, over)]
-        flags = torch.stack([*mine, found_inf])
+        flags = torch.stack([*mine, found_inf, *(flag.to(found_inf) for flag in more)])
         self._asked = _Flags(flags, self.world, self._stream)
         return last.read() if last else Heard()
 

@@ -32,8 +32,10 @@ def answers(comm):
 
 
 def test_every_rank_hears_one_step_later_what_one_rank_said(world):
-    no, signalled, skipped = (False,) * 3, (True, False, False), (False, True, True)
-    heard = [no, no, signalled, skipped, no, (True, True, True)]  # of the last step, at the end
+    no, signalled = (False,) * 4, (True, False, False, False)
+    skipped = (False, True, True, False)
+    heard = [no, no, signalled, skipped, no]
+    heard.append((True, True, True, False))  # of the last step, at the end
     assert world(2).run(answers) == [heard, heard]
     assert Agreement(Axis("world")).ask(True, False, torch.tensor(0.0)) == no
 
@@ -73,7 +75,7 @@ def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
     queued = ["stream after the step", "on the stream", "stream after the sum", "event", "off it"]
     assert calls == queued
     flags.fill_(7.0)  # the device may go on with its memory
-    assert asked.read() == (False, True, True)
+    assert asked.read() == (False, True, True, False)
     assert calls[len(queued) :] == ["host waits for the event"]
 
 
