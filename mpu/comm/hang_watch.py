@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -208,5 +209,6 @@ def flight_recorder() -> str:
 
 def say(text: str) -> None:
     """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -16,8 +16,8 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 "hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds"
 before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow after" it; "clock", where
 time.time() is ahead by "seconds" from then on; "nan" and "inf", written at "backward" into the
-gradient that is done; an error of a disk, raised there: "ENOSPC", "EIO", "EROFS" and so on;
-"short", where no file may grow over 20 kB during that call. What is done to the directory "path":
+gradient that is done; "flip", at "update" one bit of an fp32 weight; an error of a disk, raised
+there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the directory "path":
 "remove", "fill" its disk and "empty" it again, "close" it to new names, root's too, and "open" it.
 "spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
 
@@ -40,6 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
@@ -113,7 +114,7 @@ class Injected:
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition(" iteration ")[2]
+        last = action.rpartition("iteration ")[2]
         if "during" in self.fault and action != self.fault["during"]:
             return False
         if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
@@ -184,6 +185,9 @@ class Injected:
             self.told()
             if how in ("nan", "inf"):
                 args[0].main_grad(args[1]).view(-1)[0] = float(how)
+            elif how == "flip":
+                words = args[0].sink.buckets[0].param_shard.view(-1).view(torch.int32)
+                words[3] ^= 1 << 12
             elif how == "short":
                 return shortened(inner, *args, **kwargs)
             elif how == "slow after":

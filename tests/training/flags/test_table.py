@@ -33,6 +33,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
@@ -56,8 +57,9 @@ OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
-    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
+    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
+    "--zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
