@@ -34,7 +34,6 @@ from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
@@ -71,7 +70,7 @@ from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
-from training.run.startup import as_process, compare, connect, refuse, tell_launcher
+from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
 from training.untrusted import printable
@@ -331,16 +330,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
-            watch = HangWatch(grid.waits, timeout.total_seconds(), config.fault.hang_timeout)
-            monitor = FailureMonitor(watch=watch)
             if store is not None:
                 compare(config, digests, launch, store)
-                who, point = (launch.rank, launch.world), launch.point
-                tell = partial(tell_launcher, error_file=report_to)
-                monitor = FailureMonitor(
-                    *who, store, point.host, point.secret,
-                    silence=config.fault.peer_timeout, watch=watch, tell=tell,
-                )  # fmt: skip
+            monitor = new_monitor(config, grid, launch, store, report_to)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
