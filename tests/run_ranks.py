@@ -18,6 +18,7 @@ network namespace of each rank; "env"; and "stdout", a path.
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -111,6 +112,9 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
+    if "descriptors" in job:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (job["descriptors"], hard))
     if "meeting" in job:  # seconds that ranks wait for each other there
         meet = pretrain_llama.meet
         pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
