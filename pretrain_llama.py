@@ -70,7 +70,7 @@ from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
-from training.run.startup import as_process, compare, connect, monitor_of, refuse, tell_launcher
+from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
 from training.untrusted import printable
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             store = meet(timeout, launch) if launch.world > 1 else None
             if store is not None:
                 compare(config, digests, launch, store)
-            monitor = monitor_of(config, launch, grid, store, report_to)
+            monitor = new_monitor(config, grid, launch, store, report_to)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)

@@ -95,6 +95,7 @@ def by_train(case, monkeypatch):
     )
     run = SimpleNamespace(
         config=config,
+        optimizer=SimpleNamespace(params_norm=None),
         iteration=0,
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),

@@ -158,9 +158,10 @@ class FailureMonitor:
     def _listen(self, messages: list[wire.Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
-        hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
-        doing = ""  # rank 0
+        if self._connection is not None:
+            self._connection.send("place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -173,9 +174,7 @@ class FailureMonitor:
                 elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
-                    text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
-                    say(f"{text}{self.watch.stacks()}")
-                    connection.send("stack", text=" <- ".join(self.watch.place()[2]))
+                    connection.send("stack", text=self.watch.report(self.rank, fields["text"]))
             if connection.ended:
                 why, messages = ("", []) if self._left else self._come_back()
                 if why:
@@ -200,9 +199,6 @@ class FailureMonitor:
             if now - sent >= self._beat and connection.flush():
                 sent = now
                 self.watch.arm(self._silence, several=True)
-                if not told:
-                    connection.send("place", said=json.dumps(self.watch.dump.address()))
-                told = True
                 connection.send("beat", action=self.action)
                 status = self.watch.status(self.action, self._beat)
                 connection.send("status", said=json.dumps(status))

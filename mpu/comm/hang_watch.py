@@ -122,6 +122,13 @@ class HangWatch:
                 parts.append(f"stack of the thread {thread.name}:\n{lines}")
         return ("".join(parts) + flight_recorder()).rstrip()
 
+    def report(self, rank: int, text: str) -> str:
+        """Write the stacks to stderr, below the hub's text where that is on another rank's stderr;
+        return the lines of our code.
+        """
+        say(f"[rank {rank}] {text}\n{self.stacks()}" if rank else self.stacks())
+        return " <- ".join(self.place()[2])
+
     def arm(self, silence: float, several: bool) -> None:
         """Let C code speak and end this process if Python does not come here again in time.
 

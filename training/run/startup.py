@@ -96,23 +96,21 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
-def monitor_of(
-    config: Config, launch: Launch, grid: Grid, store: dist.Store | None, error_file: str | None
+def new_monitor(
+    config: Config, grid: Grid, launch: Launch, store: Any, error_file: str | None
 ) -> FailureMonitor:
-    """Return this rank's failure monitor, which also watches whether the rank hangs.
+    """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
 
-    store: where the ranks met, None in a world of one. error_file: the launcher's, see
-    `tell_launcher`. Raises CommunicationError where rank 0 is not reached.
+    error_file: where torchrun looks for the cause.
     """
-    seconds = 60.0 * config.parallel.distributed_timeout_minutes
-    watch = HangWatch(grid.waits, seconds, config.fault.hang_timeout)
+    deadline = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
     if store is None:
         return FailureMonitor(watch=watch)
-    who, point = (launch.rank, launch.world), launch.point
+    tell, point = partial(tell_launcher, error_file=error_file), launch.point
     return FailureMonitor(
-        *who, store, point.host, point.secret,
-        silence=config.fault.peer_timeout, watch=watch,
-        tell=partial(tell_launcher, error_file=error_file),
+        launch.rank, launch.world, store, point.host, point.secret,
+        silence=config.fault.peer_timeout, watch=watch, tell=tell,
     )  # fmt: skip
 
 
