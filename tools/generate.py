@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from model.llama import Llama
 from model.load import model_file_of, saved_config
 from mpu.comm.collectives import all_gather
@@ -189,7 +191,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     )
     add(
         "--num-samples",
-        type=whole(-MOST, 1 << 16),
+        type=whole(high=1 << 16),
         default=1,
         metavar="N",
         help="continuations (1)",

@@ -15,6 +15,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told, whole
 from training.config import Config
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--first-step", type=whole(-MOST, 1 << 40), default=1, help="step to begin with, from 1"
+        "--first-step", type=whole(high=1 << 40), default=1, help="step to begin with, from 1"
     )
     parser.add_argument("--steps", type=whole(), default=10, help="number of steps")
     parser.add_argument("--rows", action="store_true", help="list the rows of each step")
