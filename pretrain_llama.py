@@ -20,13 +20,13 @@ from datetime import timedelta
 from functools import cache, partial
 from inspect import getfile
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are 20 lines of C++ frames
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model.llama import Llama
@@ -34,9 +34,11 @@ from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
+from mpu.launcher import launched_by, shares_cores
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
@@ -59,16 +61,19 @@ from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import memory_report
+from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
+from training.run.guard import Guard
 from training.run.log import Log
+from training.run.meeting import meet
 from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
-from training.run.saver import Saver
-from training.run.startup import as_process, compare, connect, meet, refuse, tell_launcher
-from training.run.stop import Agreement, StopSignal, decide, due, due_after, stop_at_nan, time_is_up
+from training.run.slow_ranks import SlowRanks
+from training.run.startup import as_process, compare, connect, refuse, tell_launcher
+from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
+from training.run.supervised import SupervisedSaver
 from training.untrusted import printable
 
 
@@ -111,6 +116,7 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
+    cuda_memory.empty(run.config, run.device, level=2)
     return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
@@ -135,13 +141,14 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    cuda_memory.empty(run.config, run.device, level=1)
     return total
 
 
 def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
-    run.monitor.action = f"the data {during}"
+    run.monitor.enter("evaluation", f"the data {during}")
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
     for batches in loader.global_batches(count, size):
@@ -189,6 +196,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
+        monitor.action = "drawing the initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
         model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
@@ -202,7 +210,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
 def train(
     run: Run,
     loaders: Loaders,
-    saver: Saver,
+    saver: SupervisedSaver,
     log: Log,
     overlap: Overlap,
     total: int,
@@ -211,27 +219,32 @@ def train(
     """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
     config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
     settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
+    guard = Guard(run, saver, loaders, log, agreement, rerun=run_schedule, step=train_step)
     stop_signal.begin(speak=run.grid.rank == 0)
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
-        while run.iteration < total:
+    slow = SlowRanks(run.grid, run.device, log)
+    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile, slow:
+        while guard.goes_on(total):
             begin = time.perf_counter()
-            run.monitor.action = f"reading the data of iteration {run.iteration + 1}"
+            run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
             size = global_batch_size(config, run.consumed)
             batches = loaders.train.next_global_batch(run.consumed, size)
             batches = [batch.to(run.device) for batch in batches]
             waited = time.perf_counter() - begin
             lr = learning_rate(config, run.consumed)
             decoupled = decoupled_learning_rate(config, run.consumed)
+            run.monitor.enter("step", f"iteration {run.iteration + 1}")
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
-            heard = agreement.ask(stop_signal.received, over, found_inf)  # as of the step before
+            spiked = guard.spiked(loss, norm)
+            heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
+            values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
@@ -240,26 +253,36 @@ def train(
                 data_wait_seconds=waited,
                 **values,
             )
+            saver.reached(run.iteration)
             if run.iteration == settled:
                 for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
-            stop_at_nan(settings.on_nan, heard.skipped, run.iteration - 1)
+            if guard.goes_back(heard):
+                continue
             profile.step()
             if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
-            if decision.stop or decision.save:  # ask about this step too: save no skipped one
-                heard |= agreement.close()
-                stop_at_nan(settings.on_nan, heard.skipped, run.iteration)
-                decision = decide(asked, heard)
+            keep = due(config.fault.peer_checkpoint, run.iteration)
+            if decision.stop or decision.save or keep:  # ask about this step too: none is skipped
+                now = agreement.close()
+                if guard.goes_back(now, now=True):
+                    continue
+                decision = decide(asked, heard | now)
+            if guard.check_replicas(decision.save or keep):
+                continue
             if decision.evaluate and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             for line in overlap.unmeasured():
                 log.note(line)
-            if decision.save:
-                run.monitor.action = f"saving iteration {run.iteration}"
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.signal)
+            if guard.saves(decision):
+                run.monitor.enter("save", f"saving iteration {run.iteration}")
+                hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
+            elif keep:
+                run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
+                saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             if decision.stop:
@@ -286,9 +309,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """
     launch, monitor = Launch(), FailureMonitor()
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    torchrun, srun = "TORCHELASTIC_RUN_ID" in os.environ, "SLURM_STEP_ID" in os.environ
-    launcher = (parent or os.getppid()) if torchrun or srun else None
-    with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
+    by = launched_by()
+    launcher = (parent or os.getppid()) if by else None
+    with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
             argv = name_fork(sys.argv[1:] if argv is None else argv)
@@ -301,21 +324,23 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if config.run.deterministic_mode:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
-            # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and torchrun
-            config, device, loaders, digests = prepare(config, grid, share, note_of(grid))
+            config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
+            watch = HangWatch(grid.waits, timeout.total_seconds(), config.fault.hang_timeout)
+            monitor = FailureMonitor(watch=watch)
             if store is not None:
-                compare(config, digests, launch.rank, launch.world, store)
-                host = os.environ["MASTER_ADDR"]
-                silence = config.fault.peer_timeout
-                monitor = FailureMonitor(launch.rank, launch.world, store, host, silence=silence)
-                store = dist.PrefixStore("weft", store)
+                compare(config, digests, launch, store)
+                who, point = (launch.rank, launch.world), launch.point
+                tell = partial(tell_launcher, error_file=report_to)
+                monitor = FailureMonitor(
+                    *who, store, point.host, point.secret,
+                    silence=config.fault.peer_timeout, watch=watch, tell=tell,
+                )  # fmt: skip
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
@@ -347,7 +372,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = Saver(
+    saver = SupervisedSaver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip
@@ -371,6 +396,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     )
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
+        run.monitor.enter("save", "the end of the run")
         if loaders.test and config.run.eval_interval and run.iteration == total:
             log.validation(run.iteration, evaluate(run, loaders.test), name="test")
 

@@ -41,7 +41,7 @@ from mpu.comm.collectives import all_gather, barrier, group_of  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint.stage import Background, Staging  # noqa: E402
-from training.run.startup import meet  # noqa: E402
+from training.run.meeting import meet  # noqa: E402
 
 WAIT = timedelta(minutes=10)
 HIDDEN, FFN, VOCAB = 1024, 2816, 32000
@@ -124,7 +124,7 @@ def be_rank(args: argparse.Namespace) -> None:
     launch = Launch.from_env()
     grid = Grid(launch.world, launch=launch)
     if launch.world > 1:
-        grid.connect(torch.device("cpu"), dist.PrefixStore("weft", meet(WAIT, launch)), WAIT)
+        grid.connect(torch.device("cpu"), meet(WAIT, launch), WAIT)
         grid.add_background(WAIT)
         behind = group_of(grid.background)
     else:

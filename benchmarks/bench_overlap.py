@@ -29,8 +29,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -41,7 +39,8 @@ from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.run.startup import connect, meet  # noqa: E402
+from training.run.meeting import meet  # noqa: E402
+from training.run.startup import connect  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
 PERFECT = ROOT / "benchmarks" / "perfect.py"
@@ -118,7 +117,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     grid = make_grid(config, launch)
     config, device, _, _ = prepare(config, grid)
     wait = timedelta(minutes=5)
-    connect(config, grid, device, dist.PrefixStore("weft", meet(wait, launch)), wait, print)
+    connect(config, grid, device, meet(wait, launch), wait, print)
     trained = build(config, grid, device, FailureMonitor())
     seconds = []
     for _ in range(1 + steps):  # the first one connects the ranks and touches the memory

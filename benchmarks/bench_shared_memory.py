@@ -43,7 +43,7 @@ from mpu.comm.symmetric import SymmetricBuffer  # noqa: E402
 from mpu.comm.transport import Axis  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
-from training.run.startup import meet  # noqa: E402
+from training.run.meeting import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"
 VERBS = (IN_PLACE, "all_gather", "reduce_scatter", "all_reduce")
@@ -159,7 +159,7 @@ def be_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     launch, found = Launch.from_env(), {}
     grid = Grid(launch.world, launch.world, launch=launch)
-    store = dist.PrefixStore("weft", meet(WAIT, launch))
+    store = meet(WAIT, launch)
     [line] = share(grid.connect(torch.device("cpu"), store, WAIT), WAIT)[:1]
     axis = grid.tp
     if not axis.symmetric:

@@ -138,9 +138,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def compare_all(
-    names: list[str], base: Path, forks: Path, at: Path, told: str
-) -> dict[str, bool]:
+def compare_all(names: list[str], base: Path, forks: Path, at: Path, told: str) -> dict[str, bool]:
     """Make the runs in both trees and print the table; return which ones are the same."""
     print(f"base: {describe(told)}\nnew:  {describe_here()}")
     if any(RUNS[name].forked for name in names):

@@ -4,7 +4,7 @@
 comm          between ranks: transport (Axis, Transport, Handle), collectives, mappings (collectives
               under autograd), overlap (collectives hidden by matmuls), p2p (stage to stage), meta
               (shapes alone), shared_memory and symmetric (memory that ranks share),
-              failure_monitor and coordinator (the failure channel)
+              failure_monitor, coordinator, door, wire and address (the failure channel)
 grid          ranks -> axes: the tensor-, context-, data- and pipeline-parallel peers of a rank
 connect       what carries each axis of a run: shared memory or the process group
 param         Placement: which part of a tensor a parameter is, and who holds the rest
@@ -15,5 +15,6 @@ kernels       Triton kernels that multiply while rows travel between GPUs
 layers        linear, embedding, cross_entropy, attention, rope, fused (RMSNorm, RoPE, SwiGLU), tune
 pipeline      schedules as data, the engine that executes them, which layers each stage holds
 zero          flat buckets of weights and gradients, their sums, the distributed optimizer
+launcher      which launcher started this process
 native        the loader of the compiled library of csrc/
 """

@@ -28,9 +28,38 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.collectives import ProcessGroupTransport, group_of
+from mpu.comm.secret import run_secret
 from mpu.comm.transport import Axis, Trace, Transport
+from mpu.comm.waits import Waits
 
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
+
+    agent: torchrun's agent keeps the store, over all restarts. attempt: how many restarts there
+    were on this node. secret: what only this run's ranks know; b"" where nobody set one.
+    """
+
+    host: str = ""
+    port: int = 0
+    agent: bool = False
+    attempt: str = "0"
+    secret: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def from_env(cls) -> "MeetingPoint":
+        """Read the environment. Raises ValueError, and OSError for WEFT_SECRET_FILE."""
+        e, port = os.environ, os.environ.get("MASTER_PORT", "")
+        return cls(
+            e.get("MASTER_ADDR", ""),
+            int(port) if port.isascii() and port.isdigit() else 0,  # check_meeting complains
+            e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            e.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +71,9 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     srun: bool = False
+    attempt: int = 0  # restarts before this start
+    supervisor: str = ""  # tools/supervise.py's directory in this host's memory
+    point: MeetingPoint = field(default=MeetingPoint(), compare=False)
 
     @classmethod
     def from_env(cls) -> "Launch":
@@ -65,13 +97,15 @@ class Launch:
                 world,
                 _number("LOCAL_RANK", "0"),
                 _number("LOCAL_WORLD_SIZE", str(world)),
+                attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
+                supervisor=e.get("WEFT_SUPERVISOR", ""),
             )
         if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
             raise ValueError(
                 f"the environment says rank {launch.rank} of {launch.world}, and on this node "
                 f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
             )
-        return launch
+        return replace(launch, point=MeetingPoint.from_env()) if launch.world > 1 else launch
 
     def check_meeting(self) -> None:
         """Raise ValueError where several ranks are not told where to meet."""
@@ -81,18 +115,18 @@ class Launch:
         missing = [name for name in needed if not os.environ.get(name)]
         if self.world == 1:
             return
+        if not missing and not 0 < _number("MASTER_PORT") < 65536:
+            raise ValueError(f"MASTER_PORT is {self.point.port}: it must be 1 to 65535")
         if not missing:
-            _number("MASTER_PORT")
-        elif self.srun:
+            return
+        if self.srun:
             raise ValueError(
                 f"srun starts {self.world} ranks but {missing[0]} is not set: export it before "
                 "srun, as examples/slurm_ranks.sh does"
             )
-        else:
-            raise ValueError(
-                f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or "
-                "srun"
-            )
+        raise ValueError(
+            f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or srun"
+        )
 
 
 def _number(name: str, default: str | None = None) -> int:
@@ -144,6 +178,7 @@ class Grid:
                 f"(= {parts} ranks a model copy)"
             )
         self.dp_size = self.world_size // parts
+        self.waits = Waits()  # of this rank, on every axis
         self.rank = self.launch.rank
         self.tp = self._axis("tp", "tp")
         self.cp = self._axis("cp", "cp")
@@ -173,6 +208,10 @@ class Grid:
         self.pp_back = replace(self.pp, name="pp_back")
         self.world = self._axis("world", *NAMES)
         self.background = replace(self.world, name="background")
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return every row of the axis "tp", "cp", "dp" or "pp", not this rank's alone."""
+        return tuple(self._planes((name,)))
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""
@@ -229,7 +268,7 @@ class Grid:
             transport = None
             if axis.ranks in groups:
                 transport = ProcessGroupTransport(groups[axis.ranks], staged)
-            setattr(self, name, replace(axis, transport=transport))
+            setattr(self, name, replace(axis, transport=transport, waits=self.waits))
         if self.backend == "nccl" and self.pp.size > 1:
             self._meet_neighbours(device)
         return self

@@ -17,12 +17,17 @@ SCRIPT = Path(__file__).resolve().parent / "run_ranks.py"
 
 @dataclass
 class Result:
-    """How a job went: per rank its exit code, when it ended, what it said."""
+    """How a job went: per rank its exit code, when it ended, what it said.
+
+    began: time.monotonic() of the start, from which `ended` counts. late: ranks were killed, as
+    they had not ended in time.
+    """
 
     codes: list[int]
     ended: list[float]
     late: bool
     folder: Path
+    began: float = 0.0
 
     def said(self, rank: int, kind: str = "err") -> str:
         """Return what a rank wrote."""
@@ -30,10 +35,7 @@ class Result:
 
     def orphans(self, patience: float = 5.0) -> list[int]:
         """List the processes that still write into this job's output, after so many seconds."""
-        deadline = time.monotonic() + patience
-        while (left := writers_into(self.folder)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
+        return writers_into(self.folder, patience)
 
     def saved(self) -> list[str]:
         """List the checkpoints."""
@@ -49,14 +51,21 @@ class Result:
         return [tuple(row.get(key) for key in keys) for row in self.rows()]
 
 
-def writers_into(folder: Path) -> list[int]:
-    """List the processes whose stdout is a file of `folder`: whoever a rank left behind has it."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if Path(os.readlink(process / "fd" / "1")).parent == folder:
-                found.append(int(process.name))
-    return found
+def writers_into(folder: Path, patience: float) -> list[int]:
+    """List the processes whose stdout is a file of `folder`, after at most so many seconds.
+
+    Whoever a rank left behind has it.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if Path(os.readlink(process / "fd" / "1")).parent == folder:
+                    found.append(int(process.name))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
 
 
 class Launcher:
@@ -82,20 +91,22 @@ class Launcher:
         self.jobs += 1
         self.here = folder or self.folder / str(self.jobs)
         self.here.mkdir(exist_ok=True)
-        for old in self.here.glob("pid.*"):
+        for old in [*self.here.glob("pid.*"), *self.here.glob("struck.*")]:
             old.unlink()
         self.port = self.free_port()
         argv = [word.replace("{dir}", str(self.here)) for word in argv]
-        argv += ["--log-json", f"{self.here}/log.jsonl"]
+        if "--log-json" not in argv:
+            argv += ["--log-json", f"{self.here}/log.jsonl"]
         job |= {"ranks": ranks, "argv": argv, "dir": str(self.here), "port": self.port}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return self.here
 
-    def wait(self) -> Result:
-        """Wait for the job's end."""
+    def wait(self, in_time: bool = True) -> Result:
+        """Wait for the job's end. in_time: it is an error if ranks had to be killed."""
         result = Result(**json.loads(self.process.stdout.readline()), folder=self.here)
-        assert not result.late, f"a rank hung: {[result.said(r) for r in range(len(result.codes))]}"
+        words = [result.said(rank) for rank in range(len(result.codes))]
+        assert not (in_time and result.late), f"a rank hung: {words}"
         return result
 
     def run(self, *args: Any, **job: Any) -> Result:

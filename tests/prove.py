@@ -41,9 +41,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/faults/test_pipeline_failures.py",
         "tests/faults/test_zero_failures.py",
         "tests/faults/test_torchrun.py",
+        "tests/faults/test_restarts.py",
+        "tests/faults/test_network.py",
     ),
     "kills": ("tests/faults/test_kills.py",),
     "repeated-kills": ("tests/faults/test_repeated_kills.py",),
+    "chaos": ("tests/chaos",),
 }
 
 

@@ -6,11 +6,16 @@ ranks of each job. A job is a JSON line on stdin; the answer is a JSON line on s
 its ranks have ended: exit codes (negative: the signal) and the seconds at which each ended. Each
 rank's stdout and stderr stand in DIR/out.R and DIR/err.R, its process id in DIR/pid.R.
 
-With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it.
+With arguments (`run_ranks.py FAULT FLAG...`) it is one rank, as a launcher starts it; the job's
+folder is then FAULT_FOLDER of its environment.
 
-tests/faults/fault_injection.py says what a fault is.
+tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
+move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
+which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
+network namespace of each rank; "env"; and "stdout", a path.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -51,17 +56,48 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
     train(run, loaders, saver, *rest, **named)
 
 
+def sampled(every: int, file: Path) -> None:
+    """Let this rank write what it holds after every so many steps, a line each."""
+    due_after = pretrain_llama.due_after
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def sampling(config: Any, iteration: int, total: int) -> Any:
+        if iteration % every == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            spans = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
+            shared = sum(int(high, 16) - int(low, 16) for low, high in spans)
+            counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+            with open(file, "a") as out:
+                out.write(json.dumps([iteration, resident, *counts, shared]) + "\n")
+        return due_after(config, iteration, total)
+
+    pretrain_llama.due_after = sampling
+
+
+def enter_network(path: str) -> None:
+    """Move this process, which has one thread, into a network namespace of Linux."""
+    libc, file = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY)
+    if libc.setns(file, 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), f"{path}: setns")
+    os.close(file)
+
+
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Become one rank of a job; does not return."""
     folder = Path(job["dir"])
-    for number, kind in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    out = job.get("stdout", f"{folder}/out.{{}}").format(rank)
+    for number, path in ((1, out), (2, f"{folder}/err.{rank}")):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)
+    if "netns" in job:
+        enter_network(job["netns"][rank])
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.get("world", job["ranks"])),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job["port"]),
+        **job.get("env", {}),
     }
     argv = [*job["argv"], *job.get("more", {}).get(str(rank), [])]
     if job.get("fault"):
@@ -69,11 +105,18 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     patience = dict(job.get("monitor", {}))
     if "silence" in patience:
         argv += ["--peer-timeout", str(patience.pop("silence"))]
+    if "floor" in patience:  # the least limit of a phase
+        pretrain_llama.HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
+    if "meeting" in job:  # seconds that ranks wait for each other there
+        meet = pretrain_llama.meet
+        pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
+    if job.get("sample"):
+        sampled(job["sample"], folder / f"samples.{rank}")
     if job.get("no_step"):
         pretrain_llama.train = load_and_save
     if job.get("save_first"):
@@ -88,6 +131,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of a job and wait for all."""
     pids = {}
     for rank in range(job["ranks"]):
+        if rank in job.get("absent", ()):
+            continue
         pid = os.fork()
         if pid == 0:
             be_rank(job, rank)
@@ -95,30 +140,33 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     codes: list[int | None] = [None] * job["ranks"]
     ended = [0.0] * job["ranks"]
     start, killed = time.monotonic(), False
-    stopped = {pid: False for pid in pids}
+    stopped = {pid: rank in job.get("held", []) for pid, rank in pids.items()}
+    limit = job.get("limit", LIMIT)
     while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         now = time.monotonic() - start
         if pid and os.WIFSTOPPED(status):
             stopped[pid], ended[pids[pid]] = True, now
+        elif pid and os.WIFCONTINUED(status):
+            stopped[pid], ended[pids[pid]] = False, 0.0
         elif pid:
             rank = pids.pop(pid)
             codes[rank] = os.waitstatus_to_exitcode(status)
             ended[rank] = ended[rank] or now
         else:
             time.sleep(0.01)
-        late = now > LIMIT and not killed
+        late = now > limit and not killed
         killed = killed or late
         for other in pids:
-            if late or all(stopped[p] for p in pids):
+            if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
-    return {"codes": codes, "ended": ended, "late": killed}
+    return {"codes": codes, "ended": ended, "late": killed, "began": start}
 
 
 def main() -> None:
     """Serve jobs, or be one rank."""
     if len(sys.argv) > 1:
-        inject(json.loads(sys.argv[1]), Path())
+        inject(json.loads(sys.argv[1]), Path(os.environ.get("FAULT_FOLDER", "")))
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
         return

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
+from training.fault_config import FaultConfig
+from training.run import guard
 from training.run.stop import Decision, Due, Heard, decide
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
@@ -25,21 +27,31 @@ def by_hand(case):
     done = []
     ended = told or over or last or leave
     saving = place and (ended or keep)
+    without = skipped  # the last that is known of was skipped
     if ended or saving:
         done.append("hear of this step")
         if now_skipped and on_nan:
             return [*done, "not finite at 1"]
-        told, ended = told or now_told, ended or now_told or now_over
+        told, ended, without = told or now_told, ended or now_told or now_over, now_skipped
     checking = check and data
     if checking and not told:
         done.append("evaluate")
-    if saving:
-        done.append(f"save, must {ended}, hurry {told}")
+    if saving and (ended or not without):
+        done.append(f"save, must {ended}, hurry {told or without}")
     if checking and told:
         done.append("evaluate")
     if ended and not last:
         done.append(f"end, by a signal {told}")
     return done + ["return"] * ended
+
+
+class AfterAStep(guard.Guard):
+    """A guard that has seen a step 0."""
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self._judged = -1
+        self._steps.append((0, 0, 1))
 
 
 class Ends(Exception):
@@ -75,7 +87,11 @@ def by_train(case, monkeypatch):
     )
     kept = SimpleNamespace(save="runs/x" if place else None, save_interval=interval(keep))
     config = SimpleNamespace(
-        run=settings, checkpoint=kept, model=SimpleNamespace(seq_length=1), log=None
+        run=settings,
+        checkpoint=kept,
+        model=SimpleNamespace(seq_length=1),
+        log=None,
+        fault=FaultConfig(rerun_mode="disabled"),
     )
     run = SimpleNamespace(
         config=config,
@@ -84,15 +100,19 @@ def by_train(case, monkeypatch):
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
         sink=None,
-        monitor=SimpleNamespace(action=""),
+        monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
         device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))
+    slow = contextlib.ExitStack()
+    slow.step = lambda *numbers: {}
     agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
     scalar = torch.tensor(0.0)
     stand_ins = {
+        "Guard": AfterAStep,
         "Agreement": lambda world: agreement,
         "Profile": lambda *about: profile,
+        "SlowRanks": lambda *about: slow,
         "global_batch_size": lambda *about: 1,
         "learning_rate": lambda *about: 1.0,
         "decoupled_learning_rate": lambda *about: 1.0,
@@ -101,6 +121,7 @@ def by_train(case, monkeypatch):
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(pretrain_llama, name, stand_in)
+    monkeypatch.setattr(guard, "global_batch_size", lambda *about: 1)
     loader = SimpleNamespace(next_global_batch=batches)
     log = SimpleNamespace(
         due=lambda iteration: False,
@@ -117,7 +138,7 @@ def by_train(case, monkeypatch):
         pretrain_llama.train(
             run,
             SimpleNamespace(train=loader, valid=loader if data else None),
-            SimpleNamespace(poll=lambda: None, failed=None, save=save),
+            SimpleNamespace(poll=lambda: None, failed=None, save=save, passed_over=set()),
             log,
             SimpleNamespace(unmeasured=lambda: []),
             total=1 if last else 3,

@@ -189,7 +189,7 @@ def parser() -> Parser:
     sub.add_argument("run", **run)
     sub = command(
         "verify",
-        "hash every file of every checkpoint and say which are damaged",
+        "hash every file of every checkpoint, look for a NaN, and say which are damaged",
         "Exit code 1 where one is. A resume passes over a damaged one by itself.",
     )
     sub.add_argument("place", **place)

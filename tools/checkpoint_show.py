@@ -11,6 +11,7 @@ from typing import Any
 from tools.checkpoint_diff import flatten
 from training.checkpoint import Checkpoint, CheckpointError
 from training.checkpoint.files import check_file
+from training.checkpoint.finite import check_tensors
 from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.pieces import KINDS
@@ -92,7 +93,10 @@ def bytes_of(found: Checkpoint) -> int:
 
 
 def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
-    """Hash every file of each checkpoint; yield (whether it is whole, a line about it)."""
+    """Hash every file of each checkpoint, and look for values that are not finite.
+
+    Yield (whether it is whole, a line about it).
+    """
     for directory in directories:
         try:
             found = Checkpoint(directory)
@@ -103,6 +107,8 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
         for name, info in found.manifest["files"].items():
             try:
                 check_file(directory / name, info, sha256=True)
+                if name.endswith(".safetensors"):
+                    check_tensors(directory / name)
             except (CheckpointError, OSError) as error:
                 errors.append(str(error))
         files = f"{len(found.manifest['files'])} files, {size_of(bytes_of(found))}"

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
@@ -35,6 +34,7 @@ from tools.command_line import Parser, whole
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.run.meeting import meet
 from training.run.startup import as_process
 from training.untrusted import printable, sentence
 
@@ -263,8 +263,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if launch.world > 1:
-            store = next(dist.rendezvous("env://", launch.rank, launch.world, timeout=timeout))[0]
-            grid.connect(device, store, timeout)
+            launch.check_meeting()
+            grid.connect(device, meet(timeout, launch), timeout)
         run(args, grid, device)
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own

@@ -13,25 +13,37 @@ goes, rank 0 is the first cause.
 An end of file without goodbye is a death and counts at once, and so does an error of the rank's
 own. A report that only says that somebody else is gone ("a collective failed") or that a signal
 came (launchers send one to the survivors) waits for a better explanation. No beat for `silence`
-seconds (a stopped process, a lost machine) is a cause too.
+seconds (a stopped process, a lost machine) is a cause too. A connection that was reset is no death
+while both processes live: the rank comes back to the coordinator.
 """
 
+import json
+import math
 import os
 import re
 import secrets
-import socket
-import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from mpu.comm.coordinator import DIED, Cause, Connection, Coordinator, at
+from mpu.comm import wire
+from mpu.comm.address import is_loopback, listen, resolve
+from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from mpu.comm.hang_judge import HangJudge, silence, watch_alone
+from mpu.comm.hang_watch import HangWatch, say
+from mpu.comm.links import Links
+from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
+QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
 SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
+MEETING = 60.0  # seconds, at most, until all ranks have joined
+JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 
 
 class FailureMonitor:
@@ -40,11 +52,14 @@ class FailureMonitor:
     Use it as a context manager round the whole run. An exception that leaves it is reported. Where
     the exception only says that a peer is gone, the first cause, kept in `first`, is printed. A
     rank that learns of a failure while it is stuck in a collective prints the cause and ends with
-    exit code 1 after `unwind` seconds. At world size 1 the monitor only holds `action`.
+    exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
 
-    grace: seconds that "a collective failed" waits for a better cause. silence: seconds without a
-    beat after which a rank counts as lost. beat: seconds between beats; None: 1, or more in a world
-    of more than 512 ranks.
+    store, host: where the ranks met, and on which host of theirs rank 0 is. secret: what every rank
+    of the run knows and nobody else; b"": the store alone tells it. grace: seconds that "a
+    collective failed" waits for a better cause. silence: seconds without a beat after which a rank
+    counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
+    watch: what finds out whether this rank hangs. tell: called with the first cause where it is
+    printed. Raises CommunicationError where rank 0 is not reached.
     """
 
     def __init__(
@@ -53,76 +68,189 @@ class FailureMonitor:
         world: int = 1,
         store: Any = None,
         host: str = "127.0.0.1",
+        secret: bytes = b"",
         *,
         grace: float = 3.0,
         silence: float = 20.0,
         beat: float | None = None,
         unwind: float = 5.0,
+        watch: HangWatch | None = None,
+        tell: Callable[[str], None] = lambda cause: None,
     ) -> None:
+        self.watch = watch or HangWatch()
+        silence = min(silence, self.watch.hang_timeout or silence)
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
         self._beat = beat or min(silence / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._tell = tell
         self._told, self._failed = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._own, self._left, self._said = "", False, False
+        self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._session = wire.nonce()
+        self._connection: wire.Connection | None = None
         self._coordinator: Coordinator | None = None
         if world == 1:
             return
         assert store is not None, "a world of several ranks needs a store to meet at"
-        if rank == 0:
-            token = secrets.token_hex(16)
-            self._coordinator = Coordinator(world, host, token, silence, self._beat)
-            self._coordinator.start()
-            store.set("weft/monitor", f"{self._coordinator.port} {token}")
         try:
-            port, token = store.get("weft/monitor").decode().split()
-            self._connection = Connection(socket.create_connection((host, int(port)), timeout=30))
-        except (OSError, RuntimeError) as error:
-            raise CommunicationError(f"rank 0 is not reached at {host}: {error}") from error
-        self._connection.sock.settimeout(self._beat)
-        self._connection.send(rank=rank, token=token, action=self.action)
+            if rank == 0:
+                self._coordinator = self._coordinate(store, host, secret)
+            elif rank == world - 1 and not is_loopback(host):
+                store.set("monitor/address", resolve(host))
+            store.wait(["monitor"], timedelta(seconds=MEETING))
+            address, port, salt = store.get("monitor").decode().split(",")
+            self._address = (address or host, int(port))
+            self._secret = wire.proof(secret, "run", salt.encode())
+            self._connection, messages = self._join(JOINING)
+        except (OSError, RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
         os.register_at_fork(after_in_child=_Hands(self).off)
-        threading.Thread(target=self._listen, name="failure-monitor", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(messages,), name="failure-monitor", daemon=True
+        ).start()
 
-    def _listen(self) -> None:
-        """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
-        connection = self._connection
-        assert connection is not None
-        turn = sent = heard = time.monotonic()
-        while not self._left:
+    def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
+        """Start the coordinator and tell the store where it listens.
+
+        A host may know itself by another address (127.0.1.1) than the others know it by, so the
+        last rank, which seldom shares it, says which address it uses. `salt` makes the key of this
+        one start; without a secret of the run it is the key.
+        """
+        address = host
+        if not is_loopback(host):
+            store.wait(["monitor/address"], timedelta(seconds=MEETING))
+            address = store.get("monitor/address").decode()
+        listener, at_address = listen(address, 0, max(self.world, 128))
+        salt = secrets.token_hex(16)
+        key = wire.proof(secret, "run", salt.encode())
+        judge = self._judge()
+        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
+        coordinator.start()
+        store.set("monitor", f"{at_address},{coordinator.port},{salt}")
+        return coordinator
+
+    def _judge(self) -> HangJudge:
+        place = json.dumps(self.watch.dump.address())
+        return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
+
+    @property
+    def action(self) -> str:
+        """What the rank is doing, in words; a new one is a sign that it moves."""
+        return self._action
+
+    @action.setter
+    def action(self, words: str) -> None:
+        self._action = words
+        self.watch.note()
+
+    def enter(self, phase: str, action: str) -> None:
+        """Begin a phase ("data", "step", "evaluation", "save") with an action."""
+        self.watch.enter(phase)
+        self.action = action
+
+    def _join(self, seconds: float) -> tuple[wire.Connection, list[wire.Message]]:
+        """Connect to the coordinator; try again what may pass. Raises OSError."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
             try:
-                messages = connection.read()
-                if messages is None:
-                    if not self._left:
-                        self._stop(Cause(0, "", DIED))
+                return wire.join(self._address, self._secret, self.rank, self._session, left)
+            except OSError as error:
+                lasting = isinstance(error, (ConnectionRefusedError, TimeoutError, wire.Refused))
+                if lasting or time.monotonic() + 0.1 > deadline:
+                    raise
+            time.sleep(0.1)
+
+    def _listen(self, messages: list[wire.Message]) -> None:
+        """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
+        turn = sent = heard = time.monotonic()
+        hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        links = Links(self._silence)
+        doing = ""  # rank 0
+        while not self._left:
+            connection = self._connection
+            assert connection is not None
+            for kind, fields in messages:
+                if kind == "cause":
+                    self._stop(Cause(**fields))
+                    return
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
+                    hub = fields["said"]
+                elif kind == "report":
+                    text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
+                    say(f"{text}{self.watch.stacks()}")
+                    connection.send("stack", text=" <- ".join(self.watch.place()[2]))
+            if connection.ended:
+                why, messages = ("", []) if self._left else self._come_back()
+                if why:
+                    self._stop(Cause(0, "", why))
                     return
                 heard = time.monotonic()
-                for message in messages:
-                    if "cause" in message:
-                        self._stop(Cause(**message["cause"]))
-                        return
-            except TimeoutError:
-                pass
+                continue
+            if connection.wait(self._beat):
+                messages, heard = connection.read(), time.monotonic()
+            else:
+                messages = []
             now = time.monotonic()
             if now - turn > self._silence / 2:  # this process was stopped, not rank 0
                 heard = now
             turn = now
             if now - heard > self._silence:
-                self._stop(Cause(0, "", f"no sign of life for {now - heard:.0f} s"))
+                apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
                 return
-            if now - sent >= self._beat:
+            if now - sent >= self._beat and connection.flush():
                 sent = now
-                connection.send(action=self.action)
+                self.watch.arm(self._silence, several=True)
+                if not told:
+                    connection.send("place", said=json.dumps(self.watch.dump.address()))
+                told = True
+                connection.send("beat", action=self.action)
+                connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
+
+    def _alone(self) -> None:
+        """Watch a world of one rank until it leaves or hangs for too long."""
+        hang = watch_alone(self.watch, self._judge(), lambda: self.action, self._ended, self._beat)
+        if hang is not None:
+            self._stop(Cause(0, self.action, hang.text, quick=1))
+
+    def _come_back(self) -> tuple[str, list[wire.Message]]:
+        """Connect to the coordinator again; return why that failed, or "", and what it says.
+
+        Where rank 0's process is dead nothing listens any more, and that is known at once.
+        """
+        try:
+            self._connection, messages = self._join(RETURN)
+        except ConnectionRefusedError:
+            return DIED, []
+        except OSError as error:
+            apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
+            return f"the connection was reset and does not come back ({error}): {apart}", []
+        if self._report:
+            self._connection.send("failed", **self._report)
+        return "", messages
 
     def _stop(self, cause: Cause) -> None:
         """Print the cause, give the main thread time to unwind, then end the process."""
         self.first = cause
         self._told.set()
         self._failed.wait(timeout=0.3)  # the main thread may be about to print it
+        if cause.quick and cause.rank == self.rank:
+            say(self.watch.stacks())
         self._print()
-        time.sleep(self._unwind)
+        if cause.address:
+            Process(json.loads(cause.address)).end()
+        time.sleep(min(self._unwind, QUICK) if cause.quick else self._unwind)
         if self._failed.is_set():
             time.sleep(2 * self._unwind)
         self._leave()
@@ -135,41 +263,60 @@ class FailureMonitor:
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
-            text = f"[rank {self.rank}] stopping{doing}: {cause}\n"
-            sys.stderr.write(text)  # one write: ranks that share a terminal do not mix lines
-            sys.stderr.flush()
+            self._tell(str(cause))
+            say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:
         os._exit(1)
 
     def __enter__(self) -> "FailureMonitor":
+        if self.world == 1 and self.watch.deadline < math.inf:
+            threading.Thread(target=self._alone, name="failure-monitor", daemon=True).start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._connection is None:
-            return
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._left = True
-            self._connection.send(bye=True)
-            self._connection.sock.close()
-            if self._coordinator is not None:
-                self._coordinator.join(timeout=60)  # rank 0 leaves last, so that nobody sees it die
+        self._ended.set()
+        self.watch.disarm()
+        early = isinstance(error, SystemExit) and not error.code
+        if error is None or self._connection is None:
+            if early:
+                raise RuntimeError("something called sys.exit() before the run was done") from error
+            self._say_bye()
             return
         text = str(error).strip() or "no message"
         text = NOISE.sub("", text.splitlines()[0])
         why, wait = f"{type(error).__name__}: {text}", 0.0
-        if isinstance(error, CommunicationError):
+        if early:
+            why = "something called sys.exit() before the run was done"
+        elif isinstance(error, CommunicationError):
             wait = self._grace
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
+        why = wire.printable(why)
         if not isinstance(error, CommunicationError):
             self._own = why
         self._failed.set()
-        self._connection.send(rank=self.rank, action=self.action, failed=why, wait=wait)
+        self._report = {"action": self.action, "why": why, "wait": wait}
+        self._connection.send("failed", **self._report)
         if self._told.wait(timeout=self._grace + 5):
             self._print()
         if self._coordinator is not None:
             time.sleep(1.0)  # let the others hear the cause before rank 0's coordinator goes
+        if early:
+            raise RuntimeError(why) from error
+
+    def _say_bye(self) -> None:
+        """Leave in peace; rank 0 leaves last, so that nobody sees it die."""
+        self._left = True
+        if self._connection is None:
+            return
+        self._connection.send("bye")
+        deadline = time.monotonic() + 1.0
+        while not self._connection.flush() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._connection.close()
+        if self._coordinator is not None:
+            self._coordinator.join(timeout=60)
 
 
 class _Hands:
@@ -183,8 +330,6 @@ class _Hands:
         if monitor is None:
             return
         if monitor._connection is not None:
-            monitor._connection.sock.close()
+            monitor._connection.close()
         if monitor._coordinator is not None:
-            for connection in monitor._coordinator.connections:
-                connection.sock.close()
-            monitor._coordinator.listener.close()
+            monitor._coordinator.close()

@@ -36,9 +36,7 @@ class MetaTransport(Transport):
         """Return a tensor with 1 / axis.size of the rows of x."""
         assert x.is_meta and x.shape[0] % axis.size == 0
         out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-        handle = axis.start(
-            "reduce_scatter", x, _nothing, (), None, async_op=async_op, label=label
-        )
+        handle = axis.start("reduce_scatter", x, _nothing, (), None, async_op=async_op, label=label)
         return out, handle
 
 

@@ -109,9 +109,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
             parts[rank] = own.clone() if aside else own
             sum_of_parts(parts, out)
 
-        handle = self._begin(
-            "reduce_scatter", axis, x, write, read, async_op=async_op, label=label
-        )
+        handle = self._begin("reduce_scatter", axis, x, write, read, async_op=async_op, label=label)
         return out, handle
 
     def _begin(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mpu import native
 from mpu.comm.collectives import gather_bytes
+from mpu.comm.process_state import host
 from mpu.comm.transport import Axis, CommunicationError
 
 LINE = 64  # bytes of a flag
@@ -98,11 +99,11 @@ class SymmetricBuffer:
                 memory[: len(token)] = token
             except OSError as error:
                 why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be had: {error}"
-        host = "" if why else _host()  # reads /proc, which only Linux has
-        here = dict(host=host, pid=self._pid, fd=fd, token=token.hex(), why=why)
-        every = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), self.axis)]
+        here = "" if why else host()  # reads /proc, which only Linux has
+        mine = dict(host=here, pid=self._pid, fd=fd, token=token.hex(), why=why)
+        every = [json.loads(d) for d in gather_bytes(json.dumps(mine).encode(), self.axis)]
         why = next((answer["why"] for answer in every if answer["why"]), "")
-        if not why and any(answer["host"] != host for answer in every):
+        if not why and any(answer["host"] != here for answer in every):
             why = "its ranks are not on one host (or in one container)"
         if self.rank and not why:
             try:
@@ -168,6 +169,15 @@ class SymmetricBuffer:
 
     def _wait(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         self.refuse_fork()
+        waits = self.axis.waits
+        mine = waits is not None and waits.begin(waits.of(self.axis.name, self.axis.ranks, what))
+        try:
+            self._until(first, stride, ranks, epoch, what)
+        finally:
+            if mine and waits is not None:
+                waits.end()
+
+    def _until(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         call = _library().weft_wait
         args, count = (first, stride, len(ranks), epoch & 0xFFFFFFFF), len(ranks)
         if (there := call(*args, SPINS, SLICE)) == count:
@@ -215,10 +225,3 @@ class _Life:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-
-
-def _host() -> str:
-    """Return a text that is equal for processes that can open one another's files in /proc."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"

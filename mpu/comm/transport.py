@@ -8,6 +8,7 @@ Transport   what carries the tensors of an axis: a process group (mpu/comm/colle
             (mpu/comm/meta.py)
 Handle      one collective or message that was started, to be waited for once
 Trace       is called at every start, where an axis has one (tools/explain_trace.py)
+Waits       keeps what this rank waits for, and for how long (mpu/comm/waits.py)
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+from mpu.comm.waits import Wait, Waits
 
 
 class CommunicationError(RuntimeError):
@@ -71,9 +74,12 @@ class Handle:
         finish: Callable[[], None] | None = None,
         what: str = "",
         event: Started | None = None,
+        waits: Waits | None = None,
+        wait: Wait | None = None,
     ) -> None:
         self._work, self._keep, self._finish = work, keep, finish
         self._what, self._event = what, event
+        self._waits, self._wait = waits, wait
 
     def wait(self) -> None:
         """Wait for the result; a second call does nothing. Raises CommunicationError."""
@@ -82,10 +88,15 @@ class Handle:
         if event is not None:
             event.waiting()
         if work is not None:
+            waits = self._waits
+            mine = waits is not None and self._wait is not None and waits.begin(self._wait)
             try:
                 work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{self._what}: {error}") from error
+            finally:
+                if mine and waits is not None:
+                    waits.end()
         if finish is not None:
             finish()
         if event is not None:
@@ -137,7 +148,8 @@ class Axis:
     """One row of ranks that talk to each other, as this rank sees it.
 
     ranks: global ranks in axis order. rank: this rank's place among them. transport: None at size 1
-    and where nothing is sent (a dry run). trace: receives every start, unless None.
+    and where nothing is sent (a dry run). trace: receives every start, unless None. waits: this
+    rank's, of all its axes.
     """
 
     name: str
@@ -146,6 +158,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     transport: Transport | None = None
     trace: Trace | None = None
+    waits: Waits | None = None
 
     @property
     def following(self) -> list[int]:
@@ -177,23 +190,26 @@ class Axis:
         finish: Callable[[], None] | None = None,
         async_op: bool = False,
         label: Label | None = None,
+        peer: int | None = None,
     ) -> Handle:
         """Issue one collective or message, record it, and wait for it unless `async_op`.
 
         tensor: the input; of a receive, the result. call: start it; returns what Handle waits for.
         keep: tensors that must live until then. finish: what is left to do after the wait. label:
-        who asks, for the trace. Raises CommunicationError.
+        who asks, for the trace. peer: of a message, the rank in the world at its other end. Raises
+        CommunicationError.
         """
         event = None
         if self.trace is not None:
             sent = sent_bytes(verb, tensor, self.size)
             event = self.trace.issued(verb, self, tensor, sent, async_op, label)
-        what = f"{verb} over {self.name} (ranks {list(self.ranks)})"
+        what, waits = f"{verb} over {self.name} (ranks {list(self.ranks)})", self.waits
+        wait = None if waits is None else waits.start(verb, self.name, self.ranks, peer)
         try:
             work = call()
         except RuntimeError as error:
             raise CommunicationError(f"{what}: {error}") from error
-        handle = Handle(work, keep, finish, what, event)
+        handle = Handle(work, keep, finish, what=what, event=event, waits=waits, wait=wait)
         if not async_op:
             handle.wait()
         return handle

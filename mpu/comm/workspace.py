@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the collectives of an axis two slots of shared memory, used in turn.
 
-    epoch e       rank 0                                rank 1
-                  begin: slot e % 2, when all have closed epoch e - 2
-                  write part 0 | signal                 write part 1 | signal
-                  wait for 1   | read part 1 in place   wait for 0   | read part 0 in place
-                  close                                 close
+epoch e       rank 0                                rank 1
+              begin: slot e % 2, when all have closed epoch e - 2
+              write part 0 | signal                 write part 1 | signal
+              wait for 1   | read part 1 in place   wait for 0   | read part 0 in place
+              close                                 close
 """
 
 from collections.abc import Callable

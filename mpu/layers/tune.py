@@ -113,9 +113,7 @@ def measure(
     }
 
 
-Measure = Callable[
-    [Projection, Sequence[str], LayerContext, float], dict[str, tuple[float, float]]
-]
+Measure = Callable[[Projection, Sequence[str], LayerContext, float], dict[str, tuple[float, float]]]
 
 
 def tune(

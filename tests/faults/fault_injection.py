@@ -9,18 +9,27 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
               second later, so that the others have heard what it was doing
     "from"    count calls only from this iteration on
     "save"    count calls only in this process's save of this number
+    "times"   how many calls in a row it strikes, from that one on; otherwise one
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
-"raise"; "stall", where the thread never goes on while the process's others do; "nan" and "inf",
-written at "backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC",
-"EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done
-to the directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names,
-root's too, and "open" it.
+"raise"; "exit 0"; "stall", where the thread never goes on while the process's others do, and
+"hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds"
+before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow after" it; "clock", where
+time.time() is ahead by "seconds" from then on; "nan" and "inf", written at "backward" into the
+gradient that is done; "flip", at "update" one bit of an fp32 weight; an error of a disk, raised
+there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the directory "path":
+"remove", "fill" its disk and "empty" it again, "close" it to new names, root's too, and "open" it.
+"spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
+
+As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
 """
 
+import ctypes
 import errno
 import fcntl
+import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -31,21 +40,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
+from mpu.comm.transport import Handle
+from mpu.comm.waits import Waits
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
 from mpu.zero import adam, bucket, optimizer, weights
+from tests.faults import bad_numbers
 from training.checkpoint import retain, stage
 from training.data.loader import Loader
 
 saving = sys.modules["training.checkpoint.save"]
 POINTS = {
+    "before the meeting": (pretrain_llama, "meet"),
     "connect": (Grid, "connect"),
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
+    "reading": (Loader, "_make"),
+    "pread": (os, "pread"),
+    "step": (pretrain_llama, "train_step"),
     "forward": (pretrain_llama.Llama, "forward"),
     "receive": (engine, "receive"),
     "wait": (engine._Run, "_take"),
@@ -53,6 +71,8 @@ POINTS = {
     "layer": (linear.RowParallelLinear, "forward"),
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
+    "wait for a collective": (Handle, "wait"),
+    "a wait begins": (Waits, "begin"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
@@ -66,6 +86,7 @@ POINTS = {
     "committing": (saving, "_commit"),
     "staging": (stage.Staging, "copy"),
     "staged": (stage.Background, "start"),
+    "wire": (torch.distributed, "isend"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
 }
@@ -87,11 +108,13 @@ class Injected:
         self.fault, self.folder = fault, folder
         self.left, self.saves = fault["call"], 0
         self.monitor: Any = None
+        self.draw = random.Random(fault.get("vary"))
+        self.least = 0.2 if "vary" in fault else 1.0
 
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition(" iteration ")[2]
+        last = action.rpartition("iteration ")[2]
         if "during" in self.fault and action != self.fault["during"]:
             return False
         if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
@@ -99,18 +122,37 @@ class Injected:
         if self.saves != self.fault.get("save", self.saves):
             return False
         self.left -= 1
-        return self.left == 0
+        return -self.fault.get("times", 1) < self.left <= 0
+
+    def told(self, hit: str = "") -> None:
+        """Write down that it strikes now, the first time."""
+        path = self.folder / f"struck.{os.environ['RANK']}"
+        if self.folder != Path() and not path.exists():
+            aside = path.with_name(f"{path.name}.aside")
+            aside.write_text(json.dumps({"at": time.monotonic(), "hit": hit}))
+            aside.replace(path)
 
     def strike(self) -> None:
         """Do what was asked for, but for what needs the call's arguments."""
-        how, path = self.fault["how"], self.fault.get("path", "")
+        how, path, seconds = (self.fault.get(key, "") for key in ("how", "path", "seconds"))
         if how == "raise":
             raise RuntimeError("broken on purpose")
         if hasattr(errno, how):
             number = getattr(errno, how)
             raise OSError(number, os.strerror(number), "on purpose")
+        if how == "exit 0":
+            sys.exit(0)
         while how == "stall":
             time.sleep(60)
+        while how == "hold":
+            ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
+        while how == "wait" and not (self.folder / "go").exists():
+            time.sleep(0.002)
+        if how == "slow":
+            time.sleep(seconds * self.draw.uniform(self.least, 1.0))
+        elif how == "clock":
+            right = time.time
+            time.time = lambda: right() + seconds
         if how == "kill all":
             mine = str(os.getpid())
             others = {p.read_text() for p in self.folder.glob("pid.*")} - {mine}
@@ -138,10 +180,20 @@ class Injected:
             if planning or not self.due():
                 return inner(*args, **kwargs)
             how = self.fault["how"]
+            if how == "spoil":
+                return bad_numbers.spoil(self.fault, self.told, inner, *args, **kwargs)
+            self.told()
             if how in ("nan", "inf"):
                 args[0].main_grad(args[1]).view(-1)[0] = float(how)
+            elif how == "flip":
+                words = args[0].sink.buckets[0].param_shard.view(-1).view(torch.int32)
+                words[3] ^= 1 << 12
             elif how == "short":
                 return shortened(inner, *args, **kwargs)
+            elif how == "slow after":
+                result = inner(*args, **kwargs)
+                time.sleep(self.fault["seconds"])
+                return result
             self.strike()
             return inner(*args, **kwargs)
 
@@ -154,6 +206,7 @@ class Injected:
             self.saves += phase == "start"
             inner(phase)
             if phase == name and self.due():
+                self.told()
                 self.strike()
 
         return struck
@@ -191,8 +244,10 @@ def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def inject(faults: dict[str, Any] | list[dict[str, Any]], folder: Path) -> None:
-    """Put the faults in their places, those of this rank."""
+    """Put the faults in their places, those of this rank, unless one struck it before."""
     here = int(os.environ["RANK"])
+    if folder != Path() and (folder / f"struck.{here}").exists():
+        return  # a launcher started it again
     for fault in [faults] if isinstance(faults, dict) else faults:
         if fault["rank"] in (-1, here):
             _inject(Injected(fault, folder))

@@ -10,6 +10,7 @@
 pieces       what a rank holds, as rectangles of canonical tensors, and which holder writes each
 files        bytes that are on disk when the call returns, with their checksums
 manifest     what the three JSON files say, checked when read
+finite       no value that is not finite is saved, or read
 agree        a failure on one rank becomes a failure on all
 lock         one writer a directory
 save         write aside, then rename
@@ -22,7 +23,7 @@ huggingface  the same for a Hugging Face directory
 
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
-from training.checkpoint.find import find_latest, is_hugging_face, later_steps
+from training.checkpoint.find import Roots, find_latest, is_hugging_face, later_steps
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import NamedPiece, parameter_pieces, state_pieces
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "MismatchError",
     "NamedPiece",
+    "Roots",
     "SaveError",
     "check_writable",
     "find_latest",

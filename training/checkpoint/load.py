@@ -21,6 +21,7 @@ from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.files import check_file, check_size, hold_directory
+from training.checkpoint.finite import check_tensors, fault_of
 from training.checkpoint.manifest import (
     INDEX,
     STATE,
@@ -133,12 +134,20 @@ class Checkpoint:
         return sorted({part[0] for piece in pieces for part in self.parts(piece)})
 
     def verify(self, names: Iterable[str]) -> None:
-        """Hash files, several at a time. Raises CheckpointError naming the first bad one."""
+        """Hash files, several at a time, and look at their values (finite.py).
+
+        Raises CheckpointError naming the first file that is not as written, or holds a NaN.
+        """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             files = self.manifest["files"]
-            tasks = [pool.submit(check_file, self._at / n, files[n]) for n in names]
+            tasks = [pool.submit(self._verify, name, files[name]) for name in names]
             for task in tasks:
                 task.result()
+
+    def _verify(self, name: str, info: dict[str, Any]) -> None:
+        check_file(self._at / name, info)
+        if name.endswith(".safetensors"):
+            check_tensors(self._at / name)
 
     @torch.no_grad()
     def read(self, pieces: Iterable[NamedPiece]) -> None:
@@ -160,6 +169,8 @@ class Checkpoint:
                         f"{self.directory}: {INDEX} covers {filled} of the {piece.tensor.numel()} "
                         f"elements of {piece.name}"
                     )
+                if fault := fault_of(piece.tensor):  # of a directory whose values no one looked at
+                    raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

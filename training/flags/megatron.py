@@ -110,7 +110,6 @@ CHECKED = """
 --use-checkpoint-opt_param-scheduler --use-checkpoint-lr-scheduler | switch | any | = --use-checkpoint-opt-param-scheduler
 --eval-global-batch-size | int>=1 | see --global-batch-size | evaluation uses the training batch size
 --eval-micro-batch-size | int>=1 | see --micro-batch-size | evaluation uses the training micro-batch size
---empty-unused-memory-level | int>=0 | 0,1,2 | ! the allocator keeps its memory; speed and peak may differ, numbers do not
 --no-manual-gc-eval --disable-manual-gc-eval | switch | any | ! garbage is collected around an evaluation
 --train-sync-interval | int>=1 | any | ! the loss is read once a --log-interval, which synchronises
 --exit-signal-handler --exit-signal-handler-for-training | switch | any | SIGTERM always ends the run after the current step, saved
@@ -157,7 +156,8 @@ CHECKED = """
 --one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version | text | any | ! One Logger is not used: nothing is reported anywhere unless asked for
 --error-injection-rate | int>=0 | 0 | faults are not injected
 --error-injection-type | text | any | faults are not injected
---rerun-mode | text | disabled,validate_results,report_stats | ! a step is not run again to look for faults; a NaN stops the run, see --on-nan
+--check-weight-hash-across-dp-replicas-interval | int>=1 | any | = --check-replicas
+--check-for-spiky-loss --check-for-large-grads | switch | any | = --on-spike report
 --inference-batch-times-seqlen-threshold --max-tokens-to-oom | int>=-1 | any | used by inference only, there as here
 --enable-experimental | switch | any | nothing here depends on it
 """
@@ -497,11 +497,9 @@ REFUSED = (
         """,
     ),
     (
-        "it is not in this version: no samples are skipped and no check of replicas or devices runs",
+        "it is not in this version: no test of the devices runs, and faults are told in the log",
         """
---check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval
---iterations-to-skip --check-for-large-grads --result-rejected-tracker-filename
---phase-transition-iterations --check-for-spiky-loss
+--gpu-sniff-test-interval --result-rejected-tracker-filename --phase-transition-iterations
         """,
     ),
     (
@@ -777,6 +775,26 @@ DIFFERENCES = (
         "--no-check-for-nan-in-loss-and-grad",
         "NaN raises before the update",
         "the update is skipped on every rank, and the run stops one step later; given, as with --on-nan skip, it goes on",
+    ),
+    (
+        "--check-for-spiky-loss",
+        "a loss 10 times the largest of the first 100 samples is told, after a rerun",
+        "--on-spike report: loss and gradient norm by their z-scores over the last 128 steps",
+    ),
+    (
+        "--check-for-large-grads",
+        "a gradient 10 times the largest of the first 100 is told, after a rerun",
+        "--on-spike report: loss and gradient norm by their z-scores over the last 128 steps",
+    ),
+    (
+        "--rerun-mode",
+        "validate_results: a bad step is run again before its update, then from a checkpoint elsewhere",
+        "validate_results: a step whose norm is not finite is run again once to name the first such value; report_stats is refused",
+    ),
+    (
+        "--check-weight-hash-across-dp-replicas-interval",
+        "weights over data-parallel ranks",
+        "--check-replicas: weights, masters and moments over every axis with replicas, and before each save",
     ),
     ("--profile", "nsys, or torch with --use-pytorch-profiler", "always a torch trace"),
     ("--num-query-groups", "ignored without --group-query-attention", "refused without it"),

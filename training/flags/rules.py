@@ -12,7 +12,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import path_rules, zero_rules
+from training.flags import fault_rules, path_rules, zero_rules
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -81,6 +81,8 @@ IDLE = (
     ("--keep-last-k", "--save"),
     ("--save-retain-interval", "--save"),
     ("--save-interval", "--save"),
+    ("--on-replica-mismatch", "--check-replicas"),
+    ("--spike-z-score", "--on-spike"),
     ("--use-checkpoint-opt-param-scheduler", "--load"),
     ("--data-parallel-sharding-strategy", "--use-megatron-fsdp"),
     ("--wgrad-deferral-limit", "--defer-embedding-wgrad-compute"),
@@ -164,6 +166,7 @@ def check(config: Config) -> None:
     _batch(config)
     pipeline.check(config)
     zero_rules.check(config)
+    fault_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)

@@ -161,12 +161,22 @@ LIVE = """
 --exit-duration-in-mins | int>=0 | minutes; off: left out or 0 | save and stop after this time
 --manual-gc | switch | off: left out | collect Python's garbage at fixed steps, all ranks together
 --manual-gc-interval | int>=0 | steps; off: 0, around evaluation only | steps between two collections of --manual-gc
---on-nan | one of stop,skip | default: stop | what to do where the gradient norm is not finite and the update was skipped: end the run or go on (ours, not Megatron's)
+--on-nan | one of stop,skip,rewind | default: stop | what to do where the gradient norm is not finite and the update was skipped: end the run, go on, or go back to the last sound checkpoint and pass over those samples (ours, not Megatron's)
 --no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
 --ignore-flags | texts | NAME:COUNT ...; off: left out | leave out these flags of somebody's fork with the COUNT values after each; Weft and Megatron-LM must not know them (ours, not Megatron's)
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
 [fault] Faults
+--peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
+--check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)
+--on-replica-mismatch | one of stop,rewind | default: stop | what to do where replicas differ: end the run, or go back to the last sound checkpoint (ours, not Megatron's)
+--checksum-messages | switch | off: left out | let every message between CPU ranks carry a checksum, by gloo and not by shared memory (ours, not Megatron's)
+--on-spike | one of report,stop,rewind | off: left out | what to do after a step whose loss or gradient norm is far above those before: say so, end the run, or go back and pass over its samples (ours, not Megatron's)
+--spike-z-score | float>0 | deviations from the median | how far above the recent steps a spike is (ours, not Megatron's)
+--iterations-to-skip | ints | iterations, counted from 1; off: left out | count these iterations and their samples, and do not train on them
+--rerun-mode | one of disabled,validate_results | default: validate_results | run a step again whose gradient norm was not finite, to name the first value that is not
 --peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
+--hang-timeout | float>=5 | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
+--empty-unused-memory-level | one of 0,1,2 | off: 0 | give CUDA's unused memory back before each update and in evaluations (1), after each update too (2)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what must not change between a checkpoint and its resume: seed, tokenizer, data, batch.
+"""Say how far a run is, and find what must not change between a checkpoint and its resume.
 
 A change of these would repeat samples or leave some out. Layout, micro-batch, workers,
 learning-rate flags and the length of the run may change.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from training.checkpoint import Checkpoint
-from training.config import Config
+from training.checkpoint import Checkpoint, plain_name
+from training.config import Config, DataConfig
 from training.data.dataset import WHOLE
+from training.plan.learning_rate import learning_rate
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
 # of the config, and hashes kept in the state.
@@ -63,3 +65,34 @@ def _told(key: str, there: Any, here: Any) -> str:
         return "was made with other data or another blend of them (--data-path, --split)"
     flag = "--" + key.rpartition(".")[2].replace("_", "-")
     return f"was made with {flag} {there!r} and this run has {here!r}"
+
+
+def progress(
+    config: Config, iteration: int, consumed: int, before: tuple[int, int]
+) -> dict[str, Any]:
+    """Return the part of a checkpoint's state that says which run it is of, and how far.
+
+    before: samples and tokens that earlier runs consumed.
+    """
+    samples, tokens = before
+    return {
+        "iteration": iteration,
+        "consumed_samples": consumed,
+        "consumed_tokens": tokens + (consumed - samples) * config.model.seq_length,
+        "lr": learning_rate(config, consumed),
+        "seed": config.run.seed,
+        "tokenizer_type": config.data.tokenizer_type,
+        "config": config.flat(),
+        "config_digest": config.digest(),
+    }
+
+
+def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
+    """Return {name: bytes} of the tokenizer's files, kept so that a checkpoint can be moved."""
+    tokenizer, found = Path(data.tokenizer_model or ""), {}
+    if tokenizer.is_file():
+        found[plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        merges = Path(data.merge_file or tokenizer.parent / "merges.txt")
+        found["merges.txt"] = merges.read_bytes()
+    return found

@@ -18,7 +18,6 @@ from training.checkpoint.manifest import STATE
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
-from training.plan.learning_rate import learning_rate
 from training.run import same_run
 
 
@@ -51,18 +50,14 @@ class Saver:
         self.failed: checkpoint.SaveError | None = None  # the failure that is to end the run
         self._good: set[str] = set()  # directories known to be whole
         self._later: Sequence[str] = ()  # directories under --load that were passed over
+        self.passed_over: set[int] = set()  # iterations whose samples nothing is trained on
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
-        tokenizer, self._attach = Path(config.data.tokenizer_model or ""), {}
-        if tokenizer.is_file():  # kept inside, so that the checkpoint can be moved
-            self._attach[checkpoint.plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
-        if config.data.tokenizer_type == "GPT2BPETokenizer":
-            merges = Path(config.data.merge_file or tokenizer.parent / "merges.txt")
-            self._attach["merges.txt"] = merges.read_bytes()
+        self._attach = same_run.tokenizer_files(config.data)
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
@@ -139,7 +134,7 @@ class Saver:
         self._hurry = hurry
         self._settle(self._background.wait)
         pieces, state = self.pieces(), self._state(iteration, consumed)
-        if self._staging is not None and not must:
+        if self._staging is not None and self.config.checkpoint.async_save and not must:
             staged = self._staging.copy(pieces)
 
             def behind() -> None:
@@ -207,22 +202,15 @@ class Saver:
             self._pruning.start(work)
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
-        config = self.config
-        samples, tokens = self._before
+        optimizer, choices = self.optimizer, dict(self.overlap_choices)
         return {
-            "iteration": iteration,
-            "consumed_samples": consumed,
-            "consumed_tokens": tokens + (consumed - samples) * config.model.seq_length,
-            "optimizer_steps": self.optimizer.steps,
-            "lr": learning_rate(config, consumed),
-            "seed": config.run.seed,
-            "ddp_bucket_size": self.optimizer.sink.bucket_size,  # in use: asked for or chosen
-            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": dict(self.overlap_choices)},
-            "tokenizer_type": config.data.tokenizer_type,
-            "tokenizer_model": next(iter(self._attach), config.data.tokenizer_model),
+            **same_run.progress(self.config, iteration, consumed, self._before),
+            "passed_over": sorted(self.passed_over),
+            "optimizer_steps": optimizer.steps,
+            "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
+            "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
+            "tokenizer_model": next(iter(self._attach), self.config.data.tokenizer_model),
             **self.digests,
-            "config": config.flat(),
-            "config_digest": config.digest(),
             "hf_config": dict(self.hf_config),
         }
 
@@ -234,7 +222,7 @@ class Saver:
         where a checkpoint is required and there is none.
         """
         c = self.config.checkpoint
-        found = self._find("--load", c.load, c.finetune) if c.load else None
+        found = self._find("--load", c.load, c.finetune, c.no_load_optim) if c.load else None
         if found is None and c.pretrained_checkpoint:
             found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
@@ -251,13 +239,25 @@ class Saver:
             return 0, 0
         return found
 
-    def _find(self, flag: str, root: str, fresh: bool) -> tuple[int, int] | None:
+    def rewind(self) -> tuple[int, int] | None:
+        """Load the newest sound checkpoint of --save again, in the middle of a run.
+
+        Return (iteration, samples), or None where there is none. Raises CheckpointError.
+        """
+        c = self.config.checkpoint
+        assert c.save is not None, "there is no --save"
+        self._settle(self._background.wait)
+        return self._find("--save", c.save, fresh=False)
+
+    def _find(
+        self, flag: str, root: str | checkpoint.Roots, fresh: bool, no_optim: bool = False
+    ) -> tuple[int, int] | None:
         """Load a checkpoint at `root`; return (iteration, samples), (0, 0) if `fresh`, or None."""
         c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device
         if checkpoint.is_hugging_face(root, grid, device) and not fresh:
             fresh = True
             self.note(f"{flag} {root} is a Hugging Face directory: its weights, from sample 0 on")
-        weights_only = fresh or c.no_load_optim
+        weights_only = fresh or no_optim
         pieces = self.pieces(with_state=not weights_only)
         found = checkpoint.find_latest(
             root,
@@ -295,6 +295,7 @@ class Saver:
             self.overlap_choices = recorded["choices"]
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
+        self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
         self.note(

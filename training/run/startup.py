@@ -20,69 +20,68 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
-from mpu.connect import share, share_gpus
+from mpu.comm.wire import printable
+from mpu.connect import checksum, share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
+from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
+from training.run.sources import sources
 from training.untrusted import sentence
 
-
-class MeetingError(UsageError):
-    """Not all ranks came to MASTER_ADDR:MASTER_PORT in time."""
+COMPARING = 60.0  # seconds, at most, that ranks which have met wait for one another
 
 
-SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
-HEARD = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
-
-
-def compare(
-    config: Config, digests: dict[str, str], rank: int, world: int, store: dist.Store
-) -> None:
+def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist.Store) -> None:
     """Raise UsageError, on every rank, where flags or data differ between ranks.
 
     It needs no collective. digests: {name in messages: hash} of whatever else must be the same.
+    Raises MeetingError where a rank has left since it met the others.
     """
-    settings = json.loads(config.canonical_json()) | digests
+    settings = json.loads(config.canonical_json()) | digests | sources()
+    settings["whether WEFT_SECRET is set"] = bool(launch.point.secret)
+    mine = json.dumps(settings)
     try:
-        _exchange(json.dumps({"settings": settings}), rank, world, store)
+        _exchange(mine, launch.rank, launch.world, store)
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise UsageError(f"a rank left, or never came, before all had compared: {why}") from None
+        why = printable(str(error).splitlines()[0])
+        raise MeetingError(f"a rank left before all had compared: {why}") from None
 
 
 def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
-    """Send every rank's text to rank 0; raise UsageError, on every rank, if it finds a mistake."""
-    store.set(f"weft/start/{rank}", mine)
+    """Send every rank's settings to rank 0; raise UsageError, on every rank, if they differ."""
+    deadline, gone = time.monotonic() + COMPARING, "rank {} met the others and then left"
     if rank == 0:
-        verdict = (
-            "" if "refused" not in json.loads(mine) else f"rank 0: {json.loads(mine)['refused']}"
-        )
+        verdict = ""
         for other in range(1, world):
-            if not verdict:
-                verdict = _difference(mine, store.get(f"weft/start/{other}").decode(), other)
-        store.set("weft/start/verdict", verdict)
-    verdict = store.get("weft/start/verdict").decode()
+            theirs = await_key(store, f"start/{other}", deadline, gone.format(other))
+            verdict = verdict or _difference(mine, theirs, other)
+        store.set("start/verdict", verdict)
+    else:
+        store.set(f"start/{rank}", mine)
+        verdict = await_key(store, "start/verdict", deadline + MARGIN, gone.format(0))
     if not verdict:
         return
-    heard, deadline = store.add("weft/start/heard", 1), time.monotonic() + HEARD
+    heard, deadline = store.add("start/heard", 1), time.monotonic() + HEARD
     while rank == 0 and heard < world and time.monotonic() < deadline:
         time.sleep(0.05)  # rank 0 may be the store itself
-        heard = store.add("weft/start/heard", 0)
-    raise UsageError(verdict)
+        heard = store.add("start/heard", 0)
+    raise UsageError(printable(verdict))
 
 
 def _difference(mine: str, theirs: str, other: int) -> str:
     """Return how rank `other` differs from rank 0, in one sentence, or "" where it does not."""
-    answer = json.loads(theirs)
-    if "refused" in answer:
-        return f"rank {other}: {answer['refused']}"
-    different = differing(json.loads(mine)["settings"], answer["settings"])
+    different = differing(json.loads(mine), json.loads(theirs))
     if not different:
         return ""
-    key, (here, there) = next(iter(different.items()))
+    key = min(different, key=lambda key: (not key.startswith("the "), key))  # code first
+    here, there = different[key]
     flag = "--" + key.rpartition(".")[2].replace("_", "-")
     name = flag if flag in known_flags() else key
+    if key.startswith("the file "):
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        return f"{key} is not the same on rank 0 and on rank {other}{more}: all must run one code"
     return (
         f"{name} is {here!r} on rank 0 and {there!r} on rank {other}: "
         "all ranks must be given the same"
@@ -92,17 +91,6 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
-
-
-def meet(timeout: timedelta, launch: Launch) -> dist.Store:
-    """Open the store at MASTER_ADDR:MASTER_PORT, where the ranks meet. Raises MeetingError."""
-    try:
-        return next(dist.rendezvous("env://", launch.rank, launch.world, timeout=timeout))[0]
-    except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        raise MeetingError(
-            f"the ranks did not all meet at MASTER_ADDR:MASTER_PORT: {text}"
-        ) from None
 
 
 def connect(
@@ -120,12 +108,14 @@ def connect(
     """
     try:
         grid.connect(device, store, timeout)
-        if config.checkpoint.async_save:
+        if config.checkpoint.async_save or config.fault.peer_checkpoint:
             grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
-    if device.type == "cpu" and not p.no_shared_memory:
+    if config.fault.checksum_messages and grid.world_size > 1:
+        lines = checksum(grid)
+    elif device.type == "cpu" and not p.no_shared_memory:
         lines = share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
         lines = share_gpus(grid, device, timeout)
@@ -138,26 +128,28 @@ def refuse(
 ) -> int:
     """Print what is wrong in one sentence, once a node, and return `code`.
 
-    All ranks fail with the same message, so the first rank of a node prints it. alone: the ranks
+    All ranks fail with the same message, so the first rank of a node prints it; code 1 where ranks
+    stayed away, which is no mistake. alone: the ranks
     have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
     text = sentence(error)
     tell_launcher(text, error_file)
-    if launch.local_rank == 0:
+    absent = isinstance(error, MeetingError)
+    if launch.local_rank == 0 or (isinstance(error, MeetingError) and not error.told):
         print(f"pretrain_llama.py: {text}", file=sys.stderr, flush=True)
     if alone and launch.world > 1 and not _tell(text, launch) and launch.local_rank:
         print(f"pretrain_llama.py: {text}", file=sys.stderr, flush=True)
-    return code
+    return 1 if absent else code
 
 
 def _tell(text: str, launch: Launch) -> bool:
     """Tell the ranks that wait in `compare`; return whether they were reached."""
     try:
-        _exchange(json.dumps({"refused": text}), launch.rank, launch.world, meet(SHORT, launch))
-    except UsageError as error:  # it comes back as everybody's verdict
-        return not isinstance(error, MeetingError)
-    except (ValueError, RuntimeError):
+        meet(SHORT, launch, refused=text)
+    except MeetingError:
         return False
+    except UsageError:  # it comes back as everybody's verdict
+        return True
     return False
 
 

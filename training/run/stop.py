@@ -19,7 +19,10 @@ from training.config import CheckpointConfig, Config, RunConfig
 
 
 class StopSignal:
-    """Turn SIGTERM, SIGUSR1 and Ctrl-C into an orderly end, while it is open as a context manager.
+    """Turn SIGTERM, SIGUSR1, Ctrl-C and the terminal's end into an orderly end of the run.
+
+    It does so while it is open as a context manager. The terminal's end (SIGHUP) counts unless the
+    run was started to outlive it, by nohup.
 
     Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
     shell's exit code for that signal, 128 + its number. While training, the first signal sets
@@ -35,7 +38,7 @@ class StopSignal:
     """
 
     ECHO, PATIENCE = 1.0, 3.0
-    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
         self.received = self.training = self._speak = False
@@ -50,12 +53,14 @@ class StopSignal:
         self._sockets[0].setblocking(False)
         # the interpreter writes a signal's number here at once, whatever the main thread is doing
         self._wakeup = signal.set_wakeup_fd(self._sockets[0].fileno(), warn_on_full_buffer=False)
-        self._before = [signal.signal(number, self._handle) for number in self.NUMBERS]
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in self.NUMBERS if n != signal.SIGHUP or not ignored]
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         threading.Thread(target=self._guard, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in zip(self.NUMBERS, self._before, strict=True):
+        for number, handler in self._before.items():
             # a repeated signal must not change the exit code of a run that the first one ended
             signal.signal(number, signal.SIG_IGN if self.received else handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -103,7 +108,7 @@ class StopSignal:
             self.received, self._name = True, signal.Signals(number).name
             if self._speak:  # not print(): the signal may have come in the middle of one
                 more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-                with suppress(OSError):  # a full disk
+                with suppress(OSError):  # a full disk, or a terminal that is gone
                     os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
 
     def _guard(self) -> None:
@@ -133,6 +138,7 @@ class Heard(NamedTuple):
     signal: bool = False  # a signal asks to stop
     over: bool = False  # time is up, or a save failed and --on-save-failure is stop
     skipped: bool = False  # the update was skipped: the gradient norm was not finite
+    spiked: bool = False  # loss or gradient norm is far above those before (--on-spike)
 
     def __or__(self, other: tuple[bool, ...]) -> "Heard":
         """Return what either of the two reports."""
@@ -186,15 +192,6 @@ def decide(asked: Due, heard: Heard) -> Decision:
     )
 
 
-def stop_at_nan(on_nan: str, skipped: bool, iteration: int) -> None:
-    """Raise FloatingPointError where an update was skipped and --on-nan is stop."""
-    if skipped and on_nan == "stop":
-        raise FloatingPointError(
-            f"the gradient norm was not finite at iteration {iteration}: that update was skipped "
-            "on every rank"
-        )
-
-
 class Agreement:
     """Agree over all ranks on stopping, one step late, so that no step waits for the answer."""
 
@@ -203,16 +200,16 @@ class Agreement:
         self._asked: _Flags | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def ask(self, signal: bool, over: bool, found_inf: Tensor) -> Heard:
+    def ask(self, signal: bool, over: bool, found_inf: Tensor, *more: Tensor) -> Heard:
         """Send this rank's flags of this step; return what all reported of the step before.
 
-        found_inf: 1 where the update was skipped.
+        found_inf: 1 where the update was skipped. more: the fields of Heard that follow, if any.
         """
         if self._stream is None and found_inf.is_cuda and not self.world.staged:
             self._stream = torch.cuda.Stream(found_inf.device)
         last = self._asked
         mine = [found_inf.new_full((), float(flag)) for flag in (signal, over)]
-        flags = torch.stack([*mine, found_inf])
+        flags = torch.stack([*mine, found_inf, *(flag.to(found_inf) for flag in more)])
         self._asked = _Flags(flags, self.world, self._stream)
         return last.read() if last else Heard()
 

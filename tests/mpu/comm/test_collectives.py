@@ -100,9 +100,7 @@ def traced(comm, meta: bool) -> list:
 
 
 def test_shapes_travel_as_tensors_do(world):
-    for real, shapes in zip(
-        world(2).run(traced, False), world(2).run(traced, True), strict=True
-    ):
+    for real, shapes in zip(world(2).run(traced, False), world(2).run(traced, True), strict=True):
         assert real == shapes and len(real[1]) == 12
 
 

@@ -177,8 +177,8 @@ def test_growth_that_cannot_be_had_is_an_error_on_all_ranks(world):
 
 def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
     grid = copy.copy(comm.grid())
-    host, load, reason = symmetric._host, native.load, native.reason
-    symmetric._host = lambda: hosts[comm.rank]
+    host, load, reason = symmetric.host, native.load, native.reason
+    symmetric.host = lambda: hosts[comm.rank]
     if not library and comm.rank == 1:
         native.load = lambda: None
         native.reason = lambda: "there is no compiler"
@@ -189,7 +189,7 @@ def shared_lines(comm, hosts: list[str], library: bool) -> list[str]:
         except Unavailable as error:
             lines.append(str(error))
     finally:
-        symmetric._host, native.load, native.reason = host, load, reason
+        symmetric.host, native.load, native.reason = host, load, reason
     assert (not grid.dp_cp.symmetric) == (len(lines) == 2)
     works(grid.dp_cp)
     return lines
@@ -219,7 +219,7 @@ def share_elsewhere(comm) -> list[str]:
     grid = copy.copy(comm.grid())
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(symmetric.os, "memfd_create")
-        patch.setattr(symmetric, "_host", no_such_file)
+        patch.setattr(symmetric, "host", no_such_file)
         lines = share(grid, WAIT)
     works(grid.dp_cp)
     return lines

@@ -21,18 +21,21 @@ LIVE = """
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
 --defer-embedding-wgrad-compute --deterministic-mode --device
---distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
+--distributed-backend --distributed-timeout-minutes --dry-run --empty-unused-memory-level
+--eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
---ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval --log-json
---log-params-norm
+--hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
+--log-json --log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
---peer-timeout
+--peer-checkpoint
+--peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
+--spike-z-score --iterations-to-skip --rerun-mode
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
 --num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
@@ -51,9 +54,12 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
+    "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
+    "--spike-z-score "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
-    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
+    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
+    "--zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
@@ -271,7 +277,7 @@ def test_values(name, text, value):
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),
         ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
         ("--optimizer-backend", "fused", "one of torch, apex, te"),
-        ("--on-nan", "ignore", "one of stop, skip"),
+        ("--on-nan", "ignore", "one of stop, skip, rewind"),
         ("--num-distributed-optimizer-instances", "0", "a whole number >= 1"),
     ],
 )

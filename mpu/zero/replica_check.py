@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare what several ranks must hold bit for bit, to find a bit that flipped in one of them.
+
+    held                                     by the ranks of
+    whole weights (stages 0 to 2)            dp_cp
+    sharded weights (stage 3)                dp_cp_replicate: one in each optimizer instance
+    masters and moments, stage 0             dp_cp
+    masters and moments, later stages        dp_cp_replicate
+    weights replicated over tp (norms)       tp too, with their masters and moments
+    tied embeddings                          embd too, the same
+
+Each rank hashes each parameter's bytes of each kind, and the hashes, 8 bytes each, are gathered:
+one small collective an axis, and one over all ranks that tells them whether any two differ. What
+one rank alone holds (a shard of stage 1 to 3 without instances) has no replica: nothing here finds
+a flip in it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
+from mpu.comm.transport import Axis, Label
+from mpu.grid import Grid
+from mpu.param import placement_of
+
+CHUNK = 1 << 22  # words summed at a time on a device
+
+
+class Difference(NamedTuple):
+    """Replicas of one tensor that differ: the ranks that may be wrong, and who holds what."""
+
+    suspects: tuple[int, ...]  # one rank by majority, or all where none is in the majority
+    what: str  # parameter and kind
+    hashes: dict[int, int]  # by global rank
+
+    def __str__(self) -> str:
+        who = " or ".join(f"rank {rank}" for rank in self.suspects)
+        return f"{self.what} differs on {who} of the ranks {sorted(self.hashes)} that hold it"
+
+
+def hash_of(values: Tensor) -> int:
+    """Return 64 bits of a contiguous tensor's bytes, as an int64; on CPU XXH3.
+
+    On a GPU it is the sum, mod 2^64, of its words times odd numbers that depend on the place: a
+    single bit that flips always changes it.
+    """
+    if values.device.type == "cpu":
+        data = values.detach().view(-1).view(torch.uint8).numpy().data
+        return xxhash.xxh3_64_intdigest(data) - (1 << 63)
+    return int(sum_of_words(values))
+
+
+def sum_of_words(values: Tensor) -> Tensor:
+    """Return the hash of a tensor as a scalar on its device, without waiting; see `hash_of`."""
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    words = values.detach().view(-1).view(width)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for first in range(0, len(words), CHUNK):
+        part = words[first : first + CHUNK].long()
+        place = torch.arange(first, first + len(part), device=values.device)
+        total += (part * (2 * place + 1)).sum()
+    return total
+
+
+class ReplicaCheck:
+    """Compares the replicas of one run. optimizer: mpu.zero.optimizer.Optimizer.
+
+    exact: whether replicas over tp have the same bits also where no sum made them the same; not so
+    with kernels whose results differ from run to run.
+    """
+
+    def __init__(self, grid: Grid, optimizer: Any, exact: bool = True) -> None:
+        self.grid, self.optimizer, self.exact = grid, optimizer, exact
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor, tuple[Axis, ...]]]:
+        """Yield (parameter, kind, values, axes whose ranks hold the same) of what has replicas."""
+        sink, grid = self.optimizer.sink, self.grid
+        sink.wait_for_weights()
+        params = {name: p for bucket in sink.buckets for name, p, _ in bucket.params}
+        shared = grid.dp_cp_replicate if sink.zero_stage else grid.dp_cp
+        found = [
+            (name, "weight", param.data, grid.dp_cp)
+            for bucket in sink.buckets
+            if not bucket.sharded
+            for name, param, _ in bucket.params
+        ]
+        found += [(name, "weight", values, shared) for name, _, _, values in self._sharded()]
+        found += [(name, kind, v, shared) for name, kind, _, v in self.optimizer.named_state()]
+        for name, kind, values, data in found:
+            axes = [data, *self._holders(params[name])]
+            several = tuple(axis for axis in axes if axis.size > 1)
+            if several:
+                yield name, kind, values, several
+
+    def _sharded(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        yield from self.optimizer.named_weights()
+
+    def _holders(self, param: Any) -> list[Axis]:
+        """Return the axes over which others hold the same parameter: this grid's, connected."""
+        place = placement_of(param)
+        summed = {axis.name for axis in place.reduce_axes}
+        names = [axis.name for axis in place.holders]
+        exact = [name for name in names if self.exact or name in summed or name != "tp"]
+        return [getattr(self.grid, name) for name in exact]
+
+    @torch.no_grad()
+    def hashes(self) -> dict[str, list[tuple[str, int]]]:
+        """Return, for each axis with replicas, (parameter and kind, hash) in one order."""
+        rows: dict[str, list[tuple[str, Any]]] = {}
+        for name, kind, values, axes in self.tensors():
+            on_cpu = values.device.type == "cpu"
+            value = hash_of(values) if on_cpu else sum_of_words(values)
+            for axis in axes:
+                rows.setdefault(axis.name, []).append((f"{name} ({kind})", value))
+        return rows
+
+    def run(self) -> list[Difference]:
+        """Compare now, on every rank; return the differences, the surest first, the same on all."""
+        label = Label(self, "replica check")
+        device = self.optimizer.sink.buckets[0].param_shard.device
+        rows, seen = self.hashes(), []
+        for name in ("dp_cp", "dp_cp_replicate", "tp", "embd"):
+            axis: Axis = getattr(self.grid, name)
+            if axis.size == 1 or name not in rows:
+                continue
+            named = rows[name]
+            own = torch.stack([torch.as_tensor(value, device=device) for _, value in named])
+            every = all_gather(own[None], axis, label=label)[0]
+            seen.append((axis, named, every))
+        wrong = [(every != every[0]).any() for _, _, every in seen]
+        flag = torch.stack(wrong).any() if wrong else torch.zeros((), device=device)
+        if not sum_in_order(flag.double(), self.grid.world, label).item():
+            return []
+        found = []
+        for axis, named, every in seen:
+            for column in (every != every[0]).any(0).nonzero()[:, 0].tolist():
+                hashes = dict(zip(axis.ranks, every[:, column].tolist(), strict=True))
+                found.append((named[column][0], hashes))
+        texts = gather_bytes(json.dumps(found).encode(), self.grid.world, device)
+        rows_of_all = [
+            (what, {int(rank): value for rank, value in hashes.items()})
+            for text in texts
+            for what, hashes in json.loads(text)
+        ]
+        return verdict(rows_of_all)
+
+
+def verdict(rows: list[tuple[str, dict[int, int]]]) -> list[Difference]:
+    """Return who is wrong, by rows of (what, hashes by rank) that differ; the surest first.
+
+    In a row with a majority the others are wrong. Otherwise any of its ranks may be, unless another
+    row of the same tensor, over another axis, leaves fewer of them.
+    """
+    unique = {(what, tuple(sorted(hashes.items()))): hashes for what, hashes in rows}
+    judged = []
+    for (what, _), hashes in unique.items():
+        (value, count), *_ = Counter(hashes.values()).most_common()
+        sure = 2 * count > len(hashes)
+        wrong = {rank for rank, own in hashes.items() if own != value or not sure}
+        judged.append((what, wrong, hashes))
+    found = []
+    for what, wrong, hashes in judged:
+        for other, theirs, _ in judged:
+            if other == what and wrong & theirs:
+                wrong = wrong & theirs
+        found.append(Difference(tuple(sorted(wrong)), what, hashes))
+    return sorted(found, key=lambda d: (len(d.suspects), d.what, d.suspects))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks meet, in the first start or a later one, or say in time who did not come."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mpu.grid import Launch, MeetingPoint
+from training.config import UsageError
+from training.run import meeting
+from training.run.meeting import MeetingError, meet
+from training.run.startup import _exchange
+
+MARGIN = 0.3  # seconds, in place of the program's
+LIMIT = 20.0  # seconds, for what takes much less
+SOON = timedelta(seconds=0.3)
+LONG = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MARGIN", MARGIN)
+
+
+class Start:
+    """Ranks that start together: threads of this process."""
+
+    def __init__(self, point: MeetingPoint, world: int) -> None:
+        self.point, self.world = point, world
+
+    def launch(self, rank: int, attempt: str = "0") -> Launch:
+        p = self.point
+        point = MeetingPoint(p.host, p.port, p.agent, attempt)
+        return Launch(rank, self.world, rank, self.world, point=point)
+
+    def run(
+        self, calls: dict[int, Callable[[Launch], Any]], attempts: dict[int, str] | None = None
+    ) -> dict[int, Any]:
+        """Return what each rank's call returns or raises."""
+        results: dict[int, Any] = {}
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = calls[rank](self.launch(rank, (attempts or {}).get(rank, "0")))
+            except (RuntimeError, ValueError) as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert results.keys() == calls.keys(), "a rank hangs"
+        return results
+
+
+@pytest.fixture
+def start(free_port: Callable[[], int]) -> Callable[[int], Start]:
+    """start(world) -> ranks of which rank 0 keeps the store."""
+    return lambda world: Start(MeetingPoint("127.0.0.1", free_port()), world)
+
+
+@pytest.fixture
+def agent(free_port: Callable[[], int]) -> Iterator[Callable[[int], Start]]:
+    """agent(world) -> ranks under a torchrun that keeps one store over all starts."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    yield lambda world: Start(MeetingPoint("127.0.0.1", port, agent=True), world)
+    del store
+
+
+def coming(launch: Launch) -> dist.Store:
+    return meet(LONG, launch)
+
+
+def impatient(launch: Launch) -> dist.Store:
+    return meet(SOON, launch)
+
+
+def test_ranks_meet_and_share_a_store(start):
+    stores = start(3).run(dict.fromkeys(range(3), coming))
+    stores[1].set("a", "b")
+    assert stores[2].get("a") == stores[0].get("a") == b"b"
+
+
+def test_the_store_of_a_local_run_is_not_open_to_the_network(start):
+    from pathlib import Path
+
+    two = start(2)
+    stores = two.run(dict.fromkeys(range(2), coming))
+    hexed = f":{two.point.port:04X} "
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()
+        if hexed in line and line.split()[3] == "0A"
+    ]
+    assert listening == [f"0100007F:{two.point.port:04X}"] and stores
+
+
+def test_who_did_not_come_is_named_to_all_who_did(start):
+    begin = time.monotonic()
+    results = start(4).run({0: impatient, 2: impatient})
+    assert time.monotonic() - begin < 5
+    for error in results.values():
+        assert isinstance(error, MeetingError) and error.told
+        assert str(error).startswith("ranks 1, 3 did not come to MASTER_ADDR:MASTER_PORT (127.0")
+
+
+def test_a_rank_0_that_never_came_is_named(start):
+    begin = time.monotonic()
+    error = start(2).run({1: impatient})[1]
+    assert time.monotonic() - begin < 5
+    assert isinstance(error, MeetingError) and not error.told
+    assert str(error).startswith("rank 0 did not come to MASTER_ADDR:MASTER_PORT (127.0.0.1:")
+
+
+def test_an_agents_store_without_rank_0_is_left_in_time(agent):
+    begin = time.monotonic()
+    error = agent(2).run({1: impatient})[1]
+    assert time.monotonic() - begin < 5
+    assert isinstance(error, MeetingError) and "rank 0 did not come" in str(error)
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["mute", "http"])
+def test_a_port_that_somebody_else_holds_keeps_no_rank(says, free_port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    taken.append(server.accept()[0])
+                    taken[-1].sendall(says)
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        start = Start(MeetingPoint("127.0.0.1", server.getsockname()[1]), 2)
+        begin = time.monotonic()
+        error = start.run({1: impatient})[1]
+        assert time.monotonic() - begin < 5
+        assert isinstance(error, MeetingError) and "store" in str(error)
+        assert len(str(error).splitlines()) == 1
+        error = start.run({0: impatient})[0]
+        assert isinstance(error, MeetingError) and "rank 0 cannot listen at MASTER" in str(error)
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in taken:
+            connection.close()
+
+
+def test_what_one_rank_refuses_all_hear(start):
+    refusing = lambda launch: meet(LONG, launch, "--lr -1: \x1b[31m")  # noqa: E731
+    results = start(3).run({0: coming, 1: refusing, 2: coming})
+    assert {str(error) for error in results.values()} == {"rank 1: --lr -1: \\x1b[31m"}
+    assert not any(isinstance(error, MeetingError) for error in results.values())
+
+
+def test_rank_0_refuses(start):
+    refusing = lambda launch: meet(LONG, launch, "no")  # noqa: E731
+    results = start(2).run({0: refusing, 1: coming})
+    assert [str(results[r]) for r in (0, 1)] == ["rank 0: no"] * 2
+
+
+def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
+    """What stands in the store is old: hellos, a refusal, answers, settings that were compared."""
+    three = agent(3)
+    refusing = lambda launch: meet(SOON, launch, "an old mistake")  # noqa: E731
+    assert isinstance(three.run({1: refusing})[1], MeetingError)  # nobody heard it
+
+    def of_the_second(launch: Launch) -> None:
+        _exchange('{"lr": 1}', launch.rank, launch.world, meet(LONG, launch))
+
+    def of_the_third(launch: Launch) -> None:
+        settings = '{"lr": 2}' if launch.rank == 2 else '{"lr": 1}'
+        _exchange(settings, launch.rank, launch.world, meet(LONG, launch))
+
+    second = three.run(dict.fromkeys(range(3), of_the_second), dict.fromkeys(range(3), "1"))
+    assert set(second.values()) == {None}
+    third = three.run(dict.fromkeys(range(3), of_the_third), dict.fromkeys(range(3), "2"))
+    for error in third.values():
+        assert isinstance(error, UsageError) and "lr is 1 on rank 0 and 2 on rank 2" in str(error)
+
+
+def test_agents_may_count_restarts_differently(agent):
+    """One node's agent restarts because of a failure, the other's because it saw a restart."""
+    results = agent(2).run(dict.fromkeys(range(2), coming), {0: "1", 1: "0"})
+    results[1].set("x", "y")
+    assert results[0].get("x") == b"y"
+
+
+def test_a_rank_that_said_hello_and_died_did_not_come(agent):
+    two = agent(2)
+    assert isinstance(two.run({1: impatient})[1], MeetingError)  # its hello stays
+    error = two.run({0: impatient})[0]
+    assert str(error).startswith("rank 1 did not come")

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the flags of faults against each other and against the layout."""
+
+from training.config import Config, UsageError
+
+# flags whose value "rewind" goes back to a checkpoint of --save
+REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for flags that contradict each other or the layout."""
+    _numbers(config)
+
+
+def _numbers(config: Config) -> None:
+    p, fault = config.parallel, config.fault
+    answers = (config.run.on_nan, fault.on_spike, fault.on_replica_mismatch)
+    for flag, answer in zip(REWINDS, answers, strict=True):
+        if answer == "rewind" and not config.checkpoint.save:
+            raise UsageError(f"{flag} rewind needs --save: it goes back to a checkpoint there")
+    if 0 in fault.iterations_to_skip:
+        raise UsageError("--iterations-to-skip 0: iterations count from 1")
+    if not fault.checksum_messages:
+        return
+    flag = "--checksum-messages"
+    if p.distributed_backend == "nccl" or p.device == "cuda":
+        raise UsageError(f"{flag} is for CPU ranks (--device cpu): NCCL sums on the way")
+    if p.tp_comm_overlap in ("symmetric", "auto"):
+        raise UsageError(
+            f"{flag} and --tp-comm-overlap {p.tp_comm_overlap} contradict each other: symmetric "
+            "overlap reads memory of other ranks in place; none and ring go with it"
+        )
