@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from model.llama import Llama
 from model.load import model_file_of, saved_config
 from mpu.comm.collectives import all_gather
