@@ -38,6 +38,7 @@ from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
+from mpu.launcher import launched_by, shares_cores
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
@@ -60,7 +61,7 @@ from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import memory_report
+from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
@@ -69,9 +70,11 @@ from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
-from training.run.saver import Saver
+from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
+from training.run.supervised import SupervisedSaver
+from training.untrusted import printable
 
 
 @dataclass
@@ -113,6 +116,7 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
+    cuda_memory.empty(run.config, run.device, level=2)
     return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
@@ -137,6 +141,7 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    cuda_memory.empty(run.config, run.device, level=1)
     return total
 
 
@@ -205,7 +210,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
 def train(
     run: Run,
     loaders: Loaders,
-    saver: Saver,
+    saver: SupervisedSaver,
     log: Log,
     overlap: Overlap,
     total: int,
@@ -219,7 +224,8 @@ def train(
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
+    slow = SlowRanks(run.grid, run.device, log)
+    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile, slow:
         while guard.goes_on(total):
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
@@ -238,6 +244,7 @@ def train(
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
+            values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
@@ -246,6 +253,7 @@ def train(
                 data_wait_seconds=waited,
                 **values,
             )
+            saver.reached(run.iteration)
             if run.iteration == settled:
                 for line in memory_report.of(config, model_provider, run.optimizer):
                     log.note(line)
@@ -256,12 +264,13 @@ def train(
                 gc.collect()
             asked = due_after(config, run.iteration, total)
             decision = decide(asked, heard)
-            if decision.stop or decision.save:  # ask about this step too: save no skipped one
+            keep = due(config.fault.peer_checkpoint, run.iteration)
+            if decision.stop or decision.save or keep:  # ask about this step too: none is skipped
                 now = agreement.close()
                 if guard.goes_back(now, now=True):
                     continue
                 decision = decide(asked, heard | now)
-            if guard.check_replicas(decision.save):
+            if guard.check_replicas(decision.save or keep):
                 continue
             if decision.evaluate and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
@@ -271,6 +280,9 @@ def train(
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
                 hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
+            elif keep:
+                run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
+                saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
                 log.validation(run.iteration, evaluate(run, loaders.valid))
             if decision.stop:
@@ -297,9 +309,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """
     launch, monitor = Launch(), FailureMonitor()
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    torchrun, srun = "TORCHELASTIC_RUN_ID" in os.environ, "SLURM_STEP_ID" in os.environ
-    launcher = (parent or os.getppid()) if torchrun or srun else None
-    with StopSignal(launcher, 0 if torchrun else os.EX_TEMPFAIL) as stop_signal:
+    by = launched_by()
+    launcher = (parent or os.getppid()) if by else None
+    with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal:
         try:
             launch = Launch.from_env()
             argv = name_fork(sys.argv[1:] if argv is None else argv)
@@ -307,14 +319,12 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
-                print(report(config, model_provider))
+                print(printable(report(config, model_provider), lines=True))
                 return 0
             if config.run.deterministic_mode:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
-            # torchrun sets OMP_NUM_THREADS=1 when nobody did, which would leave cores idle
-            share = os.environ.get("OMP_NUM_THREADS", "1") == "1" and torchrun
-            config, device, loaders, digests = prepare(config, grid, share, note_of(grid))
+            config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
             return refuse(error, launch, 2, report_to, alone=True)
@@ -326,9 +336,10 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
                 who, point = (launch.rank, launch.world), launch.point
+                tell = partial(tell_launcher, error_file=report_to)
                 monitor = FailureMonitor(
                     *who, store, point.host, point.secret,
-                    silence=config.fault.peer_timeout, watch=watch,
+                    silence=config.fault.peer_timeout, watch=watch, tell=tell,
                 )  # fmt: skip
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
@@ -361,7 +372,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if run.device.type == "cpu" and native.load() is None:
         note(f"without fused operations, so slower: {native.reason()}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = Saver(
+    saver = SupervisedSaver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip

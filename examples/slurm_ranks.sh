@@ -30,8 +30,9 @@ main() { # a function, since bash reads a script bit by bit, and somebody may ch
 
     trap : TERM # SLURM sends it to this shell as well, which has to outlive the ranks
     # Ranks stop one another and say why; srun must not, at the first exit code that is not 0.
-    # --wait is for a rank that ended before it had met the others.
-    srun --kill-on-bad-exit=0 --wait=60 --distribution=block \
+    # --wait is for a rank that ended before it had met the others; SRUN_FLAGS may say otherwise.
+    # shellcheck disable=SC2086
+    srun --kill-on-bad-exit=0 ${SRUN_FLAGS:---wait=60} --distribution=block \
         ${CONTAINER:+--container-image="$CONTAINER" --container-mounts="$PWD"} \
         ${CONTAINER:+--container-workdir="$PWD"} python3 "$@" || code=$?
 

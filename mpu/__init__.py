@@ -15,5 +15,6 @@ kernels       Triton kernels that multiply while rows travel between GPUs
 layers        linear, embedding, cross_entropy, attention, rope, fused (RMSNorm, RoPE, SwiGLU), tune
 pipeline      schedules as data, the engine that executes them, which layers each stage holds
 zero          flat buckets of weights and gradients, their sums, the distributed optimizer
+launcher      which launcher started this process
 native        the loader of the compiled library of csrc/
 """

@@ -71,6 +71,8 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     srun: bool = False
+    attempt: int = 0  # restarts before this start
+    supervisor: str = ""  # tools/supervise.py's directory in this host's memory
     point: MeetingPoint = field(default=MeetingPoint(), compare=False)
 
     @classmethod
@@ -95,6 +97,8 @@ class Launch:
                 world,
                 _number("LOCAL_RANK", "0"),
                 _number("LOCAL_WORLD_SIZE", str(world)),
+                attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
+                supervisor=e.get("WEFT_SUPERVISOR", ""),
             )
         if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
             raise ValueError(
@@ -204,6 +208,10 @@ class Grid:
         self.pp_back = replace(self.pp, name="pp_back")
         self.world = self._axis("world", *NAMES)
         self.background = replace(self.world, name="background")
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return every row of the axis "tp", "cp", "dp" or "pp", not this rank's alone."""
+        return tuple(self._planes((name,)))
 
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""

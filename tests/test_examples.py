@@ -35,6 +35,18 @@ EXAMPLES = [
         },
     ),
     (
+        "cpu_supervised_nodes.slurm",
+        2,
+        {
+            "TP 1 x CP 1 x DP 2 x PP 1 = 2 ranks; sequence parallelism off": "DP 2 over gloo",
+            "3,344,064 in all": "3.3e6 parameters",
+            "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
+            "moments            13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
+            "activations        52.04 MB": "52 MB activations",
+            "total              109.1 MB": "= 109 MB",
+        },
+    ),
+    (
         "llama3_8b_one_node.sh",
         8,
         {
@@ -190,10 +202,12 @@ def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     assert "restart 2, last checkpoint: none; ranks meet at node7:23456" in done.stdout
     assert done.stdout.endswith("job 123456: exit code 0, last checkpoint: none\n")
     words = done.stdout.splitlines()[1:-1]
-    assert words[:3] == ["srun", "--kill-on-bad-exit=0", "--wait=60"]
+    supervised = "supervised" in name
+    wait = ["--wait=0", "--no-kill"] if supervised else ["--wait=60"]
+    assert words[: 2 + len(wait)] == ["srun", "--kill-on-bad-exit=0", *wait]
     assert "--container-image=weft.sqsh" in words
     after = {word: words[i + 1] for i, word in enumerate(words[:-1])}
-    assert after["python3"] == "pretrain_llama.py"
+    assert after["python3"] == ("tools/supervise.py" if supervised else "pretrain_llama.py")
     assert after["--save"] == after["--load"] == "/a b/checkpoints"
     directives = [w for w in (ROOT / "examples" / name).read_text().splitlines() if "#SBATCH" in w]
     wanted = {f"--nodes={nodes}", f"--ntasks-per-node={each}", "--requeue", "--open-mode=append"}

@@ -25,6 +25,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from mpu.comm.hang_judge import HangJudge, silence, watch_alone
 from mpu.comm.hang_watch import HangWatch, say
+from mpu.comm.links import Links
 from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
 
@@ -56,8 +58,8 @@ class FailureMonitor:
     of the run knows and nobody else; b"": the store alone tells it. grace: seconds that "a
     collective failed" waits for a better cause. silence: seconds without a beat after which a rank
     counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
-    watch: what finds out whether this rank hangs.
-    Raises CommunicationError where rank 0 is not reached.
+    watch: what finds out whether this rank hangs. tell: called with the first cause where it is
+    printed. Raises CommunicationError where rank 0 is not reached.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class FailureMonitor:
         beat: float | None = None,
         unwind: float = 5.0,
         watch: HangWatch | None = None,
+        tell: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.watch = watch or HangWatch()
         silence = min(silence, self.watch.hang_timeout or silence)
@@ -80,6 +83,7 @@ class FailureMonitor:
         self.first: Cause | None = None
         self._beat = beat or min(silence / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._tell = tell
         self._told, self._failed = threading.Event(), threading.Event()
         self._ended = threading.Event()
         self._own, self._left, self._said = "", False, False
@@ -165,6 +169,8 @@ class FailureMonitor:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
         hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        links = Links(self._silence)
+        doing = ""  # rank 0
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -172,7 +178,9 @@ class FailureMonitor:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
-                if kind == "place":
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
                     text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
@@ -195,10 +203,9 @@ class FailureMonitor:
             turn = now
             if now - heard > self._silence:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-                apart = silence(json.loads(hub), "", apart)
-                self._stop(
-                    Cause(0, "", f"no sign of life for {now - heard:.0f} s: {apart}", 1, hub)
-                )
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
@@ -208,6 +215,8 @@ class FailureMonitor:
                 told = True
                 connection.send("beat", action=self.action)
                 connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""
@@ -254,6 +263,7 @@ class FailureMonitor:
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
+            self._tell(str(cause))
             say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:

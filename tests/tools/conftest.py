@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests of tools/checkpoint.py: small checkpoints, and the tool itself."""
+"""Shared by the tests of the tools: small checkpoints, tools/checkpoint.py, tools/supervise.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
+from tests.supervisor import Supervisor
 from tools.checkpoint import main
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
@@ -62,3 +63,18 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[st
         return code, said.out.splitlines(), said.err.splitlines()
 
     return tool
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    """supervise(flags, plan) -> a Supervisor, ended with the test."""
+    made: list[Supervisor] = []
+
+    def start(*args: Any, folder: Path = tmp_path, **more: Any) -> Supervisor:
+        made.append(Supervisor(folder, *args, **more))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()

@@ -23,7 +23,7 @@ huggingface  the same for a Hugging Face directory
 
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
-from training.checkpoint.find import find_latest, is_hugging_face, later_steps
+from training.checkpoint.find import Roots, find_latest, is_hugging_face, later_steps
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import NamedPiece, parameter_pieces, state_pieces
@@ -34,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "MismatchError",
     "NamedPiece",
+    "Roots",
     "SaveError",
     "check_writable",
     "find_latest",

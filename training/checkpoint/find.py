@@ -9,6 +9,7 @@ another model is refused, not skipped: an older one would be of that model too.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,43 @@ from training.checkpoint.pieces import NamedPiece
 FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt", "modelopt_state")
 
 
+@dataclass(frozen=True)
+class Roots:
+    """Several directories that hold checkpoints of one run, of which the newest counts.
+
+    local: one more, whose path differs between hosts. It has only the files that the host's ranks
+    load, and each rank hashes all that it loads from there. after: consider later steps only.
+    """
+
+    paths: Sequence[str]
+    local: Path | None = None
+    after: int = -1
+
+    def __str__(self) -> str:
+        return " or ".join([*self.paths, *(["the supervisor's memory"] if self.local else [])])
+
+    def candidates(self, step: int | None, flag: str) -> tuple[list[str], list[str]]:
+        """Do what candidates() does, over all of them; of equal steps the first named is first."""
+        found: list[tuple[int, str]] = []
+        leftovers = []
+        for path in [*self.paths, *([str(self.local)] if self.local else [])]:
+            names, unfinished = candidates(Path(path), step, flag)
+            leftovers += unfinished if path != str(self.local) else []
+            for name in names:
+                match = STEP.fullmatch(Path(name).name)
+                found.append((int(match[1]) if match else -1, name))
+        found.sort(key=lambda pair: -pair[0])
+        return [name for number, name in found if number > self.after], leftovers
+
+    def here(self, name: str, first: str) -> tuple[Path, bool]:
+        """Return this host's path of what rank 0, whose local root is `first`, calls `name`."""
+        path = Path(name)
+        local = self.local is not None and str(path.parent) == first
+        return (self.local / path.name, True) if local and self.local else (path, False)
+
+
 def find_latest(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Roots,
     grid: Grid,
     *,
     flag: str = "--load",
@@ -41,6 +77,7 @@ def find_latest(
 ) -> Checkpoint | None:
     """Return the newest whole checkpoint under `root` (or at `root`, a step's directory), or None.
 
+    root: a directory, or several.
     flag: the flag that named `root`, for messages.
     pieces: what this rank will load; their files are hashed, their shapes and dtypes compared
         (`cast` lets dtypes differ).
@@ -52,13 +89,16 @@ def find_latest(
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
     checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
     """
-    outcomes = together(
-        lambda: candidates(Path(root), step, flag) if grid.rank == 0 else [], grid.world, device
-    )
+    roots = root if isinstance(root, Roots) else Roots([str(root)])
+
+    def look() -> list[Any]:
+        return [*roots.candidates(step, flag), str(roots.local)] if grid.rank == 0 else []
+
+    outcomes = together(look, grid.world, device)
     failed = first_error(outcomes)
     if failed is not None:
         raise CheckpointError(failed.error)
-    names, leftovers = outcomes[0].value or ([], [])
+    names, leftovers, first_local = outcomes[0].value
 
     def tell(line: str) -> None:
         if grid.rank == 0:
@@ -67,15 +107,16 @@ def find_latest(
     for name in leftovers:
         tell(f"checkpoint {name} is passed over: its save did not finish")
     for i, name in enumerate(names):
+        here, local = roots.here(name, first_local)
 
-        def read(directory: Path = Path(name)) -> Checkpoint:
+        def read(directory: Path = here) -> Checkpoint:
             checkpoint = open_checkpoint(directory, from_hf)
             checkpoint.check_model(expect or {})
             suits(checkpoint)
             checkpoint.check_tensors(pieces, cast)
             return checkpoint
 
-        found = _verified(read, grid, pieces, device)
+        found = _verified(read, grid, pieces, device, local)
         if isinstance(found, Checkpoint):
             found.passed_over = names[:i]
             return found
@@ -112,10 +153,12 @@ def _verified(
     grid: Grid,
     pieces: Sequence[NamedPiece],
     device: torch.device | None,
+    local: bool = False,
 ) -> Checkpoint | Outcome:
     """Read a checkpoint and hash the files that any rank will load, each on one of the ranks.
 
-    Return the same on every rank: the checkpoint, or the first failure.
+    local: each host has files of its own, so each rank hashes what it will load. Return the same
+    on every rank: the checkpoint, or the first failure.
     """
     opened: list[Checkpoint] = []
 
@@ -124,7 +167,8 @@ def _verified(
         opened.append(checkpoint)
         needed = set(checkpoint.files_of(pieces))
         if grid.rank == 0:
-            checkpoint.check_sizes()
+            if not local:
+                checkpoint.check_sizes()
             # and what is kept beside the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
@@ -148,6 +192,9 @@ def _verified(
                 loads[rank] += files[name]["size"]
                 mine += [name] if rank == grid.world.rank else []
         model = {name for o in outcomes for name in o.value[1]}
+        if local:
+            bits = outcomes[grid.world.rank].value[0]
+            mine = [name for name, bit in zip(sorted(files), bits, strict=True) if bit == "1"]
 
         def verify() -> None:
             if not isinstance(checkpoint, HuggingFaceDirectory):
@@ -173,9 +220,11 @@ def names_told(pieces: Sequence[NamedPiece]) -> list[str]:
 
 
 def is_hugging_face(
-    root: str | os.PathLike[str], grid: Grid, device: torch.device | None = None
+    root: str | os.PathLike[str] | Roots, grid: Grid, device: torch.device | None = None
 ) -> bool:
     """Return, the same on every rank, whether `root` is a Hugging Face directory."""
+    if isinstance(root, Roots):
+        return False
     found = together(lambda: (Path(root) / CONFIG).is_file(), grid.world, device)[0].value
     return bool(found)
 

@@ -134,7 +134,7 @@ class Saver:
         self._hurry = hurry
         self._settle(self._background.wait)
         pieces, state = self.pieces(), self._state(iteration, consumed)
-        if self._staging is not None and not must:
+        if self._staging is not None and self.config.checkpoint.async_save and not must:
             staged = self._staging.copy(pieces)
 
             def behind() -> None:
@@ -250,7 +250,7 @@ class Saver:
         return self._find("--save", c.save, fresh=False)
 
     def _find(
-        self, flag: str, root: str, fresh: bool, no_optim: bool = False
+        self, flag: str, root: str | checkpoint.Roots, fresh: bool, no_optim: bool = False
     ) -> tuple[int, int] | None:
         """Load a checkpoint at `root`; return (iteration, samples), (0, 0) if `fresh`, or None."""
         c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device

@@ -21,7 +21,8 @@ LIVE = """
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
 --defer-embedding-wgrad-compute --deterministic-mode --device
---distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
+--distributed-backend --distributed-timeout-minutes --dry-run --empty-unused-memory-level
+--eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
@@ -32,6 +33,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
@@ -55,8 +57,9 @@ OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-timeout "
-    "--pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch --zero-stage".split()
+    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
+    "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
+    "--zero-stage".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several supervisors on this host, each a node of one run: a node is lost, and what follows."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.supervisor import Supervisor, left, tensors
+
+SECRET = "0123456789abcdef0123456789abcdef"
+MODEL = (
+    "pretrain_llama.py --mock-data --vocab-size 500 --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 32 --lr 1e-3 --log-interval 1 --num-workers 0 "
+    "--device cpu --global-batch-size 4 --zero-stage 1 --peer-checkpoint 5"
+)
+
+
+class Nodes:
+    """One run on several supervisors of one rank each. Each has a folder."""
+
+    def __init__(self, supervise: Callable[..., Supervisor], folder: Path, port: int) -> None:
+        self.supervise, self.folder, self.port = supervise, folder, port
+        self.log = folder / "log.jsonl"
+
+    def start(self, count: int, flags: str, argv: Any = (), **more: Any) -> list[Supervisor]:
+        """Start so many supervisors, node 0 first."""
+        self.flags = f"--nnodes {count} --master-addr 127.0.0.1 --master-port {self.port} {flags}"
+        self.argv, self.more = argv, more
+        return [self.join(node) for node in range(count)]
+
+    def join(self, node: int) -> Supervisor:
+        """Start one supervisor."""
+        return self.supervise(
+            f"{self.flags} --node-rank {node}", argv=self.argv, folder=self.folder / str(node),
+            WEFT_SECRET=SECRET, **self.more,
+        )  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [row for row in rows if "loss" in row]
+
+    def train(self, count: int, flags: str, steps: int) -> list[Supervisor]:
+        """Start the trainer, to save at the end alone."""
+        argv = [*MODEL.split(), "--train-iters", str(steps), "--save", f"{self.folder}/saved"]
+        return self.start(count, flags, [*argv, "--log-json", str(self.log)])
+
+
+@pytest.fixture
+def nodes(
+    supervise: Callable[..., Supervisor], tmp_path: Path, free_port: Callable[[], int]
+) -> Nodes:
+    return Nodes(supervise, tmp_path, free_port())
+
+
+def lose(node: Supervisor) -> None:
+    """Kill a supervisor and what started its ranks, which kills the ranks: the node is gone."""
+    path = Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children")
+    for pid in [*map(int, path.read_text().split()), node.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    node.process.wait()
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(nodes: Nodes, tmp_path: Path) -> None:
+    plan = {"0.0": "wait", "0.1": "wait", "step": 1}
+    three = nodes.start(3, "--spares 1", plan=plan)
+    three[1].until("0 1 2 ")
+    lose(three[1])
+    assert three[0].wait() == 0 and three[2].wait() == 0
+    assert "rank 1 on node 1 failed after step 1: its node was lost" in three[0].said()
+    assert [words[:3] for words in three[2].starts()] == [["1", "1", "2"]]
+
+
+def test_without_a_spare_the_run_waits_for_the_node_then_ends(nodes: Nodes) -> None:
+    two = nodes.start(2, "--node-wait 1", plan={"": "wait"})
+    two[1].until("0 1 2 ")
+    lose(two[1])
+    assert two[0].wait() == 1
+    assert "1 of the 2 places for ranks are left; with --elastic-dp the run would go" in (
+        two[0].said()
+    )
+
+
+def test_a_node_that_comes_back_is_taken(nodes: Nodes) -> None:
+    two = nodes.start(2, "--node-wait 60", plan={"0.0": "wait", "0.1": "wait"})
+    two[1].until("0 1 2 ")
+    lose(two[1])
+    back = nodes.join(1)
+    assert two[0].wait() == 0 and back.wait() == 0
+    assert [words[:2] for words in back.starts()] == [["1", "1"]]
+
+
+def test_without_node_0_the_others_end_and_leave_nothing(nodes: Nodes) -> None:
+    two = nodes.start(2, "--node-wait 1", plan={"": "wait"})
+    two[1].until("0 1 2 ")
+    lose(two[0])
+    assert two[1].wait() == 1 and "node 0 is lost, so the ranks here are ended" in two[1].said()
+
+
+def test_a_signal_to_one_node_ends_all(nodes: Nodes) -> None:
+    two = nodes.start(2, "", plan={"": "wait"})
+    for rank, node in enumerate(two):
+        node.until(f"0 {rank} 2 ")
+    two[1].process.send_signal(signal.SIGTERM)
+    assert [node.wait() for node in two] == [75, 75]
+
+
+@pytest.mark.prove
+def test_a_lost_nodes_state_comes_from_its_peers_memory(
+    nodes: Nodes, launcher: Any, tmp_path: Path
+) -> None:
+    steps = 150
+    three = nodes.train(3, "--spares 1", steps)
+    three[0].until(" 40/")
+    lose(three[1])
+    assert three[0].wait() == 0, three[0].said()
+    assert three[2].wait() == 0
+    (back,) = three[0].rows("back")
+    assert back["source"] == "memory" and back["steps_lost"] <= 10 and back["begun_at"] >= 30
+    oracle = launcher.run(
+        2, [*MODEL.split()[1:-2], "--train-iters", str(steps), "--save", "{dir}/saved"]
+    )
+    assert tensors(tmp_path / "saved", steps) == tensors(oracle.folder / "saved", steps)
+
+
+@pytest.mark.prove
+def test_with_fewer_ranks_the_run_goes_on_from_memory(
+    nodes: Nodes, launcher: Any, tmp_path: Path
+) -> None:
+    steps = 150
+    two = nodes.train(2, "--elastic-dp --node-wait 1", steps)
+    two[0].until(" 40/")
+    lose(two[1])
+    assert two[0].wait() == 0, two[0].said()
+    assert two[0].rows("back")[0]["source"] == "memory"
+    assert [row["world"] for row in two[0].rows("start")] == [2, 1]
+    oracle = launcher.run(2, [*MODEL.split()[1:-2], "--train-iters", str(steps)])
+    theirs = [row for row in oracle.rows() if "loss" in row]
+    mine = {row["iteration"]: row for row in nodes.rows()}
+    assert len(mine) == len(theirs) == steps
+    for row in theirs:
+        assert mine[row["iteration"]]["loss"] == pytest.approx(row["loss"], rel=1e-4)
+        assert mine[row["iteration"]]["consumed_samples"] == row["consumed_samples"]
+
+
+@pytest.mark.prove
+def test_the_trainer_leaves_nothing_when_its_supervisor_is_killed(
+    supervise: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    argv = [*MODEL.split(), "--train-iters", "1000000", "--save", f"{tmp_path}/saved"]
+    run = supervise("--nproc-per-node 2", argv=argv)
+    run.until(" 10/")
+    run.process.kill()
+    run.process.wait()
+    assert not left(run.process.pid)
+    assert list((tmp_path / "saved").glob("step_*/manifest.json"))  # saved, as after a SIGTERM

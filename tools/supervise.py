@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Start the ranks of a node, and start them again after a fault: a launcher like torchrun.
+
+    python tools/supervise.py --nproc-per-node 8 pretrain_llama.py --save DIR --load DIR FLAG...
+
+After a fault (a rank dies, or ends with a code other than 0, 2 and 75) all ranks are ended and
+started again, with the same flags, at the newest sound checkpoint: of --load, of --save, or of the
+copies in the supervisors' memory (--peer-checkpoint N among the program's flags).
+
+On several nodes one supervisor runs on each. Node 0's decides; the others reach it at
+--master-addr:--master-port and prove WEFT_SECRET. In a SLURM step of several nodes the nodes, the
+own number and the address are by default SLURM's, MASTER_ADDR's and MASTER_PORT's.
+
+Exit code: 0, all is done; 75, a signal stopped the run; 2, a mistake; 1, a fault that restarts do
+not mend; 128+n, signal n came before the first step.
+"""
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from tools.supervise_copies import Copies, Member
+from tools.supervise_flags import MEET, SIGNALS, Mistake, parse
+from tools.supervise_follow import Follower
+from tools.supervise_node import Event, Node
+from tools.supervise_report import (
+    MISTAKE,
+    Attempt,
+    End,
+    Fault,
+    Report,
+    diagnosis,
+    ended_by,
+    first_cause,
+    say,
+    verdict,
+)
+from tools.supervise_wire import Channel, WireError
+
+PATIENCE = {"fault": 2.0, "mistake": 12.0, "end": 150.0}  # seconds for the other ranks to end
+BEAT = 1.0  # seconds between signs of life
+COPY = 120.0  # seconds to bring copies to where they are loaded, or for a dry run
+
+
+class Stop(Exception):
+    """The run ends: args are its exit code and why, or ""."""
+
+
+class Leader:
+    """Node 0's supervisor: it decides where ranks run, when they restart, and when to give up."""
+
+    def __init__(self, options: argparse.Namespace, argv: list[str], secret: bytes) -> None:
+        self.options, self.events = options, queue.SimpleQueue[tuple[int, Event]]()
+        self.report, self.attempt = Report(options.log_json), -1
+        self.members: dict[int, Member] = {}
+        self.copies = Copies(self.members)
+        self.places: list[tuple[int, int]] = []  # rank: (node, slot)
+        self.ends: list[End] = []
+        self.killing, self.signalled, self.best = False, 0, -1
+        self.streak: list[Fault] = []  # faults since the last new step
+        self.failed: list[tuple[int, int]] = []  # their slots
+        self.tried: dict[int, int] = {}  # {world: exit code of a dry run}
+        self._beat = 0.0
+        for number in SIGNALS:
+            signal.signal(number, lambda n, _: self.events.put((0, {"signal": n})))
+        self.node = Node(
+            argv, options, secret, host=options.master_addr, port=options.master_port,
+            event=lambda event: self.events.put((0, event)), serve=self._serve,
+        )  # fmt: skip
+        here = options.master_addr, self.node.port, options.nproc_per_node
+        self.members[0] = Member(self.node.do, *here)
+
+    def _serve(self, channel: Channel, hello: Event) -> None:
+        """Listen to another node, in a thread of its own, until it is lost."""
+        number = hello["node"]
+        member = Member(channel.send, channel.host, hello["port"], hello["slots"], channel)
+        self.events.put((number, {"joined": member}))
+        try:
+            while True:
+                event = channel.receive()[0]
+                if "beat" not in event:
+                    self.events.put((number, event))
+        except WireError as error:
+            self.events.put((number, {"lost": str(error), "channel": channel}))
+
+    def pump(self) -> None:
+        """Wait a moment for one event and take note of it; send signs of life."""
+        with suppress(queue.Empty):
+            self.hear(*self.events.get(timeout=0.1))
+        if time.monotonic() - self._beat > BEAT:
+            self._beat = time.monotonic()
+            self.tell({"beat": True})
+
+    def tell(self, message: Event) -> None:
+        """Send a message to all nodes; one that is gone is noticed where it is read."""
+        for member in list(self.members.values()):
+            with suppress(WireError):
+                member.send(message)
+
+    def hear(self, node: int, event: Event) -> None:
+        """Take note of an event: those of Node, and a node that joined or was lost, a signal."""
+        if "joined" in event:
+            self._joined(node, event["joined"])
+        elif "lost" in event:
+            if node in self.members and self.members[node].channel is event["channel"]:
+                del self.members[node]
+                say(f"node {node} is lost: {event['lost']}")
+                self.copies.lost(node)
+                self._gone(node, f"its node was lost: {event['lost']}")
+        elif "gone" in event:
+            self._gone(node, "the process that had started it was killed")
+        elif "ended" in event:
+            rank, code, cause = event["ended"]
+            if event["attempt"] == self.attempt and rank in self.running():
+                self.ends.append(End(rank, code, cause, self.killing))
+        elif "progress" in event and node == 0 and self.attempt >= 0:
+            self.report.progress(event["progress"], self.attempt)
+        elif "kept" in event:
+            self.copies.kept(node, event, self.nodes(), len(self.places))
+        elif "fetched" in event:
+            self.copies.fetched(node, event)
+        elif "dry run" in event:
+            self.tried[event["dry run"][0]] = event["dry run"][1]
+        elif "signal" in event:
+            self.signalled = event["signal"]
+            self.tell({"signal": self.signalled})
+
+    def _joined(self, node: int, member: Member) -> None:
+        if node in self.members or not 0 < node < self.options.nnodes:
+            why = f"node 0 has no room for --node-rank {node} of {self.options.nnodes}"
+            with suppress(WireError):
+                member.send({"end": MISTAKE, "why": why})
+            return
+        self.members[node] = member
+        say(f"node {node} at {member.host} has places for {member.slots} ranks")
+
+    def _gone(self, node: int, why: str) -> None:
+        mine = [rank for rank in self.running() if self.places[rank][0] == node]
+        self.ends += [End(rank, None, why, self.killing) for rank in mine]
+
+    def running(self) -> set[int]:
+        """Return the ranks that have not ended."""
+        return set(range(len(self.places))) - {end.rank for end in self.ends}
+
+    def nodes(self) -> dict[int, list[int]]:
+        """Return {node: its ranks}."""
+        found: dict[int, list[int]] = {}
+        for rank, (node, _) in enumerate(self.places):
+            found.setdefault(node, []).append(rank)
+        return found
+
+    def place(self) -> None:
+        """Decide which slots get the ranks. Raises Stop where too few are left."""
+        o, first = self.options, self.attempt < 0
+        deadline = time.monotonic() + (MEET if first else o.node_wait)
+        wanted = o.nnodes * o.nproc_per_node - o.spares
+        bad = {slot for slot in self.failed if self.failed.count(slot) >= max(2, o.crash_loop - 1)}
+        while not self.signalled:
+            every = [(n, i) for n in sorted(self.members) for i in range(self.members[n].slots)]
+            free = [slot for slot in every if slot not in bad or not (o.spares or o.elastic_dp)]
+            if len(free) >= wanted and (not first or len(self.members) == o.nnodes):
+                self.places = free[:wanted]
+                return
+            if time.monotonic() > deadline or len(every) >= wanted > len(free):
+                self.places = free[: self.smaller(len(free), wanted)]
+                return
+            self.pump()
+        raise Stop(128 + self.signalled, "")
+
+    def smaller(self, free: int, wanted: int) -> int:
+        """Return the largest world that the program accepts. Raises Stop."""
+        left = f"{free} of the {wanted} places for ranks are left"
+        if not self.options.elastic_dp or self.attempt < 0:
+            raise Stop(1, f"{left}; with --elastic-dp the run would go on")
+        for world in range(min(free, wanted), self.options.min_nproc - 1, -1):
+            if world not in self.tried:
+                self.node.do({"try": world})
+            deadline = time.monotonic() + COPY
+            while world not in self.tried and time.monotonic() < deadline and not self.signalled:
+                self.pump()
+            if self.tried.get(world) == 0:
+                say(f"{left}: going on with {world} ranks")
+                return world
+        fits = f"no world of {self.options.min_nproc} to {free} ranks"
+        raise Stop(1, f"{left}, and the flags fit {fits}")
+
+    def restore(self) -> int | None:
+        """Bring the newest copy in memory to the nodes that load it; return its step, or None."""
+        while (step := self.copies.choose(self.nodes(), len(self.places))) is not None:
+            deadline = time.monotonic() + COPY
+            while self.copies.waiting and time.monotonic() < deadline and not self.signalled:
+                self.pump()
+            if self.copies.only(step):
+                return step
+            self.copies.drop(step)
+        self.copies.only(-1)
+        return None
+
+    def start(self, copy: int | None) -> None:
+        """Start an attempt."""
+        self.attempt += 1
+        self.ends, self.killing = [], False
+        self.report.attempts.append(Attempt())
+        with socket.socket() as probe:  # a port of its own for each attempt
+            probe.bind((self.options.master_addr, 0))
+            port = probe.getsockname()[1]
+        for node, ranks in self.nodes().items():
+            plan = {
+                "attempt": self.attempt, "world": len(self.places), "first": ranks[0],
+                "slots": [self.places[rank][1] for rank in ranks],
+                "host": self.options.master_addr, "port": port,
+            }  # fmt: skip
+            if node not in self.members:
+                self._gone(node, "its node was lost")
+                continue
+            with suppress(WireError):
+                self.members[node].send({"start": plan})
+        self.report.log(
+            "start", attempt=self.attempt, world=len(self.places), nodes=sorted(self.nodes()),
+            port=port, copy=copy,
+        )  # fmt: skip
+
+    def watch(self) -> tuple[int | None, float]:
+        """Wait for the end of all ranks; return the verdict, and when the first fault was seen.
+
+        Once a rank has ended, the others have PATIENCE to say why, and are killed.
+        """
+        kind, seen = "", 0.0
+        while self.running():
+            self.pump()
+            if self.ends:
+                mistake = any(end.code == MISTAKE for end in self.ends)
+                faulty = any(end.fault for end in self.ends)
+                now = "fault" if faulty else "mistake" if mistake else "end"
+                if now != kind:
+                    kind, seen = now, time.monotonic()
+                if time.monotonic() > seen + PATIENCE[kind] and not self.killing:
+                    self.killing = True
+                    self.tell({"signal": int(signal.SIGKILL)})
+        return verdict(self.ends), seen or time.monotonic()
+
+    def judge(self, seen: float) -> None:
+        """Return if the ranks are to be restarted after a fault. Raises Stop otherwise."""
+        o, report = self.options, self.report
+        if self.signalled:
+            raise Stop(ended_by(self.signalled, self.ends), "")
+        rank, cause = first_cause(self.ends)
+        slot = self.places[rank] if rank < len(self.places) else (0, 0)
+        fault = report.failed(self.attempt, rank, slot[0], cause, seen)
+        if report.best > self.best:
+            self.best, self.streak, self.failed = report.best, [], []
+        self.streak.append(fault)
+        self.failed.append(slot)
+        if len(self.streak) >= o.crash_loop:
+            raise Stop(1, diagnosis(self.streak))
+        if report.restarts >= o.max_restarts:
+            raise Stop(1, f"--max-restarts {o.max_restarts}: the ranks are not started again")
+        report.restarts += 1
+
+    def run(self) -> int:
+        """Start ranks until they end well, or for good; return the exit code."""
+        code = 1
+        try:
+            while True:
+                self.place()
+                self.start(self.restore() if self.attempt >= 0 else None)
+                end, seen = self.watch()
+                if end is not None:
+                    code = end
+                    return code
+                self.judge(seen)
+        except Stop as stop:
+            code, why = stop.args
+            if why:
+                say(why)
+            return code
+        finally:
+            self.report.end(code, self.attempt)
+            self.tell({"end": code})
+            self.node.close()
+
+
+def main(words: list[str] | None = None) -> int:
+    """Read the flags and supervise; return the exit code."""
+    try:
+        options, secret = parse(words, __doc__)
+        if "--dry-run" in options.flags:  # of the whole run: nothing to supervise
+            os.execv(sys.executable, [sys.executable, options.script, *options.flags])
+        kind = Follower if options.node_rank else Leader
+        return kind(options, [options.script, *options.flags], secret).run()
+    except Mistake as error:
+        say(str(error))
+    except OSError as error:  # the address is not this machine's, or taken
+        say(f"--master-addr, --master-port: {error}")
+    return MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
