@@ -16,6 +16,7 @@ from tests.chaos.fault import (
 from tests.chaos.makers import (
     Make,
     at,
+    damaged_message,
     everywhere,
     fill_small_disk,
     full_checkpoint_disk,
@@ -173,11 +174,22 @@ SIGNALS = [
     Kind("signal: SIGHUP to all", wait, SAVED, outside="sighup"),
 ]
 CLOCKS = [Kind("clock: jumps", jump, HARMLESS)]
+STOPPED = Promise(codes=(-9,), who="one", says="saved: the same command goes on")
+BACK = Promise(codes=(0,), who="one", says=DIED.says, limit=60.0)
 LAUNCHERS = [
-    Kind("launcher: torchrun killed", wait, Promise(codes=(-9,), who="one", says="saved: the same"),
-         outside="kill_launcher", apart="torchrun", share=0.3),
-    Kind("restart: a rank killed under torchrun --max-restarts", at("layer, update", "kill"),
-         Promise(codes=(0,), who="one", says=DIED.says), apart="torchrun restarts", share=0.5),
+    Kind(f"launcher: {name} killed", wait, STOPPED, outside="kill_launcher", apart=apart, share=0.4)
+    for name, apart in (("torchrun", "torchrun"), ("supervise.py", "supervise"))
+]  # fmt: skip
+LAUNCHERS += [
+    Kind("restart: killed, torchrun --max-restarts", at("layer, update", "kill"), BACK,
+         apart="torchrun restarts", share=0.4),
+    Kind("restart: killed, supervise.py from disk", at("layer, update", "kill"), BACK,
+         apart="supervise", share=0.4),
+    Kind("restart: killed, supervise.py from memory", at("layer, update", "kill"), BACK,
+         flags="--peer-checkpoint 1", apart="supervise", share=0.4),
+    Kind("restart: hangs, supervise.py from disk", at("layer, update", "stall"),
+         Promise(codes=(0,), who="one", says="rank {rank} hangs", limit=60.0),
+         flags=HANG, apart="supervise", share=0.4),
 ]  # fmt: skip
 STRANGERS = [
     Kind("network: garbage on the hub's port", wait, HARMLESS, outside="garbage"),
@@ -216,6 +228,9 @@ FLIPS = [
     for more, codes, flag in (("", (1,), ""), (", rewound", (0,), " --on-replica-mismatch rewind"))
 ]  # fmt: skip
 FLIPS += [
+    Kind("flip: message with a checksum", damaged_message,
+         Promise(says="a message was damaged on its way: rank {rank}'s", who="one"), share=4,
+         flags="--checksum-messages"),
     Kind("flip: gradient before the sum", spoil("gradient sums", "gradient", "flip"), UNFOUND,
          layouts=("tp 2", "pp 2", "dp 2")),
     Kind("flip: layer's output", spoil("layer", "output", "flip"), UNFOUND),
