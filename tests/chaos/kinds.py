@@ -152,7 +152,7 @@ DISKS += [
     Kind("disk: slow under a checkpoint", at("fsync", "slow", seconds=0.2, times=1000), HARMLESS),
     Kind("disk: full under the log", fill_small_disk,
          Promise(codes=(0,), who="one", says=r"(log|small).*No space left"),
-         flags="--log-json {dir}/small/log.jsonl", **LONG, job={"disk": "small", "size": "64k"}),
+         flags="--log-json {dir}/small/log.jsonl", log=False, log=False, **LONG, job={"disk": "small", "size": "64k"}),
     Kind("disk: full under stdout", fill_small_disk,
          HARMLESS,
          **LONG, job={"disk": "small", "size": "64k", "stdout": "{dir}/small/out.{{}}"}),
@@ -223,7 +223,7 @@ REPLICAS = "replicas differ at iteration .*{name}.*rank {rank} had other bits"
 FLIPS = [
     Kind(f"flip: {what} that other ranks hold too{more}", spoil("step", what, "flip"),
          Promise(codes=codes, says=REPLICAS, who="one"), layouts=("tp 2", "dp 2"), share=4,
-         flags=f"--check-replicas 2{flag}")
+         flags=f"--check-replicas 2{flag}", log=not flag)  # steps made again are not logged
     for what in ("weight", "moment")
     for more, codes, flag in (("", (1,), ""), (", rewound", (0,), " --on-replica-mismatch rewind"))
 ]  # fmt: skip
