@@ -27,7 +27,7 @@ prove: setup ## run every test in its long form, part by part, each timed (PART=
 
 chaos: setup ## play a seeded storm of faults of every kind on real runs, as root on Linux, 20 minutes (CASES=300 SEED=7 MINUTES=5 KINDS="kill disk" OUT=runs/chaos)
 	@OMP_NUM_THREADS=1 $(RUN) tests/chaos/storm.py $(call flag,CASES,--cases) $(call flag,SEED,--seed) $(call flag,MINUTES,--minutes) \
-	  $(call flag,KINDS,--kinds) $(call flag,OUT,--out)
+	  $(call flag,KINDS,--kinds) $(call flag,ONLY,--only) $(call flag,OUT,--out)
 
 explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \

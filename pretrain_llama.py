@@ -61,7 +61,7 @@ from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import memory_report
+from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
@@ -70,9 +70,11 @@ from training.run.output import say
 from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
+from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
+from training.untrusted import printable
 
 
 @dataclass
@@ -114,6 +116,7 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
+    cuda_memory.empty(run.config, run.device, level=2)
     return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
@@ -138,6 +141,7 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    cuda_memory.empty(run.config, run.device, level=1)
     return total
 
 
@@ -220,7 +224,8 @@ def train(
     if settings.manual_gc:
         gc.disable()
         gc.collect()
-    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile:
+    slow = SlowRanks(run.grid, run.device, log)
+    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile, slow:
         while guard.goes_on(total):
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
@@ -239,6 +244,7 @@ def train(
             run.iteration += 1
             run.consumed += size
             values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
+            values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
                 consumed_samples=run.consumed,
@@ -313,7 +319,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
-                print(report(config, model_provider))
+                print(printable(report(config, model_provider), lines=True))
                 return 0
             if config.run.deterministic_mode:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

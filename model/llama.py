@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.sizes import check_sizes
 from mpu.context import LayerContext
 from mpu.layers.attention import core_attention, document_mask
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -56,6 +57,9 @@ class LlamaConfig:
     tied: bool = False
     init_method_std: float = 0.02
     make_vocab_size_divisible_by: int = 128
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
     @property
     def head_size(self) -> int:
@@ -348,14 +352,11 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules: dict[str, Callable[[Any], bool]] = {
+    off = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+    rules: dict[str, Callable[[Any], bool]] = dict.fromkeys(off, lambda v: not v) | {
         "model_type": lambda v: v == MODEL_TYPE,
         "hidden_act": lambda v: v in ("silu", "swish"),
-        "attention_bias": lambda v: not v,
-        "mlp_bias": lambda v: not v,
-        "use_sliding_window": lambda v: not v,
         "layer_types": lambda v: set(v or ()) <= {"full_attention"},
-        "quantization_config": lambda v: not v,
     }
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
@@ -364,8 +365,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
             )
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    plain = kind == "default"
+    plain = (kind := scaling.get("rope_type", scaling.get("type", "default"))) == "default"
     if not plain and (
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):

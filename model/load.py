@@ -102,7 +102,7 @@ def model_file_of(
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
     at = (HERE.parent / str(named or f"model/{kind}.py")).resolve()
-    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load"))
+    known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load", "sizes"))
     if at in [HERE / f"{stem}.py" for stem in known]:
         return load_model_file(str(at))
     if named:
@@ -134,11 +134,20 @@ def config_of(
     return file.ModelConfig(**sizes, **{k: v for k, v in (own or {}).items() if k in fields})
 
 
+def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
+    """Return the sizes in a config.json. Raises ValueError, whatever it holds."""
+    try:
+        return file.from_hf_config(hf)
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"config.json: missing or bad field: {error}") from None
+
+
 def saved_config(
     file: ModelFile, hf: dict[str, Any], saved: Mapping[str, Any] | None = None
 ) -> LlamaConfig:
     """Return the config of a checkpoint's model from what `model_file_of` takes."""
+    sizes = read_sizes(file, hf)
     found = {k.removeprefix("extra."): v for k, v in (saved or {}).items() if "extra." in k}
     own = {k: v for k, v in found.items() if k in file.ModelConfig.__dataclass_fields__}
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
-    return replace(file.from_hf_config(hf), **own)
+    return replace(sizes, **own)

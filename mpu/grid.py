@@ -209,6 +209,10 @@ class Grid:
         self.world = self._axis("world", *NAMES)
         self.background = replace(self.world, name="background")
 
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return every row of the axis "tp", "cp", "dp" or "pp", not this rank's alone."""
+        return tuple(self._planes((name,)))
+
     def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Cut arange(world) into the rank lists of the (product) axis `names`."""
         array = np.arange(self.world_size).reshape(

@@ -56,6 +56,25 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
     train(run, loaders, saver, *rest, **named)
 
 
+def sampled(every: int, file: Path) -> None:
+    """Let this rank write what it holds after every so many steps, a line each."""
+    due_after = pretrain_llama.due_after
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def sampling(config: Any, iteration: int, total: int) -> Any:
+        if iteration % every == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            spans = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
+            shared = sum(int(high, 16) - int(low, 16) for low, high in spans)
+            counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+            with open(file, "a") as out:
+                out.write(json.dumps([iteration, resident, *counts, shared]) + "\n")
+        return due_after(config, iteration, total)
+
+    pretrain_llama.due_after = sampling
+
+
 def enter_network(path: str) -> None:
     """Move this process, which has one thread, into a network namespace of Linux."""
     libc, file = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY)
@@ -96,6 +115,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
+    if job.get("sample"):
+        sampled(job["sample"], folder / f"samples.{rank}")
     if job.get("no_step"):
         pretrain_llama.train = load_and_save
     if job.get("save_first"):

@@ -104,12 +104,15 @@ def by_train(case, monkeypatch):
         device="cpu",
     )
     profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))
+    slow = contextlib.ExitStack()
+    slow.step = lambda *numbers: {}
     agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
     scalar = torch.tensor(0.0)
     stand_ins = {
         "Guard": AfterAStep,
         "Agreement": lambda world: agreement,
         "Profile": lambda *about: profile,
+        "SlowRanks": lambda *about: slow,
         "global_batch_size": lambda *about: 1,
         "learning_rate": lambda *about: 1.0,
         "decoupled_learning_rate": lambda *about: 1.0,

@@ -12,7 +12,6 @@ With --input FILES (.txt or .jsonl, also .gz) the corpus is made of those instea
 cut at line ends into pieces of about 16,000 characters, and a piece is held out by its own hash.
 """
 
-import argparse
 import hashlib
 import json
 import platform
@@ -22,6 +21,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from tools.command_line import Parser, told
 from training.data.shards import documents
 
 SKIPPED_FOLDERS = {
@@ -110,7 +110,7 @@ def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict[st
 
 def main() -> None:
     """Build the corpus and print what it holds."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into")
     parser.add_argument(
         "--library",
@@ -127,7 +127,7 @@ def main() -> None:
         texts = pieces(args.input) if args.input else read(args.library)
         about = build(texts, args.output_dir, args.heldout_percent)
     except (ValueError, OSError) as error:
-        sys.exit(f"build_corpus.py: {error}")
+        sys.exit(told("build_corpus.py", error))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"
     print(
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"

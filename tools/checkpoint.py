@@ -34,14 +34,21 @@ from tools.checkpoint_diff import diff
 from tools.checkpoint_hf import export_hf, import_hf
 from tools.checkpoint_mcore import import_mcore
 from tools.checkpoint_show import bytes_of, list_steps, show, size_of, verify
-from training.checkpoint import Checkpoint, CheckpointError
+from tools.command_line import Parser, whole
+from training.checkpoint import Checkpoint
 from training.checkpoint.find import refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
+from training.untrusted import printable, sentence
 
 Words = dict[str, Any]  # keywords of add_argument
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def say(text: str | Path) -> None:
+    """Print lines about a checkpoint, obeying nothing that it holds."""
+    print(printable(str(text), lines=True), flush=True)
 
 
 def run_directory(root: Path) -> Path:
@@ -61,7 +68,7 @@ def run_directory(root: Path) -> Path:
 
 def do_list(args: argparse.Namespace) -> int:
     """Print the table of a run's checkpoints."""
-    print("\n".join(list_steps(run_directory(args.run))))
+    say("\n".join(list_steps(run_directory(args.run))))
     return 0
 
 
@@ -74,28 +81,28 @@ def do_verify(args: argparse.Namespace) -> int:
         steps = [place / name for _, _, name in step_directories(run_directory(place))]
     for intact, line in verify(steps):
         damaged += not intact
-        print(line, flush=True)
+        say(line)
     return int(damaged > 0)
 
 
 def do_show(args: argparse.Namespace) -> int:
     """Print what a checkpoint holds."""
     found = open_newest(args.place, hashed=False)
-    print(found.directory)
-    print("\n".join(show(found, args.tensors)))
+    say(found.directory)
+    say("\n".join(show(found, args.tensors)))
     return 0
 
 
 def do_diff(args: argparse.Namespace) -> int:
     """Print the differences; return 1 where there are any."""
     a, b = (open_newest(place, hashed=True) for place in (args.a, args.b))
-    print(f"A  {a.directory}\nB  {b.directory}")
+    say(f"A  {a.directory}\nB  {b.directory}")
     count = 0
     for line in diff(a, b, args.tensors):
         count += 1
-        print(line, flush=True)
+        say(line)
     equal = f"all {len(a.index)} tensors are equal to the bit"
-    print(f"{count} difference{'s' * (count > 1)}" if count else equal)
+    say(f"{count} difference{'s' * (count > 1)}" if count else equal)
     return int(count > 0)
 
 
@@ -107,19 +114,19 @@ def do_convert(args: argparse.Namespace) -> int:
             made = import_hf(source, args.save, args.model_file)
         else:
             made = import_mcore(source, args.hf_config, args.save)
-        print(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
+        say(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
     read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
-    print(f"{read} -> {args.to_hf}")
+    say(f"{read} -> {args.to_hf}")
     return 0
 
 
 def do_consolidate(args: argparse.Namespace) -> int:
     """Write a checkpoint again with whole tensors in few files."""
     read, made = consolidate(args.place, args.save, int(args.max_file_size * 1e9))
-    print(f"{read} -> {made}: {size_of(bytes_of(Checkpoint(made)))}")
+    say(f"{read} -> {made}: {size_of(bytes_of(Checkpoint(made)))}")
     return 0
 
 
@@ -137,17 +144,15 @@ def do_prune(args: argparse.Namespace) -> int:
         finally:
             lock.close()
     for name in gone:
-        print(f"{'would remove' if args.dry_run else 'removed'} {root / name}")
+        say(f"{'would remove' if args.dry_run else 'removed'} {root / name}")
     stay = [name for _, _, name in step_directories(root) if name not in gone]
-    print(f"{len(stay)} stay: {', '.join(stay)}")
+    say(f"{len(stay)} stay: {', '.join(stay)}")
     return 0
 
 
 def positive(text: str) -> int:
-    """Parse a count of at least 1. Raises ValueError."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    """Parse a count of at least 1."""
+    return whole(1)(text)
 
 
 def gigabytes(text: str) -> float:
@@ -157,13 +162,13 @@ def gigabytes(text: str) -> float:
     return float(text)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Build the parser of all commands and their flags."""
     shape = argparse.RawDescriptionHelpFormatter
-    main = argparse.ArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    main = Parser(description=__doc__, formatter_class=shape, allow_abbrev=False)
     commands = main.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, does: str, more: str = "") -> argparse.ArgumentParser:
+    def command(name: str, does: str, more: str = "") -> Parser:
         made = commands.add_parser(
             name,
             help=does,
@@ -281,11 +286,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     try:
         check(args)
         return args.do(args)
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        warn(f"{error.strerror or error}{where}")
-    except (ValueError, CheckpointError) as error:
-        warn(str(error))
+    except (OSError, ValueError) as error:
+        warn(sentence(error))
     return 2
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.load import model_file_of
+from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, CheckpointError, NamedPiece, find_latest
 from training.checkpoint import save as save_checkpoint
@@ -19,6 +19,7 @@ from training.checkpoint.find import candidates
 from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
 from training.checkpoint.manifest import INDEX, STATE
 from training.checkpoint.pieces import whole
+from training.untrusted import printable
 
 Say = Callable[[str], None]
 
@@ -26,12 +27,12 @@ Say = Callable[[str], None]
 def from_hf(config: dict[str, Any], own: str | None = None) -> dict[str, Any]:
     """Convert a Hugging Face config.json to the form of our checkpoints. own: a fork's file."""
     file = model_file_of(config, own=own)
-    return file.hf_config(file.from_hf_config(config))
+    return file.hf_config(read_sizes(file, config))
 
 
 def warn(line: str) -> None:
     """Print a warning or an error to stderr, apart from the tool's own output."""
-    print(f"checkpoint: {line.removeprefix('checkpoint ')}", file=sys.stderr)
+    print(f"checkpoint: {printable(line.removeprefix('checkpoint '))}", file=sys.stderr)
 
 
 class Room:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model.llama import LlamaConfig
-from model.load import ModelFile, model_file_of, saved_config
+from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
@@ -82,7 +82,7 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
         raise ValueError(f"--from-hf {source} is not a directory")
     found = HuggingFaceDirectory(source, partial(from_hf, own=own))
     file = model_file_of(found.config, own=own)
-    config = file.from_hf_config(found.config)
+    config = read_sizes(file, found.config)
     expected = expected_tensors(file, config)
     check_shapes(found, expected)
     found.check_names(expected)

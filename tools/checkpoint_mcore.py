@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from model.llama import LlamaConfig
-from model.load import ModelFile, model_file_of
+from model.load import ModelFile, model_file_of, read_sizes
 from mpu.grid import Grid
 from tools.checkpoint_copy import check_empty
 from tools.checkpoint_hf import TOKEN_IDS, expected_tensors, tokenizer_files
@@ -314,7 +314,7 @@ def import_mcore(source: Path, hf: Path, root: Path) -> Path:
     """
     foreign = read_json(hf / CONFIG)
     file = model_file_of(foreign)
-    config = file.from_hf_config(foreign)
+    config = read_sizes(file, foreign)
     made = Source(McoreCheckpoint(source), file, config)
     check_empty(root)
     dtype = str(made.found.index[TOP[EMBEDDING]].dtype).removeprefix("torch.")

@@ -9,7 +9,6 @@
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -21,6 +20,10 @@ from mpu.pipeline.draw import caption, draw, heading
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
 from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.timeline import Summary, rows, summary, usual_peak
+from tools.command_line import Parser, told
+from training.untrusted import read_json
+
+LARGEST = 1 << 30  # bytes of one rank's record
 
 
 def simulated(schedule: Schedule, costs: Sequence[float], send: float) -> Timeline:
@@ -76,7 +79,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
 def _read(path: Path) -> dict[str, Any]:
     """Read the record of one rank, its steps as {iteration: spans}. Raises ValueError."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, LARGEST)
         record["steps"] = {
             int(step["iteration"]): tuple(
                 Span(Action(str(kind), int(chunk), int(i)), float(begin), float(end))
@@ -92,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise KeyError
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(f"{path}: not what a training run with --profile writes") from None
     if record["schedule"] not in NAMES:
         raise ValueError(f"{path}: schedule {record['schedule']!r} is none of {', '.join(NAMES)}")
@@ -184,13 +187,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table:
             print(table(schedule))
     except (ValueError, OSError) as error:
-        print(f"draw_schedule.py: {error}", file=sys.stderr)
+        print(told("draw_schedule.py", error), file=sys.stderr)
         return 2
     return 0
 
 
 def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
     what.add_argument("--all", type=Path, metavar="DIR", help="draw each of them into DIR")

@@ -14,7 +14,6 @@ records the operations around it. At the end, the totals are compared with the f
 docs/parallelism.md. At ZeRO levels 1 to 3 the step printed is the second one.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -34,6 +33,7 @@ from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid, Launch
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, make_grid, train_step
+from tools.command_line import Parser, told
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
 from tools.explain_ops import Operations
 from tools.explain_text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
@@ -200,7 +200,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
 
 def read_arguments(argv: Sequence[str] | None) -> Config:
     """Return the config of the step for a command line. Raises ValueError with one sentence."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = read_arguments(argv)
     except ValueError as error:
-        print(f"tools/explain.py: {error}", file=sys.stderr)
+        print(told("tools/explain.py", error), file=sys.stderr)
         return 2
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -28,11 +28,13 @@ from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.grid import Grid, Launch
 from mpu.param import unique_parameters
+from tools.command_line import Parser, whole
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from training.run.meeting import meet
 from training.run.startup import as_process
+from training.untrusted import printable, sentence
 
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
@@ -162,7 +164,7 @@ def load_model(
     pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
 
     def note(line: str) -> None:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
     checkpoint = find_latest(
         root, grid, pieces=pieces, expect=sizes, cast=True, note=note, device=at
@@ -174,16 +176,28 @@ def load_model(
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
     add("--prompt", default="", help="text to continue; left out: begin a document")
-    add("--max-new-tokens", type=int, default=200, metavar="N", help="tokens a sample (200)")
-    add("--num-samples", type=int, default=1, metavar="N", help="continuations (1)")
+    add(
+        "--max-new-tokens",
+        type=whole(),
+        default=200,
+        metavar="N",
+        help="tokens a sample (200)",
+    )
+    add(
+        "--num-samples",
+        type=whole(-MOST, 1 << 16),
+        default=1,
+        metavar="N",
+        help="continuations (1)",
+    )
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
-    add("--top-k", type=int, default=0, help="draw among the k likeliest tokens (0: all)")
+    add("--top-k", type=whole(), default=0, help="draw among the k likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
-    add("--seed", type=int, default=1234, help="of the draws (1234)")
+    add("--seed", type=whole(0), default=1234, help="of the draws (1234)")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="left out: the checkpoint's")
     add("--tokenizer-model", metavar="PATH", help="left out: the checkpoint's")
     add("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
@@ -250,9 +264,9 @@ def main(argv: Iterable[str] | None = None) -> int:
             launch.check_meeting()
             grid.connect(device, meet(timeout, launch), timeout)
         run(args, grid, device)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
-        print(f"generate: {who}{error}", file=sys.stderr)
+        print(f"generate: {who}{sentence(error)}", file=sys.stderr)
         sys.exit(2)
     finally:
         grid.close()

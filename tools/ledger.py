@@ -9,7 +9,6 @@ The lines depend on data, seed, sequence length and batch size only. They must b
 number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tools.command_line import Parser, told, whole
 from training.config import Config
 from training.data.build import build_loaders
 from training.data.tokenizer import Tokenizer, tokenizer_for
@@ -69,9 +69,11 @@ def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--first-step", type=int, default=1, help="step to begin with, from 1")
-    parser.add_argument("--steps", type=int, default=10, help="number of steps")
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--first-step", type=whole(-MOST, 1 << 40), default=1, help="step to begin with, from 1"
+    )
+    parser.add_argument("--steps", type=whole(), default=10, help="number of steps")
     parser.add_argument("--rows", action="store_true", help="list the rows of each step")
     parser.add_argument("flags", nargs="*", help="after --: the flags of pretrain_llama.py")
     args = parser.parse_args(argv)
@@ -86,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(entry.line())
             for row in entry.rows if args.rows else ():
                 print("  sample {}  dataset {}  document {}  offset {}".format(*row))
-    except ValueError as error:
-        print(f"ledger.py: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(told("ledger.py", error), file=sys.stderr)
         return 2
     return 0
 

@@ -5,11 +5,13 @@
         --reference 5.9 "unigram entropy" --title "Llama, 3.4 M parameters, TP 2"
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
+from tools.command_line import Parser, told
+from training.untrusted import parse_json, read_plain
+
+LARGEST = 1 << 30  # bytes of a log
 Curve = list[tuple[int, float]]
 
 
@@ -20,20 +22,22 @@ def read_log(path: Path) -> dict[str, Curve]:
     """
     curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
     last = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line, "")
             iteration = int(record["iteration"])
-        except (ValueError, KeyError, TypeError):
+            values = {name: record[name] for name in curves if record.get(name) is not None}
+            if not all(type(value) in (int, float) for value in values.values()):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
         if iteration < last:
             for curve in curves.values():
                 for late in [i for i in curve if i >= iteration]:
                     del curve[late]
         last = iteration
-        for name, curve in curves.items():
-            if record.get(name) is not None:
-                curve[iteration] = record[name]
+        for name, value in values.items():
+            curves[name][iteration] = value
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
@@ -109,7 +113,7 @@ def draw(
 
 def main() -> None:
     """Read the log and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("log", type=Path, help="the file given to --log-json")
     parser.add_argument("--output", type=Path, required=True, help="the .png to write")
     parser.add_argument("--title", default="Loss", help="title of the picture")
@@ -129,7 +133,7 @@ def main() -> None:
             raise ValueError(f"{args.log}: holds no loss yet")
         draw(curves, args.output, args.title, references)
     except (ValueError, OSError) as error:
-        sys.exit(f"plot_loss.py: {error}")
+        sys.exit(told("plot_loss.py", error))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
 
+from tools.command_line import Parser, told, whole
 from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.shards import Shard, cut_files, kind_of
@@ -240,7 +241,7 @@ def _start_worker() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and tokenize; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
@@ -249,15 +250,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json-keys", nargs="+", default=["text"], help="keys to read (default: text)")
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     add("--tokenizer-model", help="the tokenizer's file; NullTokenizer has none")
-    add("--vocab-size", type=int, help="for NullTokenizer: ids below this are tokens")
+    add(
+        "--vocab-size",
+        type=whole(1, (1 << 31) - 1),
+        help="for NullTokenizer: ids below this are tokens",
+    )
     add("--append-eod", action="store_true", help="end each document with its own token")
     add("--lines", action="store_true", help="take each line of a .txt as a document")
-    add("--workers", type=int, default=1, help="processes (default: 1)")
+    add("--workers", type=whole(1, 1024), default=1, help="processes (default: 1)")
     args = vars(parser.parse_args(argv))
     try:
         preprocess(args.pop("input"), **args)
     except (ValueError, OSError) as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        print(told("preprocess_data.py", error), file=sys.stderr)
         return 1
     except BrokenProcessPool:
         print("a worker was killed (out of memory?); the same command goes on", file=sys.stderr)

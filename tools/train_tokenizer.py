@@ -11,7 +11,6 @@ space, such as "def ", then ends in a whole piece, and sampling goes on naturall
 does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from tools.command_line import Parser, told, whole
 from training.data.shards import documents
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
@@ -82,17 +82,19 @@ def check(model: Path, files: list[Path]) -> float:
 
 def main() -> None:
     """Train, check, and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help=".txt or .jsonl(.gz)")
     parser.add_argument("--output-prefix", type=Path, required=True, help="PREFIX of PREFIX.model")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="pieces, at most")
+    parser.add_argument(
+        "--vocab-size", type=whole(1, 1 << 24), default=2048, help="pieces, at most"
+    )
     parser.add_argument("--check", type=Path, nargs="+", default=[], help="texts to round-trip")
     args = parser.parse_args()
     try:
         size = train(args.input, args.output_prefix, args.vocab_size)
         ratio = check(Path(f"{args.output_prefix}.model"), args.check or args.input)
     except (ValueError, OSError) as error:
-        sys.exit(f"train_tokenizer.py: {error}")
+        sys.exit(told("train_tokenizer.py", error))
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )

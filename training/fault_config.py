@@ -11,6 +11,7 @@ class FaultConfig:
     peer_checkpoint: int | None = None  # steps between copies into the supervisor's memory
     peer_timeout: float = 20.0  # seconds without a sign of life after which a rank counts as lost
     hang_timeout: float | None = None  # seconds without movement after which a run ends
+    empty_unused_memory_level: int = 0  # CUDA's cache emptied: 1 before, 2 after an update, too
     check_replicas: int | None = None  # steps between two comparisons of replicas; None: never
     on_replica_mismatch: str = "stop"  # or "rewind"
     checksum_messages: bool = False

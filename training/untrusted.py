@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
+LONGEST = 1000  # characters of a message
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -119,6 +120,17 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise RecursionError
+
+
+def sentence(error: BaseException) -> str:
+    """Return what an error says, on one line of at most LONGEST characters, fit to print."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    text = printable(text)
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 3 :]}"
 
 
 def private(path: str, flags: int) -> int:

@@ -53,6 +53,7 @@ class Member:
     rank: int
     session: bytes  # of its process: a second process of this rank has another one
     connection: Connection | None
+    address: str = ""  # of its host, as the others know it
     action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it was heard
     away: float | None = None  # since when its connection is broken
@@ -118,9 +119,10 @@ class Coordinator(threading.Thread):
             self._judge(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
+            doing = self.members[0].action if 0 in self.members else ""
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
-                    member.connection.send("alive")
+                    member.connection.send("alive", action=doing)
 
     def _needed(self) -> bool:
         """Return whether somebody still has to join or to leave."""
@@ -149,7 +151,8 @@ class Coordinator(threading.Thread):
         self.door.strangers.remove(stranger)
         self.selector.modify(connection.sock, selectors.EVENT_READ, member)
         member.connection, member.away, member.last = connection, None, time.monotonic()
-        connection.send("alive")
+        member.address = stranger.address
+        connection.send("alive", action="")
         connection.send("place", said=self.judge.place)
         if self.decided is not None:
             connection.send("cause", **vars(self.decided))
@@ -196,6 +199,21 @@ class Coordinator(threading.Thread):
             say(f"[rank 0] the stack of rank {member.rank}, innermost first: {fields['text']}")
         elif kind in ("status", "place"):
             self.judge.hear(member.rank, kind, fields["said"])
+        elif kind == "unheard":
+            self._unheard(member, fields["address"], fields["seconds"])
+
+    def _unheard(self, member: Member, address: str, seconds: float) -> None:
+        """Decide on a link between two ranks that is dead, where it leads to one that is here.
+
+        Where that rank is silent here too, its silence is the better cause.
+        """
+        far = [m for m in self.members.values() if m.address == address and not m.left]
+        if far and all(member.last - m.last < self.silence / 2 for m in far):
+            both = f"{named([member.rank])} and {named(sorted(m.rank for m in far))}"
+            why = (
+                f"no sign of life from {address} for {seconds:.0f} s: {both} do not hear each other"
+            )
+            self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
 
     def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
@@ -234,7 +252,10 @@ class Coordinator(threading.Thread):
         if hang is None:
             elsewhere = [m for m in members if m.action != cause.action][:2]
             more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
-            return replace(cause, why="; meanwhile ".join([cause.why, *more]))
+            also = sorted({c.rank for _, c in self.weak} - {cause.rank})
+            same = f"; {named(also)} lost it, too, while every process lived" if also else ""
+            why = cause.why + same * (not elsewhere)
+            return replace(cause, why="; meanwhile ".join([why, *more]))
         why = f"{hang.text}; rank {cause.rank} gave up: {cause.why}"
         return Cause(hang.ranks[0], hang.action, why, quick=1)
 

@@ -25,6 +25,7 @@ class Stranger:
     connection: Connection
     nonce: bytes
     since: float
+    address: str
     text: bytes = b""
 
 
@@ -43,7 +44,7 @@ class Door:
         """Accept those who wait, and send away those who wait too long or are too many."""
         for _ in range(ACCEPTS):
             try:
-                sock = self.listener.accept()[0]
+                sock, address = self.listener.accept()
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except BlockingIOError:
                 break
@@ -51,7 +52,7 @@ class Door:
                 if self.strangers:
                     self.dismiss(self.strangers[0])
                 break
-            stranger = Stranger(Connection(sock), wire.nonce(), now)
+            stranger = Stranger(Connection(sock), wire.nonce(), now, address[0])
             self.strangers.append(stranger)
             self.selector.register(sock, selectors.EVENT_READ, stranger)
             stranger.connection.send_raw(wire.GREETING + stranger.nonce)

@@ -34,6 +34,7 @@ from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from mpu.comm.hang_judge import HangJudge, silence, watch_alone
 from mpu.comm.hang_watch import HangWatch, say
+from mpu.comm.links import Links
 from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
 
@@ -168,6 +169,8 @@ class FailureMonitor:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
         hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        links = Links(self._silence)
+        doing = ""  # rank 0
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -175,7 +178,9 @@ class FailureMonitor:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
-                if kind == "place":
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
                     text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
@@ -198,10 +203,9 @@ class FailureMonitor:
             turn = now
             if now - heard > self._silence:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-                apart = silence(json.loads(hub), "", apart)
-                self._stop(
-                    Cause(0, "", f"no sign of life for {now - heard:.0f} s: {apart}", 1, hub)
-                )
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
@@ -211,6 +215,8 @@ class FailureMonitor:
                 told = True
                 connection.send("beat", action=self.action)
                 connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""

@@ -124,8 +124,7 @@ class HangJudge:
     def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
         """Return why a rank says nothing, as far as this host tells, and its process's place."""
         place = self._places.get(rank, "")
-        last = self._said.get(rank, {})
-        return silence(json.loads(place or "{}"), str(last.get("phase", "")), otherwise), place
+        return silence(json.loads(place or "{}"), otherwise), place
 
     def _statuses(self, heard: list[tuple[int, str, float]]) -> list[Status]:
         none: dict[str, Any] = {}
@@ -222,10 +221,10 @@ def _of(wait: Wait | None) -> str:
     )
 
 
-def silence(place: dict[str, Any], phase: str, otherwise: str) -> str:
+def silence(place: dict[str, Any], otherwise: str) -> str:
     """Return why a rank gives no sign of life, as far as this host tells; else `otherwise`.
 
-    place: of its process. phase: its last.
+    place: of its process.
     """
     process = Process(place)
     state, lines = process.state(), process.lines()
@@ -237,7 +236,7 @@ def silence(place: dict[str, Any], phase: str, otherwise: str) -> str:
         why = "its process lives but says nothing"
     else:
         return otherwise
-    return f"{why}{f' at {lines[0]}' if lines else ''}{f', in the phase {phase}' if phase else ''}"
+    return f"{why} at {lines[0]}" if lines else why
 
 
 def named(ranks: list[int]) -> str:

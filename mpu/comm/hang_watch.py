@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -113,14 +114,14 @@ class HangWatch:
 
     def stacks(self) -> str:
         """Return the stack of the main thread, and of the threads that it may be waiting for."""
-        frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
+        frames, parts = sys._current_frames(), []
         helpers = tuple(name for _, name in _HELPERS)
-        wanted = [i for i in frames if names.get(i, "").startswith(helpers)]
-        parts = []
-        for ident in [self.waits.thread, *wanted]:
-            if ident in frames:
-                lines = "".join(traceback.format_stack(frames[ident]))
-                parts.append(f"stack of the thread {names.get(ident, ident)}:\n{lines}")
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            busy = thread.name.startswith(helpers) and own_lines(frame)
+            if frame is not None and (busy or thread.ident == self.waits.thread):
+                lines = "".join(traceback.format_stack(frame))
+                parts.append(f"stack of the thread {thread.name}:\n{lines}")
         return ("".join(parts) + flight_recorder()).rstrip()
 
     def arm(self, silence: float, several: bool) -> None:
@@ -208,5 +209,6 @@ def flight_recorder() -> str:
 
 def say(text: str) -> None:
     """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

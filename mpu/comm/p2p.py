@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.collectives import group_of, to_wire
+from mpu.comm.collectives import carrier_of, group_of
 from mpu.comm.transport import Axis, Handle, Label
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
-    wire = to_wire(x, axis)
+    wire = carrier_of(axis).pack(x, axis)
 
     def call() -> Any:
         return dist.isend(wire, axis.ranks[to], group=group_of(axis))
@@ -40,14 +40,13 @@ def receive(
 ) -> tuple[Tensor, Handle]:
     """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    wire = torch.empty(shape, dtype=dtype) if axis.staged else out
+    wire = carrier_of(axis).room(out)
 
     def call() -> Any:
         return dist.irecv(wire, axis.ranks[source], group=group_of(axis))
 
     def finish() -> None:
-        if wire is not out:
-            out.copy_(wire)
+        carrier_of(axis).unpack(wire, out, axis, source, label)
 
     handle = axis.start(
         "receive", out, call, (wire,), finish, async_op=True, label=label, peer=axis.ranks[source]
@@ -76,8 +75,7 @@ def exchange(
 
     Every rank of the axis makes the same step. The handle waits for both.
     """
-    wire = to_wire(x, axis)
-    out = torch.empty_like(into, device=wire.device) if axis.staged else into
+    wire, out = carrier_of(axis).pack(x, axis), carrier_of(axis).room(into)
 
     def call() -> Any:
         send = dist.P2POp(dist.isend, wire, axis.ranks[to], group_of(axis))
@@ -85,8 +83,7 @@ def exchange(
         return _Both(dist.batch_isend_irecv([send, receive]))
 
     def finish() -> None:
-        if out is not into:
-            into.copy_(out)
+        carrier_of(axis).unpack(out, into, axis, source, label)
 
     keep, peer = (wire, out), axis.ranks[source]
     return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)

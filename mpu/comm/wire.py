@@ -28,8 +28,9 @@ FORMAT: dict[str, dict[str, type]] = {
     "status": {"said": str},  # of a rank that stands still: HangWatch.status, in JSON
     "stack": {"text": str},  # of a rank, after a report
     "place": {"said": str},  # where a rank's process is, the hub's too: Dump.address, in JSON
+    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
     "bye": {},
-    "alive": {},  # the hub's beat
+    "alive": {"action": str},  # the hub's beat, with what rank 0 is doing
     "report": {"text": str},  # of the hub to a rank that hangs
     "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
     "refused": {"why": str},

@@ -17,6 +17,7 @@ from math import inf
 from mpu.pipeline.schedules import stage_of
 
 LONGEST = 100_000  # symbols of a layout written out: more is taken for a mistake
+DEEPEST = 100  # parentheses
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,8 @@ def read_layout(text: str) -> list[str]:
     Raises ValueError naming what it cannot read.
     """
     words = re.findall(r"\d+|[^\s,]", text)
+    if words.count("(") > DEEPEST:
+        raise ValueError(f"it has more than {DEEPEST} parentheses")
     out, left = _sequence(words, 0)
     if left < len(words):
         raise ValueError("a ) closes nothing")
@@ -294,8 +297,10 @@ def _sequence(words: list[str], at: int) -> tuple[str, int]:
             times = words[at + 1] if at + 1 < len(words) else ""
             if not times.isdecimal() or int(times) < 1:
                 raise ValueError(f"* must be followed by a whole number >= 1, not by '{times}'")
-            if len(item) * int(times) > LONGEST:
+            if len(times) > 9 or len(item) * int(times) > LONGEST:
                 raise ValueError(f"*{times} makes it longer than {LONGEST:,} symbols")
             item, at = item * int(times), at + 2
         out += item
+        if len(out) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST:,} symbols")
     return out, at

@@ -6,6 +6,7 @@ tests/chaos/play.py lets a fault happen and tests/chaos/judge.py holds the run t
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,11 +107,10 @@ class Fault:
     inject: tuple[dict[str, Any], ...]
 
 
-def one(kind: Kind, number: int, rng: random.Random) -> Fault:
-    """Draw a fault of a kind."""
-    layout = LAYOUTS[rng.choice(kind.layouts)]
+def one(kind: Kind, number: int, layout: Layout, rng: random.Random) -> Fault:
+    """Draw a fault of a kind in a layout."""
     rank = rng.randrange(layout.ranks) if kind.only is None else kind.only
-    step = rng.randint(kind.first, STEPS - 2)
+    step = rng.randint(kind.first, max(kind.first, STEPS - 2))
     made = kind.make(rng, layout, rank, step)
     for fault in made:
         fault.setdefault("rank", rank)
@@ -119,12 +119,18 @@ def one(kind: Kind, number: int, rng: random.Random) -> Fault:
 
 
 def draw(seed: int, cases: int, kinds: Sequence[Kind]) -> list[Fault]:
-    """Draw `cases` faults: each kind at least once if there is room, then by their shares."""
-    rng = random.Random(seed)
-    chosen = list(kinds)
-    rng.shuffle(chosen)
-    while len(chosen) < cases:
-        chosen += rng.choices(kinds, [kind.share for kind in kinds])
-    chosen = chosen[:cases]
-    rng.shuffle(chosen)
-    return [one(kind, number, rng) for number, kind in enumerate(chosen, 1)]
+    """Draw `cases` faults: first each kind once, then by their shares; layouts in turn.
+
+    A fault of a number is the same however many are drawn.
+    """
+    rng, turns = random.Random(seed), Counter[str]()
+    chosen = rng.sample(kinds, len(kinds))
+    chosen += rng.choices(kinds, [kind.share for kind in kinds], k=max(0, cases - len(kinds)))
+    faults = []
+    for number, kind in enumerate(chosen[:cases], 1):
+        own = random.Random(f"{seed} {number} {kind.name}")
+        start = random.Random(f"{seed} {kind.name}").randrange(len(kind.layouts))
+        name = kind.layouts[(start + turns[kind.name]) % len(kind.layouts)]
+        turns[kind.name] += 1
+        faults.append(one(kind, number, LAYOUTS[name], own))
+    return faults

@@ -3,12 +3,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from tests.chaos.fault import Fault
-from tests.chaos.play import Seen, pattern
+from tests.chaos.scene import Seen, pattern
 
 BLAME = re.compile(r"rank (\d+) failed first")
 TRACE = re.compile(r"Traceback \(most recent call last\)")
@@ -95,12 +94,12 @@ def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
     assert seen.struck is not None
     if promise.who == "both sides":
         texts = seen.words
-        right = [says(replace(fault, rank=r), seen, text) for r, text in enumerate(texts)]
+        right = [says(seen, text) for text in texts]
     else:
         texts = seen.again_words if promise.who == "restart" else seen.words
         if promise.who == "survivors":  # the one that is struck need not name itself
             texts = [text for rank, text in enumerate(texts) if rank != fault.rank]
-        right = [says(fault, seen, text) for text in texts]
+        right = [says(seen, text) for text in texts]
     named = all(right) if promise.who in ("survivors", "both sides") else any(right)
     if promise.who == "survivors":
         blamed = {int(r) for text in texts for r in BLAME.findall(text)}
@@ -117,10 +116,9 @@ def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
         verdict.broken.append("a traceback")
 
 
-def says(fault: Fault, seen: Seen, text: str) -> bool:
+def says(seen: Seen, text: str) -> bool:
     """Return whether a text names the fault right."""
-    name = seen.hit if seen.kind.promise.who == "restart" else ""
-    wanted = pattern(fault, seen.kind, name)
+    wanted = pattern(seen)
     return wanted is not None and bool(wanted.search(text))
 
 

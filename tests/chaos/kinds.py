@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of faults, each with its oracle: what the run must say and do."""
 
-import random
 import signal
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.chaos.fault import (
@@ -13,93 +11,27 @@ from tests.chaos.fault import (
     SAVE_EVERY,
     SLACK,
     Kind,
-    Layout,
     Promise,
 )
+from tests.chaos.makers import (
+    Make,
+    at,
+    everywhere,
+    fill_small_disk,
+    full_checkpoint_disk,
+    in_save,
+    jump,
+    spike,
+    spoil,
+    wait,
+)
 
-Make = Callable[[random.Random, Layout, int, int], list[dict[str, Any]]]
 DP = ("dp 2", "ZeRO 3")
-CALLS = {"data": 1, "layer": 4, "backward": 8, "gradient sums": 1, "update": 1, "send": 2}
-CALLS |= {"receive": 2, "reading": 1, "evaluation": 1}
-RANK_0_ALONE = ("manifest", "renamed", "pruning", "trash")
 BEHIND = "--async-save --keep-last-k 2"
 HANG = f"--hang-timeout {HANG_TIMEOUT}"
 OWN = r"rank {rank} failed first"
-
-
-def at(point: str, how: str, **more: Any) -> Make:
-    """Strike at a call of `point` in the fault's step, or in the first one after it.
-
-    point: one, or several to draw from, parted by commas.
-    """
-
-    def make(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-        place = rng.choice(point.split(", "))
-        where = {} if place in ("before the meeting", "connect", "build") else {"from": step}
-        call = rng.randint(1, CALLS.get(place, 1))
-        return [{"point": place, "call": call, "how": how} | where | more]
-
-    return make
-
-
-def in_save(phases: Iterable[str], how: str, **more: Any) -> Make:
-    """Strike in a phase of the second or third save, "staging" and "staged" included."""
-
-    def make(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-        phase = rng.choice([p for p in phases if rank == 0 or p not in RANK_0_ALONE])
-        save = rng.randint(2, 3)
-        if phase in ("staging", "staged"):
-            return [{"point": phase, "call": save, "how": how} | more]
-        call = rng.randint(1, 4 if phase == "piece" else 1)
-        return [{"point": f"save: {phase}", "save": save, "call": call, "how": how} | more]
-
-    return make
-
-
-def spoil(point: str, what: str, value: str | float, **more: Any) -> Make:
-    """Write a wrong number (tests/faults/bad_numbers.py)."""
-
-    def make(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-        number = {"what": what, "value": value, "seed": rng.randrange(2**31)} | more
-        if what == "weight" and layout.name == "tp 2" and value == "flip":
-            number["named"] = "norm"  # which every rank of the axis holds whole
-        return at(point, "spoil", **number)(rng, layout, rank, step)
-
-    return make
-
-
-def wait(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-    """Let every rank wait in its step until the storm has done its part."""
-    ranks = range(layout.ranks)
-    return [{"point": "data", "call": 1, "how": "wait", "from": step, "rank": r} for r in ranks]
-
-
-def fill_small_disk(rng: random.Random, layout: Layout, rank: int, step: int) -> Any:
-    """Fill the disk `small` of the job's folder."""
-    return [{"point": "data", "how": "fill", "from": step, "path": "{dir}/small", "rank": 0}]
-
-
 # a run that writes more than the page in which a file on a full disk still has room
 LONG: dict[str, Any] = {"base": "--train-iters 60 --save-interval 20", "steps": 60}
-
-
-def full_checkpoint_disk(rng: random.Random, layout: Layout, rank: int, step: int) -> Any:
-    """Fill the disk of the checkpoints in the second save; empty it before the third."""
-    disk = {"path": "{dir}/saved", "call": 1, "rank": 0}
-    full = {"point": "save: start", "save": 2, "how": "fill"} | disk
-    return [full, {"point": "save: start", "save": 3, "how": "empty"} | disk]
-
-
-def jump(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-    """Move the clock of a rank, forwards or backwards, by up to ten years."""
-    seconds = rng.choice([-1, 1]) * 10.0 ** rng.uniform(0, 8.5)
-    return at("data", "clock", seconds=seconds)(rng, layout, rank, step)
-
-
-def nothing(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-    return []
-
-
 DIED = Promise(says=OWN + r".*the process died")
 SILENT = Promise(says=OWN + r".*no sign of life", limit=PEER_TIMEOUT + SLACK)
 HARMLESS = Promise(codes=(0,), who=None)
@@ -152,6 +84,22 @@ STOPS = [
     Kind("hang: interpreter's lock held", at("layer", "hold"), SILENT, held=True,
          victim=-signal.SIGKILL),
 ]  # fmt: skip
+COMPUTING = "rank {rank} hangs in the phase step: computing at "
+HANGS = [
+    Kind(f"hang: {name}", make, hung(where), flags=HANG)
+    for name, make, where in (
+        ("in the data loader", at("reading", "stall"), "in the data loader"),
+        ("in forward", at("layer", "stall"), COMPUTING),
+        ("in backward", at("backward", "stall"), COMPUTING),
+        ("before a collective", at("gradient sums, update", "stall"), COMPUTING),
+        ("in a save", in_save(("piece", "shards"), "stall"), "rank {rank} hangs in the phase save"),
+    )
+]  # fmt: skip
+HANGS += [
+    Kind("hang: all ranks at once", everywhere("layer, update", "stall"),
+         Promise(says="ranks 0 and 1, which is every rank, hang", who="one",
+                 limit=HANG_TIMEOUT + SLACK), flags=HANG)
+]  # fmt: skip
 ERRORS = [
     Kind("error: exception in a rank",
          at("layer, backward, update", "raise"),
@@ -161,15 +109,34 @@ ERRORS = [
     Kind("corpus: read error", at("pread", "EIO"),
          Promise(codes=(1, 2), says=OWN + r".*corpus\.bin.*Input/output error")),
 ]  # fmt: skip
+SPOILT = r"not finite at iteration {step}: "
+ONCE = Promise(says=SPOILT + ".*transient fault", who="one")
+OUTPUT = r".*in the output of \S+ \(\w+\).*micro-batch.*sample.*on rank {rank}"
+LASTING = Promise(says=SPOILT + OUTPUT, who="one")
+WEIGHT = Promise(says=SPOILT + ".*in the weight {bare}:.*on rank {rank}", who="one")
+SPIKE = "a spike at iteration {step}: .*loss.*z-score"
 NUMBERS = [
-    Kind(f"number: {value} in a {what}", spoil(point, what.split()[0], value),
-         Promise(says=r"not finite at iteration {step}\b", who="one"), layouts=layouts, only=only)
-    for what, point, layouts, only in (
-        ("gradient", "gradient sums", ("tp 2", "pp 2", "dp 2"), None),
-        ("output of a layer", "layer", tuple(LAYOUTS), None),
-        ("weight", "step", ("tp 2", "pp 2", "dp 2"), None),
-    )
+    Kind(f"number: {value} in a {what}", make, promise, layouts=layouts)
     for value in ("nan", "inf")
+    for what, make, promise, layouts in (
+        ("gradient", spoil("gradient sums", "gradient", value), ONCE, ("tp 2", "pp 2", "dp 2")),
+        ("layer's output", spoil("layer", "output", value), ONCE, tuple(LAYOUTS)),
+        ("weight", spoil("step", "weight", value), WEIGHT, ("tp 2", "pp 2", "dp 2")),
+    )
+]  # fmt: skip
+NUMBERS += [
+    Kind("number: nan in a layer's output, again and again",
+         spoil("layer", "output", "nan", times=10**6), LASTING),
+    Kind("number: nan in a gradient, skipped", at("backward", "nan"),
+         Promise(codes=(0,), who="one", says=SPOILT, equal=False), flags="--on-nan skip"),
+    Kind("number: nan in a layer's output, rewound", spoil("layer", "output", "nan"),
+         Promise(codes=(0,), who="one", says=SPOILT + ".*going back from", equal=False),
+         flags="--on-nan rewind"),
+    Kind("number: the loss a thousandfold", spike, Promise(who="one", says=SPIKE),
+         flags="--on-spike stop", first=36, **LONG),
+    Kind("number: the loss a thousandfold, rewound", spike,
+         Promise(codes=(0,), who="one", says=SPIKE + ".*going back", equal=False),
+         flags="--on-spike rewind", first=36, **LONG),
 ]  # fmt: skip
 DISKS = [
     Kind(f"disk: {how} under a checkpoint", in_save(("piece",), how), GOES_ON)
@@ -240,15 +207,23 @@ FILES = [
         outside="overwrite_corpus",
     ),
 ]
+REPLICAS = "replicas differ at iteration .*{name}.*rank {rank} had other bits"
 FLIPS = [
-    Kind("flip: gradient before the sum", spoil("gradient sums", "gradient", "flip"), UNFOUND,
-         layouts=("tp 2", "pp 2", "dp 2"), share=0.5),
-    Kind("flip: output of a layer", spoil("layer", "output", "flip"), UNFOUND, share=0.5),
-    Kind("flip: moment of one owner", spoil("step", "moment", "flip"), UNFOUND,
-         layouts=("pp 2", "ZeRO 3"), share=0.5),
-    Kind("flip: weight of one owner", spoil("step", "own weight", "flip"), UNFOUND,
-         layouts=("ZeRO 3",), share=0.5),
+    Kind(f"flip: {what} that other ranks hold too{more}", spoil("step", what, "flip"),
+         Promise(codes=codes, says=REPLICAS, who="one"), layouts=("tp 2", "dp 2"), share=4,
+         flags=f"--check-replicas 2{flag}")
+    for what in ("weight", "moment")
+    for more, codes, flag in (("", (1,), ""), (", rewound", (0,), " --on-replica-mismatch rewind"))
 ]  # fmt: skip
-KINDS = [*KILLS, *STOPS, *ERRORS, *NUMBERS, *DISKS, *DAMAGE, *SIGNALS, *CLOCKS, *STRANGERS]
+FLIPS += [
+    Kind("flip: gradient before the sum", spoil("gradient sums", "gradient", "flip"), UNFOUND,
+         layouts=("tp 2", "pp 2", "dp 2")),
+    Kind("flip: layer's output", spoil("layer", "output", "flip"), UNFOUND),
+    Kind("flip: moment of one owner", spoil("step", "moment", "flip"), UNFOUND,
+         layouts=("pp 2", "ZeRO 3")),
+    Kind("flip: weight of one owner", spoil("step", "own weight", "flip"), UNFOUND,
+         layouts=("ZeRO 3",)),
+]  # fmt: skip
+KINDS = [*KILLS, *STOPS, *HANGS, *ERRORS, *NUMBERS, *DISKS, *DAMAGE, *SIGNALS, *CLOCKS, *STRANGERS]
 KINDS += [*LAUNCHERS, *WIRES, *FILES, *FLIPS]
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -86,7 +86,7 @@ def victim_file(scene: Any) -> Path:
     directory = newest(scene)
     files = json.loads((directory / "manifest.json").read_text())["files"]
     path = directory / scene.rng.choice(sorted(files))
-    scene.name = path.name
+    scene.seen.hit = path.name
     return path
 
 

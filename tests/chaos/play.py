@@ -133,7 +133,7 @@ def again(scene: Scene) -> None:
     sound = [int(path.name.removeprefix("step_")) for path in scene.committed()]
     if scene.kind.outside.startswith("damage"):
         getattr(outside, scene.kind.outside)(scene)
-        seen.hit, seen.struck = scene.name, time.monotonic()
+        seen.struck = time.monotonic()
         sound.pop()
     if scene.wire:
         scene.wire.heal()

@@ -84,12 +84,15 @@ class Seen:
     seconds: float = 0.0
 
 
-def pattern(fault: Fault, kind: Kind, name: str) -> re.Pattern[str] | None:
-    """Return what must be said, with the fault's own rank, step and file."""
-    if kind.promise.who is None:
+def pattern(seen: Seen) -> re.Pattern[str] | None:
+    """Return what must be said, with the fault's own rank and step, and with what it hit."""
+    fault, promise = seen.fault, seen.kind.promise
+    if promise.who is None:
         return None
+    name = seen.hit.split(",")[0]
     names = {"rank": fault.rank, "other": 1 - fault.rank, "step": fault.step}
-    text = kind.promise.says.replace("{name}", re.escape(name))
+    names |= {"name": re.escape(name), "bare": re.escape(name.split(" (")[0])}
+    text = promise.says
     for key, value in names.items():
         text = text.replace(f"{{{key}}}", str(value))
     return re.compile(text)
@@ -105,7 +108,7 @@ class Scene:
         self.shared = shared
         self.layout = LAYOUTS[fault.layout]
         self.rng = random.Random(fault.seed)
-        self.name, self.keep = "", list[Any]()
+        self.keep: list[Any] = []
         self.wire = Wire(fault.seed) if kind.job.get("wire") else None
         self.seen = Seen(fault, kind)
         self.log = Log(folder / "log.jsonl")
@@ -193,7 +196,7 @@ class Scene:
 
     def says(self) -> bool:
         """Return whether a rank has said what it must say."""
-        wanted = pattern(self.fault, self.kind, self.name)
+        wanted = pattern(self.seen)
         return wanted is not None and any(wanted.search(text) for text in self.texts())
 
     def texts(self) -> list[str]:

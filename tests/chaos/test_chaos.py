@@ -16,7 +16,8 @@ import pytest
 from tests.chaos.fault import LAYOUTS, PEER_TIMEOUT, SLACK, draw
 from tests.chaos.judge import judge, table
 from tests.chaos.kinds import BY_NAME, KINDS
-from tests.chaos.play import Oracle, Seen, pattern, play
+from tests.chaos.play import Oracle, play
+from tests.chaos.scene import Seen, pattern
 from tests.launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,8 @@ def test_a_storm_is_drawn_from_its_seed_alone_and_has_every_kind() -> None:
     assert len(KINDS) == len(BY_NAME) == len(counts) >= 25
     assert {fault.layout for fault in faults} == set(LAYOUTS)
     assert [fault.number for fault in faults] == list(range(1, 301))
-    assert len(draw(5, 10, KINDS)) == 10
+    assert draw(5, 10, KINDS) == faults[:10]
+    assert {fault.kind for fault in faults[: len(KINDS)]} == set(BY_NAME)
 
 
 def seen(name: str, **more: Any) -> Seen:
@@ -84,7 +86,7 @@ def test_the_rank_that_is_struck_need_not_speak_and_the_limit_counts_from_the_fa
 def test_each_promise_names_what_it_must_say() -> None:
     for fault in draw(3, len(KINDS), KINDS):
         kind = BY_NAME[fault.kind]
-        assert (pattern(fault, kind, "x") is None) == (kind.promise.who is None)
+        assert (pattern(Seen(fault, kind, hit="x")) is None) == (kind.promise.who is None)
         assert kind.promise.who is None or kind.promise.says
 
 
@@ -107,7 +109,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 SHORT = (
     "kill: in a save",
-    "stop: 2 seconds",
+    "clock: jumps",
     "error: exception in a rank",
     "number: nan in a gradient",
     "signal: a storm of SIGTERM",

@@ -22,12 +22,13 @@ from torch import Tensor
 def places(what: str, run: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, values) of what this rank holds; values: a view."""
     if what == "weight":
-        yield from ((name, p.data) for name, p in run.model.named_parameters())
+        yield from ((f"{name} (weight)", p.data) for name, p in run.model.named_parameters())
     elif what == "own weight":
-        yield from ((name, values) for name, _, _, values in run.optimizer.named_weights())
+        weights = run.optimizer.named_weights()
+        yield from ((f"{name} (weight)", values) for name, _, _, values in weights)
     elif what == "moment":
         state = run.optimizer.named_state()
-        yield from ((f"{name} {kind}", values) for name, kind, _, values in state)
+        yield from ((f"{name} ({kind})", values) for name, kind, _, values in state)
     else:
         assert what == "gradient", what
         for i, bucket in enumerate(run.buckets):  # of a sink

@@ -13,12 +13,13 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
 "raise"; "exit 0"; "stall", where the thread never goes on while the process's others do, and
-"hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds";
-"clock", where time.time() is ahead by "seconds" from then on; "nan" and "inf", written at
-"backward" into the gradient that is done; an error of a disk, raised there: "ENOSPC", "EIO",
-"EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the
-directory "path": "remove", "fill" its disk and "empty" it again, "close" it to new names, root's
-too, and "open" it. "spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
+"hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds"
+before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow after" it; "clock", where
+time.time() is ahead by "seconds" from then on; "nan" and "inf", written at "backward" into the
+gradient that is done; "flip", at "update" one bit of an fp32 weight; an error of a disk, raised
+there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the directory "path":
+"remove", "fill" its disk and "empty" it again, "close" it to new names, root's too, and "open" it.
+"spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
 
 As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
 """
@@ -28,6 +29,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -38,11 +40,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
 from mpu.comm.transport import Handle
+from mpu.comm.waits import Waits
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
@@ -68,6 +72,7 @@ POINTS = {
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
     "wait for a collective": (Handle, "wait"),
+    "a wait begins": (Waits, "begin"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
@@ -103,11 +108,13 @@ class Injected:
         self.fault, self.folder = fault, folder
         self.left, self.saves = fault["call"], 0
         self.monitor: Any = None
+        self.draw = random.Random(fault.get("vary"))
+        self.least = 0.2 if "vary" in fault else 1.0
 
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition(" iteration ")[2]
+        last = action.rpartition("iteration ")[2]
         if "during" in self.fault and action != self.fault["during"]:
             return False
         if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
@@ -142,7 +149,7 @@ class Injected:
         while how == "wait" and not (self.folder / "go").exists():
             time.sleep(0.002)
         if how == "slow":
-            time.sleep(seconds)
+            time.sleep(seconds * self.draw.uniform(self.least, 1.0))
         elif how == "clock":
             right = time.time
             time.time = lambda: right() + seconds
@@ -178,8 +185,15 @@ class Injected:
             self.told()
             if how in ("nan", "inf"):
                 args[0].main_grad(args[1]).view(-1)[0] = float(how)
+            elif how == "flip":
+                words = args[0].sink.buckets[0].param_shard.view(-1).view(torch.int32)
+                words[3] ^= 1 << 12
             elif how == "short":
                 return shortened(inner, *args, **kwargs)
+            elif how == "slow after":
+                result = inner(*args, **kwargs)
+                time.sleep(self.fault["seconds"])
+                return result
             self.strike()
             return inner(*args, **kwargs)
 

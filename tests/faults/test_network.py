@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.faults.small_run import Ranks
+from tests.faults.small_run import LIMIT, Ranks
 from tests.launcher import Launcher
+from tests.networks import Networks
 
 
 @pytest.fixture
@@ -48,3 +50,83 @@ def test_a_rank_0_that_dies_at_the_meeting_is_named_in_one_sentence(ranks: Ranks
     (line,) = result.said(1).splitlines()
     assert line.startswith("pretrain_llama.py: rank 0's store at MASTER_ADDR:MASTER_PORT (127.0.")
     assert result.ended[1] - result.ended[0] < 5
+
+
+@pytest.fixture
+def networks() -> Iterator[Callable[[int], Networks]]:
+    made: list[Networks] = []
+
+    def make(count: int) -> Networks:
+        made.append(Networks(count))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def start_apart(ranks: Ranks, hosts: Networks, flags: str = "") -> Any:
+    """Start one data-parallel rank a host, without an end; return the folder once they train."""
+    count = len(hosts.names)
+    flags += " --no-shared-memory --train-iters 1000000 --eval-interval 1000000"
+    folder = ranks.start(
+        count,
+        1,
+        flags=f"{flags} --save-interval 1000000",
+        netns=[f"/run/netns/{name}" for name in hosts.names],
+        env=hosts.env(),
+        monitor={"silence": 4.0, "grace": 0.5, "unwind": 0.5},
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (folder / "log.jsonl").exists():
+        time.sleep(0.05)
+    assert (folder / "log.jsonl").exists(), (folder / "err.0").read_text()
+    time.sleep(1.0)
+    return folder
+
+
+@pytest.mark.prove
+def test_a_host_that_is_cut_off_is_told_by_both_sides(
+    ranks: Ranks, networks: Callable[[int], Networks]
+) -> None:
+    hosts = networks(2)
+    start_apart(ranks, hosts)
+    hosts.cut_off(1)
+    cut = time.monotonic()
+    result = ranks.launcher.wait()
+    assert time.monotonic() - cut < 4.0 + LIMIT / 3 and result.codes == [1, 1]
+    for rank in (0, 1):
+        (line,) = result.said(rank).splitlines()
+        assert line.startswith(f"[rank {rank}] stopping ")
+        assert "rank 0 and rank 1 do not hear each other" in line
+
+
+@pytest.mark.prove
+def test_a_dead_link_between_two_ranks_that_rank_0_hears_is_told_by_all(
+    ranks: Ranks, networks: Callable[[int], Networks]
+) -> None:
+    hosts = networks(3)
+    start_apart(ranks, hosts)
+    hosts.cut_between(1, 2)
+    cut = time.monotonic()
+    result = ranks.launcher.wait()
+    assert time.monotonic() - cut < 4.0 + LIMIT / 2 and result.codes == [1, 1, 1]
+    for rank in range(3):
+        last = result.said(rank).splitlines()[-1]
+        assert "rank 1 and rank 2 do not hear" in last or "rank 2 and rank 1 do not" in last
+
+
+@pytest.mark.prove
+def test_after_a_reset_all_ranks_tell_one_story(
+    ranks: Ranks, networks: Callable[[int], Networks]
+) -> None:
+    """Every connection between two hosts is reset; both processes live. The data are lost."""
+    hosts = networks(2)
+    start_apart(ranks, hosts)
+    hosts.reset(1)
+    cut = time.monotonic()
+    result = ranks.launcher.wait()
+    assert time.monotonic() - cut < LIMIT / 3 and result.codes == [1, 1]
+    stories = {result.said(rank).splitlines()[-1].split(": rank ", 1)[1] for rank in (0, 1)}
+    (story,) = stories
+    assert " failed first" in story and story.endswith("lost it, too, while every process lived")

@@ -52,7 +52,8 @@ FLAGS = {
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
-STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap"), dict)
+STATE_TYPES |= dict.fromkeys(("config", "hf_config", "tp_comm_overlap", "layout"), dict)
+STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
 
 class Checkpoint:
@@ -74,11 +75,7 @@ class Checkpoint:
         self.state: dict[str, Any] = read_part(self._at, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
-        for name, kind in STATE_TYPES.items():
-            value = self.state.get(name, kind())
-            if type(value) is not kind or (isinstance(value, int) and value < 0):
-                what = "an int >= 0" if kind is int else f"a {kind.__name__}"
-                raise CheckpointError(f"{STATE}: {name} must be {what}")
+        _check_state(self.state)
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
@@ -174,6 +171,26 @@ class Checkpoint:
                     )
                 if fault := fault_of(piece.tensor):  # of a directory whose values no one looked at
                     raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an entry of another type than a resume or a tool expects."""
+    for name, kind in STATE_TYPES.items():
+        value = state.get(name, kind())
+        optional = name == "tokenizer_type" and value is None
+        if not optional and (type(value) is not kind or (isinstance(value, int) and value < 0)):
+            what = "an int >= 0" if kind is int else f"a {kind.__name__}"
+            raise CheckpointError(f"{STATE}: {name} must be {what}")
+    counts = {f"layout.{axis}": size for axis, size in state.get("layout", {}).items()}
+    overlap = state.get("tp_comm_overlap", {})
+    choices = overlap.get("choices", {}) if overlap.get("choices") is not None else {}
+    if any(type(n) is not int or n < 1 for n in counts.values()):
+        raise CheckpointError(f"{STATE}: layout must hold counts of ranks")
+    if type(choices) is not dict or any(type(c) is not str for c in choices.values()):
+        raise CheckpointError(f"{STATE}: tp_comm_overlap must hold names of methods")
+    model = state.get("tokenizer_model")
+    if model is not None and type(model) is not str:
+        raise CheckpointError(f"{STATE}: tokenizer_model must be a str")
 
 
 def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any, dtype: str) -> int:

@@ -5,6 +5,8 @@ import hashlib
 import os
 from collections.abc import Sequence
 
+from training.data.foreign_code import calling, read_model
+
 
 class GPT2BPETokenizer:
     """The ids are those of transformers' GPT-2; <|endoftext|> ends a document."""
@@ -19,18 +21,13 @@ class GPT2BPETokenizer:
         merge_file = merge_file or os.path.join(os.path.dirname(vocab_file), "merges.txt")
         self._bytes = b""
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-            try:
-                with open(path, "rb") as file:
-                    self._bytes += file.read()
-            except OSError as error:
-                raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
-        try:
+            self._bytes += read_model(path, flag)
+        what = (
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not GPT-2's vocab.json "
+            "and merges.txt"
+        )
+        with calling(what, mute=True):
             self._model = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
-        except Exception as error:  # the library raises nothing more precise
-            raise ValueError(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are not GPT-2's "
-                f"vocab.json and merges.txt: {error}"
-            ) from error
         self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._model.decoder = decoders.ByteLevel()
         vocabulary = self._model.get_vocab()
@@ -44,7 +41,8 @@ class GPT2BPETokenizer:
         """Return the ids of a text."""
         if bos:
             raise ValueError(f"{self.name} has no beginning-of-text token")
-        return self._model.encode(text).ids
+        with calling(self.name):
+            return self._model.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, <|endoftext|> written out."""

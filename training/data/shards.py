@@ -13,6 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 
+from training.untrusted import open_plain
+
+MOST = 1 << 30  # bytes of one document, and of one line: a small .gz may hold any number
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -37,7 +41,7 @@ class Shard:
         try:
             if kind == "txt" and not lines:
                 with _open(self.path) as file:
-                    yield None, self._decode(None, file.read())
+                    yield None, self._decode(None, self._within(None, file.read(MOST + 1)))
                 return
             for number, raw in self._lines():
                 text = self._decode(number, raw)
@@ -68,11 +72,16 @@ class Shard:
                 file.readline()  # the line that began before belongs to the part before
             number = 0
             while self.end is None or file.tell() < self.end:
-                line = file.readline()
+                line = file.readline(MOST + 1)
                 if not line:
                     return
                 number += 1
-                yield number, line
+                yield number, self._within(number, line)
+
+    def _within(self, number: int | None, raw: bytes) -> bytes:
+        if len(raw) > MOST:
+            raise ValueError(f"{self.place(number)}: a document of more than {MOST:,} bytes")
+        return raw
 
     def _decode(self, number: int | None, raw: bytes) -> str:
         try:
@@ -83,7 +92,9 @@ class Shard:
     def _value(self, number: int, text: str, key: str) -> str:
         try:
             value = json.loads(text)[key]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if "\\u" in text:
+                value.encode()  # half of a surrogate pair is no text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             value = None
         if not isinstance(value, str):
             raise ValueError(f"{self.place(number)}: no JSON object with a text {key!r}")
@@ -117,4 +128,5 @@ def kind_of(path: str) -> str:
 
 
 def _open(path: str) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+    file = open_plain(path)
+    return gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file

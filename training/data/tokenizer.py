@@ -18,18 +18,21 @@ Llama2Tokenizer began each document with <s>, and until 0.17 NullTokenizer had o
 Tokenizers are read from local files only, and code that comes with a tokenizer is never run.
 """
 
-import base64
 import hashlib
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from training.data.foreign_code import begin, calling, read_model
 from training.data.gpt2_tokenizer import GPT2BPETokenizer
+from training.data.tik_tokenizer import TikTokenizer
+from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from training.config import Config
+
+MOST_IDS = (1 << 31) - 1  # tokens are int32 at most
 
 
 class Tokenizer(Protocol):
@@ -60,14 +63,13 @@ class SentencePieceTokenizer:
 
         self.name = name
         self.starts_with_bos = False
-        self._bytes = _read(path)
+        self._bytes = read_model(path)
         self._model = SentencePieceProcessor()
-        try:
+        why = f"--tokenizer-model {path} is not a SentencePiece model, which {name} needs"
+        with calling(why, mute=True):
+            if not self._bytes:
+                raise ValueError("it is empty")
             self._model.LoadFromSerializedProto(self._bytes)
-        except (RuntimeError, OSError) as error:
-            raise ValueError(
-                f"--tokenizer-model {path} is not a SentencePiece model, which {name} needs"
-            ) from error
         self.vocab_size = self._model.vocab_size()
         bos, eod = self._model.bos_id(), self._model.eos_id()
         self.bos = bos if bos >= 0 else None
@@ -75,7 +77,8 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text, after bos if asked for."""
-        return _bos(self, bos) + self._model.encode(text)
+        with calling(self.name):
+            return begin(self, bos) + self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without control tokens."""
@@ -83,51 +86,6 @@ class SentencePieceTokenizer:
 
     def digest(self) -> str:
         """Return the SHA-256 of the model file."""
-        return hashlib.sha256(self._bytes).hexdigest()
-
-
-class TikTokenizer:
-    """Read Llama 3's tiktoken file; its 256 special tokens follow the ranks of the file."""
-
-    PATTERN = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    SPECIAL = (
-        *("<|begin_of_text|>", "<|end_of_text|>"),
-        *(f"<|reserved_special_token_{i}|>" for i in range(4)),
-        *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
-        *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
-    )
-
-    def __init__(self, path: str) -> None:
-        from tiktoken import Encoding
-
-        self.name = "TikTokenizer"
-        self.starts_with_bos = False
-        self._bytes = _read(path)
-        ranks = _read_ranks(path, self._bytes)
-        special = {token: len(ranks) + i for i, token in enumerate(self.SPECIAL)}
-        self._model = Encoding(
-            "llama3", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
-        self.vocab_size = len(ranks) + len(special)
-        self.bos: int | None = special["<|begin_of_text|>"]
-        self.eod: int | None = special["<|end_of_text|>"]
-
-    def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Return the ids of a text, after bos if asked for."""
-        ids = _bos(self, bos)
-        for piece in _bounded_pieces(text):
-            ids.extend(self._model.encode_ordinary(piece))
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens written out."""
-        return self._model.decode([int(i) for i in ids])
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the rank file."""
         return hashlib.sha256(self._bytes).hexdigest()
 
 
@@ -143,26 +101,23 @@ class HuggingFaceTokenizer:
         self.name = "HuggingFaceTokenizer"
         if os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
-        self._bytes = _read(path)
-        try:
+        self._bytes = read_model(path)
+        with calling(f"--tokenizer-model {path} is not a tokenizer.json", mute=True):
             self._model = Model.from_buffer(self._bytes)
-        except Exception as error:  # the library raises nothing more precise
-            raise ValueError(
-                f"--tokenizer-model {path} is not a tokenizer.json: {error}"
-            ) from error
+            self._model.no_truncation()  # a document is taken whole, and nothing is added to it
+            self._model.no_padding()
+            vocabulary = self._model.get_vocab(with_added_tokens=True)
+            begun = self._model.encode("").ids[:1]
         self._config = b"{}"
         beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
         if os.path.exists(beside):
-            self._config = _read(beside)
-        try:
-            config = dict(json.loads(self._config))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{beside} is not a JSON object: {error}") from error
-        vocabulary = self._model.get_vocab(with_added_tokens=True)
+            self._config = read_model(beside)
+        config = parse_json(self._config, beside)
+        if not isinstance(config, dict):
+            raise ValueError(f"{beside} is not a JSON object")
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos = self._special(config.get("bos_token"), self.BOS)
         self.eod = self._special(config.get("eos_token"), self.EOD)
-        begun = self._model.encode("").ids[:1]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
 
     def _special(self, stated: object, custom: Sequence[str]) -> int | None:
@@ -175,7 +130,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text, after bos if asked for."""
-        return _bos(self, bos) + self._model.encode(text, add_special_tokens=False).ids
+        with calling(self.name):
+            return begin(self, bos) + self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens written out."""
@@ -200,11 +156,12 @@ class NullTokenizer:
         """Return the numbers of a text, separated there by white space, after bos if asked for."""
         words = text.split()
         for word in words:
-            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+            short = len(word) < 20 and word.isascii() and word.isdigit()
+            if not (short and int(word) < self.vocab_size):
                 raise ValueError(
                     f"NullTokenizer reads numbers below {self.vocab_size}, not {word[:40]!r}"
                 )
-        return _bos(self, bos) + [int(word) for word in words]
+        return begin(self, bos) + [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the numbers, separated by spaces."""
@@ -246,71 +203,28 @@ def build_tokenizer(
             f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}"
         )
     if tokenizer_type == "NullTokenizer":
-        if not vocab_size or vocab_size < 1:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, at least 1")
+        if not vocab_size or not 1 <= vocab_size <= MOST_IDS:
+            raise ValueError(
+                f"--tokenizer-type NullTokenizer needs --vocab-size, from 1 to {MOST_IDS}"
+            )
         return NullTokenizer(vocab_size)
     if not tokenizer_model:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+    made: Tokenizer
     if tokenizer_type == "TikTokenizer":
-        return TikTokenizer(tokenizer_model)
-    if tokenizer_type == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(tokenizer_model, merge_file)
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(tokenizer_model)
-    return SentencePieceTokenizer(tokenizer_model, tokenizer_type)
-
-
-def _bos(tokenizer: Tokenizer, wanted: bool) -> list[int]:
-    if not wanted:
-        return []
-    if tokenizer.bos is None:
-        raise ValueError(f"this {tokenizer.name} has no beginning-of-text token")
-    return [tokenizer.bos]
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ValueError(f"--tokenizer-model {path} cannot be read: {error.strerror}") from error
-
-
-def _read_ranks(path: str, raw: bytes) -> dict[bytes, int]:
-    """Return {token: rank} of lines of base64 token and rank; ranks count from 0 without a gap."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(raw.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"--tokenizer-model {path}, line {number}: a tiktoken file has a base64 token and "
-                "its rank on each line"
-            ) from error
-        if int(rank) != number - 1 or len(ranks) != number:
-            raise ValueError(
-                f"--tokenizer-model {path}, line {number}: rank {int(rank)} is out of order or its "
-                "token is there twice"
-            )
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ValueError(f"--tokenizer-model {path}: not every single byte has a rank")
-    return ranks
-
-
-def _bounded_pieces(text: str, size: int = 400_000, run: int = 25_000) -> Iterator[str]:
-    """Yield pieces of at most `size` characters, with runs of (non-)space of at most `run`.
-
-    Llama 3's own tokenizer cuts there too: the regular expression engine fails on longer ones.
-    """
-    for first in range(0, len(text), size):
-        part = text[first : first + size]
-        begin = 0
-        for match in re.finditer(r"\s{1000,}|\S{1000,}", part):  # shorter ones need no cut
-            for end in range(match.start() + run, match.end(), run):
-                yield part[begin:end]
-                begin = end
-        yield part[begin:]
+        made = TikTokenizer(tokenizer_model)
+    elif tokenizer_type == "GPT2BPETokenizer":
+        made = GPT2BPETokenizer(tokenizer_model, merge_file)
+    elif tokenizer_type == "HuggingFaceTokenizer":
+        made = HuggingFaceTokenizer(tokenizer_model)
+    else:
+        made = SentencePieceTokenizer(tokenizer_model, tokenizer_type)
+    if not 1 <= made.vocab_size <= MOST_IDS:
+        raise ValueError(
+            f"{tokenizer_type} {tokenizer_model}: its ids go up to {made.vocab_size - 1}, and they "
+            f"must lie between 0 and {MOST_IDS - 1}"
+        )
+    return made
 
 
 def tokenizer_of(files: Mapping[str, bytes]) -> dict[str, str]:

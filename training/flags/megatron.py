@@ -110,7 +110,6 @@ CHECKED = """
 --use-checkpoint-opt_param-scheduler --use-checkpoint-lr-scheduler | switch | any | = --use-checkpoint-opt-param-scheduler
 --eval-global-batch-size | int>=1 | see --global-batch-size | evaluation uses the training batch size
 --eval-micro-batch-size | int>=1 | see --micro-batch-size | evaluation uses the training micro-batch size
---empty-unused-memory-level | int>=0 | 0,1,2 | ! the allocator keeps its memory; speed and peak may differ, numbers do not
 --no-manual-gc-eval --disable-manual-gc-eval | switch | any | ! garbage is collected around an evaluation
 --train-sync-interval | int>=1 | any | ! the loss is read once a --log-interval, which synchronises
 --exit-signal-handler --exit-signal-handler-for-training | switch | any | SIGTERM always ends the run after the current step, saved

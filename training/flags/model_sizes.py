@@ -13,6 +13,7 @@ from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
 from training.config import ModelConfig, UsageError
 from training.data.tokenizer import tokenizer_of
+from training.flags.table import known_flags
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -51,8 +52,11 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
             hf, saved = found.state["hf_config"], found.state.get("config")
             path, sizes = of_checkpoint(hf, saved, given.get("--model-file"))
             taken = {"--model-file": path, **_flags(sizes, found)}
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{flag} {directory}: {type(error).__name__}: {error}") from None
+            taken = {name: checked(name, value) for name, value in taken.items()}
+        except KeyError as error:
+            raise UsageError(f"{flag} {directory}: it lacks {error}") from None
+        except (TypeError, AttributeError, ValueError) as error:
+            raise UsageError(f"{flag} {directory}: {error}") from None
         for name, value in taken.items():
             if given.get(name, value) != value and name not in FREE:
                 raise UsageError(
@@ -65,6 +69,13 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"
     )
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return a flag's value that a file gave, by the rule of the flag. Raises UsageError."""
+    if value is True:
+        return value
+    return known_flags()[name].convert(repr(value) if type(value) in (int, float) else str(value))
 
 
 def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:

@@ -167,6 +167,8 @@ def _read(
 def _expand(token: str, own_names: set[str]) -> list[str]:
     """Return the words a flag stands for; raise UsageError where it is refused or unknown."""
     name, equals, value = token.partition("=")
+    if "--" in (token, value):  # argparse would take it away
+        raise UsageError(f"{token}: -- is no value")
     if not token.startswith("--") or name in own_names or name == "--help":
         return [token]
     flag = table.known_flags().get(name)

@@ -60,6 +60,8 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
 CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
+TOKENS = 1 << 24  # of one micro-batch
+PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 # (flag, flag without which it has no effect).
 IDLE = (
@@ -159,6 +161,7 @@ def check_world(layout: ParallelConfig) -> None:
 def check(config: Config) -> None:
     """Raise UsageError where a whole config breaks a rule."""
     _shapes(config)
+    _micro_batch(config)
     _layout(config)
     _batch(config)
     pipeline.check(config)
@@ -187,6 +190,14 @@ def _shapes(config: Config) -> None:
         raise UsageError(
             f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
             f"{m.max_position_embeddings}"
+        )
+
+
+def _micro_batch(config: Config) -> None:
+    b, s = config.batch.micro_batch_size, config.model.seq_length
+    if b * s > TOKENS:
+        raise UsageError(
+            f"--micro-batch-size {b} x --seq-length {s} is more than {TOKENS} tokens at a time"
         )
 
 
@@ -246,6 +257,12 @@ def _batch(config: Config) -> None:
             raise UsageError(
                 f"{flag} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} "
                 f"x {dp} data-parallel ranks = {batch.micro_batch_size * dp}"
+            )
+        p = config.parallel.pipeline_model_parallel_size * config.parallel.virtual_stages
+        if (passes := size // (batch.micro_batch_size * dp) * p) > PASSES:
+            raise UsageError(
+                f"{flag} {size} is {passes} forwards of a stage in one step, and at most {PASSES} "
+                "can be put in order: take a larger --micro-batch-size"
             )
     if batch_size.total_iterations(config) < 1:
         raise UsageError(

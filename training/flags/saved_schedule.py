@@ -28,23 +28,31 @@ def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
     found = model_sizes.newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
     if found is None or "config" not in found.state:  # nothing, or Hugging Face's
         return dict(given)
-    saved = found.state["config"]
+    try:
+        taken = _taken(given, found.state["config"], found.directory)
+    except KeyError as error:
+        raise UsageError(f"{FLAG}: {found.directory}: its config lacks {error}") from None
+    rest = {name: value for name, value in given.items() if name not in taken}
+    found_values = {n: model_sizes.checked(n, v) for n, v in taken.items() if v is not None}
+    return rest | found_values
+
+
+def _taken(given: Mapping[str, Any], saved: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return {flag: value or None} of a checkpoint's schedule. Raises KeyError and UsageError."""
     unit = "iters" if saved["batch.train_iters"] is not None else "samples"
     if f"--train-{unit}" not in given:
         raise UsageError(
-            f"{FLAG}: {found.directory} was made with --train-{unit}, in which its schedule "
+            f"{FLAG}: {directory} was made with --train-{unit}, in which its schedule "
             "counts; give that flag"
         )
     size = saved["batch.global_batch_size"]
     if unit == "iters" and given.get("--global-batch-size", size) != size:
         raise UsageError(
-            f"{FLAG}: {found.directory} counts its schedule in steps of {size} samples, and "
+            f"{FLAG}: {directory} counts its schedule in steps of {size} samples, and "
             f"--global-batch-size is {given['--global-batch-size']}"
         )
     taken = {name: saved[f"optimizer.{name}"] for name in TAKEN}
     taken[f"lr_warmup_{unit}"] = saved[f"optimizer.lr_warmup_{unit}"]
     taken["lr_warmup_fraction"] = saved["optimizer.lr_warmup_fraction"]
     taken[f"lr_decay_{unit}"] = saved[f"optimizer.lr_decay_{unit}"] or saved[f"batch.train_{unit}"]
-    flags = {"--" + name.replace("_", "-"): value for name, value in taken.items()}
-    rest = {name: value for name, value in given.items() if name not in flags}
-    return rest | {name: value for name, value in flags.items() if value is not None}
+    return {"--" + name.replace("_", "-"): value for name, value in taken.items()}

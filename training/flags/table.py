@@ -7,12 +7,12 @@ and reads the others from `training.flags.megatron`; `training.flags.parse` buil
 both. Adding a live flag is a decision: a test freezes the list.
 
 A line of the live table is `flag | rule | unit and off-value | what it does`. A rule is `switch`,
-or a type with its bound: `int>=1`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`, `one of a,b`.
-A flag of `one of a,b; bare b` may be given without a value, and then means b.
+or a type with its bound: `int>=1`, `int[1,1024]`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`,
+`one of a,b`. A whole number fits into 64 bits. A flag of `one of a,b; bare b` may be given without
+a value, and then means b.
 """
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -22,20 +22,21 @@ from typing import Any
 
 from training.config import UsageError
 from training.flags.megatron import CHECKED, REFUSED
+from training.flags.numbers import read_number
 
 # A heading names the dataclass of training/config.py that holds the flags under it.
 LIVE = """
 [model] The Llama
---num-layers | int>=1 | layers; required | transformer blocks
---hidden-size | int>=1 | channels; required | width of the residual stream, h
---ffn-hidden-size | int>=1 | channels; default: 8/3 h rounded down to a multiple of 64 | width of the SwiGLU unit, f
---num-attention-heads | int>=1 | heads; required | query heads, a
---num-query-groups | int>=1 | heads; off: as many as query heads | key/value heads of --group-query-attention, k
---kv-channels | int>=1 | channels; default: h / a | size of one head, d
---seq-length | int>=1 | tokens; required | length of a sample, s
---max-position-embeddings | int>=1 | tokens; default: --seq-length | number of positions the model is meant for
---vocab-size | int>=1 | tokens; default: the tokenizer's | vocabulary before padding, V
---make-vocab-size-divisible-by | int>=1 | tokens; off: 1 | pad the vocabulary to a multiple of this x tp
+--num-layers | int[1,1024] | layers; required | transformer blocks
+--hidden-size | int[1,1048576] | channels; required | width of the residual stream, h
+--ffn-hidden-size | int[1,8388608] | channels; default: 8/3 h rounded down to a multiple of 64 | width of the SwiGLU unit, f
+--num-attention-heads | int[1,65536] | heads; required | query heads, a
+--num-query-groups | int[1,65536] | heads; off: as many as query heads | key/value heads of --group-query-attention, k
+--kv-channels | int[1,65536] | channels; default: h / a | size of one head, d
+--seq-length | int[1,16777216] | tokens; required | length of a sample, s
+--max-position-embeddings | int[1,1099511627776] | tokens; default: --seq-length | number of positions the model is meant for
+--vocab-size | int[1,2147483647] | tokens; default: the tokenizer's | vocabulary before padding, V
+--make-vocab-size-divisible-by | int[1,2147483647] | tokens; off: 1 | pad the vocabulary to a multiple of this x tp
 --norm-epsilon | float>0 | no unit | added under RMSNorm's root
 --rotary-base | float>0 | no unit | base of the rotary frequencies
 --use-rope-scaling | switch | off: left out | scale the rotary frequencies as Llama 3.1 does
@@ -47,8 +48,8 @@ LIVE = """
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
 --pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
 --pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
---num-virtual-stages-per-pipeline-rank | int>=1 | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
---num-layers-per-virtual-pipeline-stage | int>=1 | layers; off: left out | put exactly this many layers on every stage, which gives v
+--num-virtual-stages-per-pipeline-rank | int[1,1024] | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
+--num-layers-per-virtual-pipeline-stage | int[1,1024] | layers; off: left out | put exactly this many layers on every stage, which gives v
 --microbatch-group-size-per-virtual-pipeline-stage | int>=1 | micro-batches; default: p | run this many through one of a rank's stages before the next of its stages (interleaved)
 --pipeline-model-parallel-layout | text | stages; off: left out, balanced by cost | write the stages out: E embedding, t layer, L loss, a bar between stages, t*3 or (t...)*3 to repeat
 --decoder-first-pipeline-num-layers | int>=1 | layers; off: left out | layers of the first pipeline rank; the others share the rest evenly
@@ -59,7 +60,7 @@ LIVE = """
 --wgrad-deferral-limit | int>=0 | micro-batches; off: 0, all | put off only the first so many micro-batches' weight gradients (with --defer-embedding-wgrad-compute)
 --sequence-parallel | switch | off: left out | cut the residual stream along the sequence over the t ranks
 --distributed-backend | one of nccl,gloo | default: nccl on CUDA, gloo on CPU | communication library
---distributed-timeout-minutes | int>=1 | minutes | longest wait in a collective before the run stops
+--distributed-timeout-minutes | int[1,525600] | minutes | longest wait in a collective before the run stops
 --no-shared-memory | switch | off: left out | on a CPU, let the ranks of one host communicate through gloo instead of shared memory (ours, not Megatron's)
 --tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | communicate while the linear layers multiply (with --sequence-parallel): ring sends messages, symmetric uses memory that all ranks see, auto measures each matmul and takes the fastest
 --tp-comm-overlap-cache | text | file; off: left out, measure at each start | store what --tp-comm-overlap auto chose for this machine; a later run reads it instead of measuring (ours, not Megatron's)
@@ -81,7 +82,7 @@ LIVE = """
 --optimizer-backend | one of torch,apex,te | off: torch | package whose AdamW kernel updates the weights; apex and te need CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
---micro-batch-size | int>=1 | samples | samples of one forward on one rank, b
+--micro-batch-size | int[1,65536] | samples | samples of one forward on one rank, b
 --global-batch-size | int>=1 | samples; default: micro x data-parallel size | samples of one step over all ranks
 --step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch size, changing at these token counts: "0:768 250B:1536"
 --train-iters | int>=1 | steps; this or --train-samples | length of the run
@@ -114,7 +115,7 @@ LIVE = """
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
 --mock-data | switch | off: left out | train on made-up tokens and read no data file
---num-workers | int>=0 | threads; off: 0, read when needed | threads of each rank that read data ahead
+--num-workers | int[0,256] | threads; off: 0, read when needed | threads of each rank that read data ahead
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
@@ -175,6 +176,7 @@ LIVE = """
 --rerun-mode | one of disabled,validate_results | default: validate_results | run a step again whose gradient norm was not finite, to name the first value that is not
 --peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
 --hang-timeout | float>=5 | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
+--empty-unused-memory-level | one of 0,1,2 | off: 0 | give CUDA's unused memory back before each update and in evaluations (1), after each update too (2)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
@@ -220,7 +222,7 @@ class Flag:
         if self.rule == "texts":
             return tuple(values)
         if self.rule == "ints":
-            return tuple(_number(self.name, v, "int>=0") for v in values)
+            return tuple(read_number(self.name, v, "int>=0") for v in values)
         if self.rule == "text":
             if not values.strip():
                 raise UsageError(f"{self.name} is empty: leave the flag out instead")
@@ -230,24 +232,7 @@ class Flag:
             if values not in choices:
                 raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
             return int(values) if values.isdigit() else values
-        return _number(self.name, values, self.rule)
-
-
-def _number(name: str, text: str, rule: str) -> int | float:
-    """Read a number and check it against `rule`: int or float, then >=, > or [0,1)."""
-    kind, bound = re.fullmatch(r"(int|float)(.*)", rule).groups()  # type: ignore[union-attr]
-    words = {"int": "a whole number", "float": "a number"}[kind]
-    words += {"[0,1)": " from 0 to below 1"}.get(bound, f" {bound}".replace(">=", ">= "))
-    words = words.replace(" >0", " > 0")
-    try:
-        value = int(text) if kind == "int" else float(text)
-    except ValueError:
-        raise UsageError(f"{name} {text}: must be {words}") from None
-    low = 0.0 if bound == "[0,1)" else float(bound.lstrip(">="))
-    too_low = value <= low if bound.startswith(">") and "=" not in bound else value < low
-    if not math.isfinite(value) or too_low or (bound == "[0,1)" and value >= 1):
-        raise UsageError(f"{name} {text}: must be {words}")
-    return value
+        return read_number(self.name, values, self.rule)
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from training.run import cuda_memory
 from training.run.output import say, write_line, write_scalars
 from training.run.peak_flops import peak_flops
 from training.untrusted import owner_only, printable, private
@@ -124,6 +125,7 @@ class Log:
             "tokens_per_second": rate,
             "step_seconds": self.seconds / self.steps,
             "peak_memory_bytes": peak_memory(self.device),
+            **cuda_memory.numbers(self.device),
             "data_wait_seconds": self.data_wait / self.steps,
             "model_flops_per_second": rate * self.flops_per_token,
             "mfu": rate * self.flops_per_token / self.peak,

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mpu.comm.address import is_loopback, listen, resolve
-from mpu.comm.coordinator import named
+from mpu.comm.hang_judge import named
 from mpu.comm.wire import printable
 from mpu.grid import Launch
 from training.config import UsageError

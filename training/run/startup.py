@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
-from mpu.connect import share, share_gpus
+from mpu.connect import checksum, share, share_gpus
 from mpu.grid import Grid, Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
 from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
 from training.run.sources import sources
+from training.untrusted import sentence
 
 COMPARING = 60.0  # seconds, at most, that ranks which have met wait for one another
 
@@ -111,7 +112,9 @@ def connect(
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
-    if device.type == "cpu" and not p.no_shared_memory:
+    if config.fault.checksum_messages and grid.world_size > 1:
+        lines = checksum(grid)
+    elif device.type == "cpu" and not p.no_shared_memory:
         lines = share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
         lines = share_gpus(grid, device, timeout)
@@ -128,9 +131,7 @@ def refuse(
     stayed away, which is no mistake. alone: the ranks
     have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
     """
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
+    text = sentence(error)
     tell_launcher(text, error_file)
     absent = isinstance(error, MeetingError)
     if launch.local_rank == 0 or (isinstance(error, MeetingError) and not error.told):

@@ -19,7 +19,10 @@ from training.config import CheckpointConfig, Config, RunConfig
 
 
 class StopSignal:
-    """Turn SIGTERM, SIGUSR1 and Ctrl-C into an orderly end, while it is open as a context manager.
+    """Turn SIGTERM, SIGUSR1, Ctrl-C and the terminal's end into an orderly end of the run.
+
+    It does so while it is open as a context manager. The terminal's end (SIGHUP) counts unless the
+    run was started to outlive it, by nohup.
 
     Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
     shell's exit code for that signal, 128 + its number. While training, the first signal sets
@@ -35,7 +38,7 @@ class StopSignal:
     """
 
     ECHO, PATIENCE = 1.0, 3.0
-    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
         self.received = self.training = self._speak = False
@@ -50,12 +53,14 @@ class StopSignal:
         self._sockets[0].setblocking(False)
         # the interpreter writes a signal's number here at once, whatever the main thread is doing
         self._wakeup = signal.set_wakeup_fd(self._sockets[0].fileno(), warn_on_full_buffer=False)
-        self._before = [signal.signal(number, self._handle) for number in self.NUMBERS]
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in self.NUMBERS if n != signal.SIGHUP or not ignored]
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         threading.Thread(target=self._guard, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in zip(self.NUMBERS, self._before, strict=True):
+        for number, handler in self._before.items():
             # a repeated signal must not change the exit code of a run that the first one ended
             signal.signal(number, signal.SIG_IGN if self.received else handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -103,7 +108,7 @@ class StopSignal:
             self.received, self._name = True, signal.Signals(number).name
             if self._speak:  # not print(): the signal may have come in the middle of one
                 more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-                with suppress(OSError):  # a full disk
+                with suppress(OSError):  # a full disk, or a terminal that is gone
                     os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
 
     def _guard(self) -> None:

@@ -129,7 +129,7 @@ def test_tiktoken_survives_what_its_regex_does_not(tiktoken_path, text):
 
 def test_tiktoken_cuts_runs_where_llama3_does(tiktoken_path):
     """A run of exactly 25,000 stands; its 25,001st character starts a new piece."""
-    from training.data.tokenizer import _bounded_pieces
+    from training.data.tik_tokenizer import _bounded_pieces
 
     assert list(_bounded_pieces("x" * 25_000 + " y")) == ["x" * 25_000 + " y"]
     text = "a " + "x" * 50_001 + "  " + " " * 25_000 + "z"

@@ -21,7 +21,8 @@ LIVE = """
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
 --defer-embedding-wgrad-compute --deterministic-mode --device
---distributed-backend --distributed-timeout-minutes --dry-run --eod-mask-loss --eval-interval
+--distributed-backend --distributed-timeout-minutes --dry-run --empty-unused-memory-level
+--eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval

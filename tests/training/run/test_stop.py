@@ -79,7 +79,7 @@ def test_on_a_device_the_host_waits_for_a_copy_and_nothing_else(monkeypatch):
     assert calls[len(queued) :] == ["host waits for the event"]
 
 
-USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+USR1, TERM, INT, HUP = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def send(*numbers):
         os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [USR1, TERM, INT])
+@pytest.mark.parametrize("number", [USR1, TERM, INT, HUP])
 def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
     with pytest.raises(SystemExit) as ended:
         send(number)
@@ -116,6 +116,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
         ((TERM, TERM, USR1, TERM), "SIGTERM"),  # srun, slurmstepd, torchrun
         ((USR1, TERM, TERM), "SIGUSR1"),
         ((TERM, INT, USR1), "SIGTERM"),  # one Ctrl-C is not two
+        ((HUP, TERM), "SIGHUP"),  # the terminal is closed
     ],
 )
 def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd):
@@ -130,6 +131,19 @@ def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd
     more = "; saved: the same command goes on from there"
     assert note == f"stopped by {name} after iteration 12 of 40{more}"
     assert stop.code == 75
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            stop.begin(speak=True)
+            send(HUP)
+            time.sleep(0.1)
+            assert not stop.received and signal.getsignal(HUP) == signal.SIG_IGN
+        assert signal.getsignal(HUP) == signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
 
 
 def test_a_second_ctrl_c_ends_the_run_and_its_echo_does_not(stop, capfd):

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the sizes of a model, whoever wrote them: flags, a config.json, a checkpoint."""
+
+import math
+from typing import Any
+
+# the most of each, far beyond any model; the flags of training/flags/table.py have the same bounds
+MOST = {
+    "vocab_size": (1 << 31) - 1,
+    "hidden_size": 1 << 20,
+    "ffn_hidden_size": 1 << 23,
+    "num_layers": 1 << 10,
+    "num_attention_heads": 1 << 16,
+    "num_query_groups": 1 << 16,
+    "kv_channels": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    "rope_original_length": 1 << 40,
+    "make_vocab_size_divisible_by": (1 << 31) - 1,
+}
+POSITIVE = ("rotary_base", "norm_epsilon", "init_method_std")
+IN_JSON = {  # their names in a config.json
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "rotary_base": "rope_theta",
+    "norm_epsilon": "rms_norm_eps",
+    "init_method_std": "initializer_range",
+}
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ValueError, naming the field, for sizes that no model has. config: a LlamaConfig."""
+
+    def refuse(name: str, rule: str) -> ValueError:
+        also = f" ({IN_JSON[name]})" if name in IN_JSON else ""
+        return ValueError(f"{name}{also} is {getattr(config, name)!r}: it must be {rule}")
+
+    for name, most in MOST.items():
+        value, least = getattr(config, name), int(name != "kv_channels")
+        if type(value) is not int or not least <= value <= most:
+            raise refuse(name, f"a whole number from {least} to {most}")
+    for name in (*POSITIVE, "rope_scaling_factor"):
+        value, off = getattr(config, name), name == "rope_scaling_factor"
+        if type(value) not in (int, float) or not (0 < value < math.inf or off and value == 0):
+            raise refuse(name, "a finite number above 0")
+    heads = config.num_attention_heads
+    if config.kv_channels == 0 and config.hidden_size % heads:
+        raise refuse("num_attention_heads", f"a divisor of hidden_size, {config.hidden_size}")
+    if heads % config.num_query_groups:
+        raise refuse("num_query_groups", f"a divisor of num_attention_heads, {heads}")

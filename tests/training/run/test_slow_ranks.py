@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank or link is slow, from tables of times that were made up; real runs are in
+tests/faults/test_slow_ranks.py.
+"""
+
+import math
+import random
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpu.grid import Grid, Launch
+from training.run import gpu_health
+from training.run.gpu_health import Health, read_health
+from training.run.slow_ranks import Layout, Row, diagnose
+
+NONE = {"tp": 0.0, "cp": 0.0, "dp": 0.0, "pp": 0.0}
+STEP = 0.100
+
+
+def layout(world: int, tp: int = 1, pp: int = 1) -> Layout:
+    return Layout.of(Grid(world, tp, 1, pp, Launch(0, world)))
+
+
+def clean(world: int, own: float = 0.080, axis: str = "dp", **links: float) -> list[Row]:
+    """Return rows of ranks that differ in nothing; the rest of the step is a wait on the axis."""
+    row = Row(STEP, 0.001, own, 0.0005, NONE | {axis: STEP - own - 0.001} | links)
+    return [row] * world
+
+
+def slower(rows: list[Row], rank: int, seconds: float, data: bool = False) -> list[Row]:
+    """Let one rank work (or wait for data) longer, so that all others wait for it."""
+    out = []
+    for r, row in enumerate(rows):
+        links = row.links
+        if r != rank:
+            links = {name: wait + seconds * (wait > 0) for name, wait in links.items()}
+        own = row.own + seconds * (r == rank and not data)
+        late = row.data + seconds * (r == rank and data)
+        out.append(replace(row, step=row.step + seconds, own=own, data=late, links=links))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("data", [False, True])
+def test_the_rank_that_does_not_wait_is_the_slow_one(world: int, data: bool) -> None:
+    rank = world - 1
+    slow = diagnose(slower(clean(world), rank, 0.030, data), layout(world), None)
+    assert slow is not None and slow.counts and slow.ranks == (rank,)
+    assert slow.what == ("data" if data else "compute")
+    assert str(slow) == (
+        f"rank {rank} is slow in {slow.what}: 30.0 ms of each step of 130.0 ms (23%)"
+    )
+
+
+def test_stages_differ_and_are_compared_with_ranks_of_their_own() -> None:
+    """tp 2, pp 2: the second stage has the head, and its second rank is slow."""
+    rows = clean(2, own=0.050, axis="pp") + clean(2, own=0.090, axis="pp")
+    where = layout(4, tp=2, pp=2)
+    assert where.stages == ((0, 1), (2, 3))
+    assert diagnose(rows, where, None) is None
+    slow = diagnose(slower(rows, 3, 0.030), where, None)
+    assert slow is not None and slow.ranks == (3,) and slow.what == "compute"
+
+
+def test_a_stage_of_one_rank_is_compared_with_its_youth() -> None:
+    young = [clean(1, own=0.050, axis="pp")[0], clean(1, own=0.090, axis="pp")[0]]
+    where = layout(2, pp=2)
+    assert diagnose(young, where, None) is None and diagnose(young, where, young) is None
+    slow = diagnose(slower(young, 0, 0.030), where, young)
+    assert slow is not None and slow.ranks == (0,) and slow.what == "compute"
+
+
+def test_a_host_that_slows_all_ranks_down_makes_none_of_them_slow() -> None:
+    young = clean(2)
+    rows = [replace(r, step=0.2, own=0.160, links=NONE | {"dp": 0.038}) for r in young]
+    slow = diagnose(rows, layout(2), young)
+    assert slow is None or not slow.counts
+
+
+def test_a_link_is_slow_where_even_the_last_to_come_waits() -> None:
+    """tp 2, dp 2: the ranks 2 and 3 take longer over tp; 0 and 1 wait for them over dp."""
+    base = clean(4, own=0.080, axis="tp", dp=0.001)
+    rows = [
+        replace(
+            row,
+            step=STEP + 0.03,
+            links=row.links | ({"tp": 0.049} if r >= 2 else {"dp": 0.031}),
+        )
+        for r, row in enumerate(base)
+    ]
+    slow = diagnose(rows, layout(4, tp=2), None)
+    assert slow is not None and slow.counts
+    assert str(slow).startswith("the tp link of ranks 2, 3 is slow: 30.0 ms of each step of 130.0")
+
+
+def test_the_only_link_of_an_axis_is_compared_with_its_youth() -> None:
+    young = clean(2)
+    rows = [replace(r, step=STEP + 0.03, links=NONE | {"dp": 0.049}) for r in young]
+    assert diagnose(rows, layout(2), None) is None
+    slow = diagnose(rows, layout(2), young)
+    assert slow is not None and slow.counts and slow.ranks == (0, 1) and slow.what == "dp"
+
+
+@pytest.mark.parametrize("seconds, counts", [(0.009, False), (0.012, True)])
+def test_less_than_a_tenth_of_a_step_is_no_slow_rank(seconds: float, counts: bool) -> None:
+    slow = diagnose(slower(clean(4), 2, seconds), layout(4), None)
+    assert slow is not None and slow.ranks == (2,) and slow.counts is counts
+
+
+def test_what_lies_within_the_noise_of_the_steps_is_none() -> None:
+    noisy = [replace(row, noise=0.010) for row in slower(clean(4), 2, 0.030)]
+    assert diagnose(noisy, layout(4), None) is None
+
+
+def test_a_thousand_tables_of_chance_name_nobody() -> None:
+    draw = random.Random(5)
+    for case in range(1000):
+        world = draw.choice([2, 4, 8])
+        tables = []
+        for _ in range(2):
+            own = [0.080 + draw.gauss(0, 0.001) for _ in range(world)]
+            last = max(own)
+            tables.append(
+                [
+                    Row(STEP, 0.001, x, 0.001, NONE | {"dp": 0.01 + last - x + draw.random() / 1e3})
+                    for x in own
+                ]
+            )
+        slow = diagnose(tables[0], layout(world), tables[1])
+        assert slow is None or not slow.counts, f"case {case}: {slow}"
+
+
+def test_a_gpu_with_a_lower_clock_is_named() -> None:
+    rows = [replace(row, health=Health(1980.0, 60.0, 650.0)) for row in clean(4)]
+    assert diagnose(rows, layout(4), None) is None
+    rows[1] = replace(rows[1], health=Health(1095.0, 87.0, 310.0))
+    slow = diagnose(rows, layout(4), None)
+    assert slow is not None and slow.counts
+    assert str(slow).startswith("rank 1 is slow in compute: 44.7 ms of each step of 100.0 ms (45%)")
+    assert str(slow).endswith("; its GPU runs at 1,095 MHz, 87 C, 310 W")
+
+
+class FakeNvml:
+    """What is used of pynvml, and a device without sensors."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, sensors: bool) -> None:
+        self.sensors = sensors
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> bytes:
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle: bytes, kind: int) -> int:
+        if not self.sensors:
+            raise self.NVMLError
+        assert handle == b"GPU-12-34" and kind == 1
+        return 1410
+
+    def nvmlDeviceGetTemperature(self, handle: bytes, kind: int) -> int:
+        return 83
+
+    def nvmlDeviceGetPowerUsage(self, handle: bytes) -> int:
+        return 690_000
+
+
+@pytest.mark.parametrize("sensors", [True, False])
+def test_a_gpu_is_read_where_pynvml_is_installed(
+    monkeypatch: pytest.MonkeyPatch, sensors: bool
+) -> None:
+    properties: Any = lambda device: SimpleNamespace(uuid="12-34")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(sensors))
+    gpu_health._open.cache_clear()
+    health = read_health(torch.device("cuda", 0))
+    gpu_health._open.cache_clear()
+    assert (health == Health(1410.0, 83.0, 690.0)) is sensors
+    assert math.isnan(health.clock) is not sensors
+
+
+def test_without_pynvml_and_on_a_cpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpu_health._open.cache_clear()
+    assert read_health(torch.device("cuda", 0)).words() == ""
+    assert read_health(torch.device("cpu")).words() == ""
+    gpu_health._open.cache_clear()

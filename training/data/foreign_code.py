@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tokenizers share: how their files are read, and calls of libraries in other languages."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from training.untrusted import read_plain
+
+LARGEST = 1 << 29  # bytes of a tokenizer's file
+
+
+def read_model(path: str, flag: str = "--tokenizer-model") -> bytes:
+    """Return a tokenizer's file. Raises ValueError naming the flag."""
+    try:
+        return read_plain(path, LARGEST)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
+def begin(tokenizer: Any, wanted: bool) -> list[int]:
+    """Return [bos] where it is wanted. Raises ValueError for a tokenizer without one."""
+    if not wanted:
+        return []
+    if tokenizer.bos is None:
+        raise ValueError(f"this {tokenizer.name} has no beginning-of-text token")
+    return [tokenizer.bos]
+
+
+@contextmanager
+def calling(what: str, mute: bool = False) -> Iterator[None]:
+    """Raise ValueError, beginning with `what`, where the block's calls fail.
+
+    The libraries raise plain Exceptions, and where Rust panics a BaseException. mute: keep what
+    they print meanwhile, a panic's backtrace, off the terminal; for the start of a process only.
+    """
+    kept = os.dup(2) if mute else -1
+    try:
+        if mute:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 2)
+            os.close(null)
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{what}: {lines[0]}") from None
+    finally:
+        if mute:
+            os.dup2(kept, 2)
+            os.close(kept)
