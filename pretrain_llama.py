@@ -61,7 +61,7 @@ from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import cuda_memory, memory_report
+from training.run import cuda_memory, memory_report, startup
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
@@ -335,12 +335,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             monitor = FailureMonitor(watch=watch)
             if store is not None:
                 compare(config, digests, launch, store)
-                who, point = (launch.rank, launch.world), launch.point
-                tell = partial(tell_launcher, error_file=report_to)
-                monitor = FailureMonitor(
-                    *who, store, point.host, point.secret,
-                    silence=config.fault.peer_timeout, watch=watch, tell=tell,
-                )  # fmt: skip
+                monitor = startup.watch_peers(config, launch, store, watch, report_to)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)

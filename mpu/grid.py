@@ -31,35 +31,9 @@ from mpu.comm.collectives import ProcessGroupTransport, group_of
 from mpu.comm.secret import run_secret
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
+from mpu.launcher import MeetingPoint
 
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
-
-    agent: torchrun's agent keeps the store, over all restarts. attempt: how many restarts there
-    were on this node. secret: what only this run's ranks know; b"" where nobody set one.
-    """
-
-    host: str = ""
-    port: int = 0
-    agent: bool = False
-    attempt: str = "0"
-    secret: bytes = field(default=b"", repr=False)
-
-    @classmethod
-    def from_env(cls) -> "MeetingPoint":
-        """Read the environment. Raises ValueError, and OSError for WEFT_SECRET_FILE."""
-        e, port = os.environ, os.environ.get("MASTER_PORT", "")
-        return cls(
-            e.get("MASTER_ADDR", ""),
-            int(port) if port.isascii() and port.isdigit() else 0,  # check_meeting complains
-            e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            e.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
-        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +79,10 @@ class Launch:
                 f"the environment says rank {launch.rank} of {launch.world}, and on this node "
                 f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
             )
-        return replace(launch, point=MeetingPoint.from_env()) if launch.world > 1 else launch
+        if launch.world == 1:
+            return launch
+        secret = run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE"))
+        return replace(launch, point=MeetingPoint.from_env(secret))
 
     def check_meeting(self) -> None:
         """Raise ValueError where several ranks are not told where to meet."""

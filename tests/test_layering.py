@@ -22,7 +22,7 @@ MAY = {
     "mpu/gradients.py": (),
     "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native"),
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
-    "mpu/grid.py": ("mpu.comm",),
+    "mpu/grid.py": ("mpu.comm", "mpu.launcher"),
     "mpu/connect.py": ("mpu.comm", "mpu.grid"),
     "mpu/context.py": ("mpu.comm.transport", "mpu.gradients", "mpu.grid", "mpu.param"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients",

@@ -13,11 +13,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
@@ -90,6 +93,25 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def watch_peers(
+    config: Config, launch: Launch, store: dist.Store, watch: HangWatch, error_file: str | None
+) -> FailureMonitor:
+    """Return this rank's end of the failure channel. Raises MeetingError where it is not joined."""
+    try:
+        return FailureMonitor(
+            launch.rank,
+            launch.world,
+            store,
+            launch.point.host,
+            launch.point.secret,
+            silence=config.fault.peer_timeout,
+            watch=watch,
+            tell=partial(tell_launcher, error_file=error_file),
+        )
+    except CommunicationError as error:
+        raise MeetingError(f"rank {launch.rank}: {error}") from None
 
 
 def connect(
