@@ -6,6 +6,7 @@ one rank does (a file is missing on one machine, flags differ), it tells the oth
 store at which the ranks meet. Later failures are the business of mpu/comm/failure_monitor.py.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -24,7 +25,8 @@ from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
@@ -95,21 +97,23 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
-def watch_peers(
-    config: Config, launch: Launch, store: dist.Store, watch: HangWatch, error_file: str | None
+def new_monitor(
+    config: Config, grid: Grid, launch: Launch, store: Any, error_file: str | None
 ) -> FailureMonitor:
-    """Return this rank's end of the failure channel. Raises MeetingError where it is not joined."""
+    """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
+
+    error_file: where torchrun looks for the cause. Raises MeetingError where it is not joined.
+    """
+    deadline = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
+    if store is None:
+        return FailureMonitor(watch=watch)
+    tell, point = partial(tell_launcher, error_file=error_file), launch.point
     try:
         return FailureMonitor(
-            launch.rank,
-            launch.world,
-            store,
-            launch.point.host,
-            launch.point.secret,
-            silence=config.fault.peer_timeout,
-            watch=watch,
-            tell=partial(tell_launcher, error_file=error_file),
-        )
+            launch.rank, launch.world, store, point.host, point.secret,
+            silence=config.fault.peer_timeout, watch=watch, tell=tell,
+        )  # fmt: skip
     except CommunicationError as error:
         raise MeetingError(f"rank {launch.rank}: {error}") from None
 
@@ -189,6 +193,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
     that forbids it ("terminate called without an active exception").
     """
+    faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     try:
         code = main()
     except SystemExit as end:  # --help, or a signal
