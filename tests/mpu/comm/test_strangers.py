@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm import door, failure_monitor, wire
+from mpu.comm import coordinator, door, failure_monitor, wire
 from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import Cause
 from mpu.comm.failure_monitor import FailureMonitor
@@ -227,6 +227,18 @@ def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(CommunicationError, match="it knows another secret"):
             Staying(1, 2, store, "127.0.0.1", SECRET)
+
+
+def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "JOIN", 0.5)
+    store = dist.HashStore()
+    first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
+    with pytest.raises(CommunicationError, match="it knows another secret: all ranks of a run"):
+        Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
+    wait_until(lambda: first.first is not None)
+    assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
+    first._left = first._said = True
+    first._connection.close()
 
 
 def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
