@@ -341,7 +341,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                     *who, store, point.host, point.secret,
                     silence=config.fault.peer_timeout, watch=watch, tell=tell,
                 )  # fmt: skip
-            with monitor:
+            with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
