@@ -28,7 +28,8 @@ from model.load import model_file_of, saved_config
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, whole
 from training.checkpoint import find_latest, load, parameter_pieces

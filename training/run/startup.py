@@ -14,15 +14,19 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
@@ -91,6 +95,24 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def new_monitor(
+    config: Config, grid: Grid, launch: Launch, store: Any, error_file: str | None
+) -> FailureMonitor:
+    """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
+
+    error_file: where torchrun looks for the cause.
+    """
+    deadline = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
+    if store is None:
+        return FailureMonitor(watch=watch)
+    tell, point = partial(tell_launcher, error_file=error_file), launch.point
+    return FailureMonitor(
+        launch.rank, launch.world, store, point.host, point.secret,
+        silence=config.fault.peer_timeout, watch=watch, tell=tell,
+    )  # fmt: skip
 
 
 def connect(
