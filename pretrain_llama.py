@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor:
+            with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
