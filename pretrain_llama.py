@@ -280,7 +280,7 @@ def train(
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
                 hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
-            elif keep:
+            elif keep and not guard.skipping:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
