@@ -170,11 +170,10 @@ class FailureMonitor:
         turn = sent = heard = time.monotonic()
         hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
-        if self._connection is not None:
-            self._connection.send("place", said=json.dumps(self.watch.dump.address()))
+        assert self._connection is not None
+        self._connection.send("place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
-            assert connection is not None
             for kind, fields in messages:
                 if kind == "cause":
                     self._stop(Cause(**fields))
