@@ -137,16 +137,6 @@ class FailureMonitor:
         place = json.dumps(self.watch.dump.address())
         return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
 
-    @property
-    def action(self) -> str:
-        """What the rank is doing, in words; a new one is a sign that it moves."""
-        return self._action
-
-    @action.setter
-    def action(self, words: str) -> None:
-        self._action = words
-        self.watch.note()
-
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save") with an action."""
         self.watch.enter(phase)
@@ -209,7 +199,8 @@ class FailureMonitor:
                 sent = now
                 self.watch.arm(self._silence, several=True)
                 connection.send("beat", action=self.action)
-                connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+                status = self.watch.status(self.action, self._beat)
+                connection.send("status", said=json.dumps(status))
             for address, seconds in links.dead():
                 connection.send("unheard", address=address, seconds=seconds)
 

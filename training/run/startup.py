@@ -6,6 +6,7 @@ one rank does (a file is missing on one machine, flags differ), it tells the oth
 store at which the ranks meet. Later failures are the business of mpu/comm/failure_monitor.py.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -24,7 +25,8 @@ from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
@@ -188,6 +190,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
     that forbids it ("terminate called without an active exception").
     """
+    faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     try:
         code = main()
     except SystemExit as end:  # --help, or a signal
