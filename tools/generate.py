@@ -31,7 +31,7 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import unique_parameters
-from tools.command_line import MOST, Parser, whole
+from tools.command_line import Parser, whole
 from training.checkpoint import find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer

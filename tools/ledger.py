@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from mpu.grid import Grid
-from tools.command_line import MOST, Parser, told, whole
+from tools.command_line import Parser, told, whole
 from training.checkpoint import find_latest
 from training.config import Config
 from training.data.build import build_loaders

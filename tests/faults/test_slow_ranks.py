@@ -23,7 +23,7 @@ LAYOUTS = {
 PLACES = {  # what: (point, how, seconds)
     "data": ("data", "slow", 0.2),
     "compute": ("forward", "slow", 0.2),
-    "link": ("a wait begins", "slow after", 0.02),
+    "link": ("a wait", "slow inside", 0.02),
 }
 BEGINS = 45  # the step; before it a run is young
 
