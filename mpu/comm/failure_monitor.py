@@ -138,7 +138,7 @@ class FailureMonitor:
         return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
 
     def enter(self, phase: str, action: str) -> None:
-        """Begin a phase ("data", "step", "evaluation", "save") with an action."""
+        """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
         self.watch.enter(phase)
         self.action = action
 
