@@ -195,7 +195,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
-        monitor.action = "drawing the initial weights"
+        monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
         model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),

@@ -133,7 +133,7 @@ class FailureMonitor:
         return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
 
     def enter(self, phase: str, action: str) -> None:
-        """Begin a phase ("data", "step", "evaluation", "save") with an action."""
+        """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
         self.watch.enter(phase)
         self.action = action
 
@@ -155,11 +155,10 @@ class FailureMonitor:
         turn = sent = heard = time.monotonic()
         hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
-        if self._connection is not None:
-            self._connection.send("place", said=json.dumps(self.watch.dump.address()))
+        assert self._connection is not None
+        self._connection.send("place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
-            assert connection is not None
             for kind, fields in messages:
                 if kind == "cause":
                     self._stop(Cause(**fields))
