@@ -7,6 +7,7 @@ fetches the files of one other node, so that the loss of a node leaves a copy.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from tools.supervise_wire import BLOB_LIMIT, Channel, Listener, WireError, call
 
 SCRIPT = Path(__file__).resolve().parent / "supervise_ranks.py"
 MEMORY = Path("/dev/shm")
+NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress
 PROGRESS = struct.Struct("=qdqdq")  # as training/run/supervised.py writes it
 NEEDS = re.compile(r"needs_(\d{8,})\.json")
@@ -35,21 +37,38 @@ FILE = re.compile(r"[\w][\w.-]{0,200}")
 Event = dict[str, Any]
 
 
-def memory_directory() -> Path:
+def memory_directory() -> tuple[Path, int]:
     """Make this supervisor's directory in the host's memory, for this user alone.
 
-    Those of earlier supervisors that were killed are removed: nobody holds their pipe's lock.
+    Return it and a descriptor that locks it, also in whoever inherits that. Directories that nobody
+    holds any more are removed: their supervisors were killed, with all that they had started.
     """
     base = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     for old in base.glob(f"weft-{os.getuid()}-*"):
-        pid = old.name.rpartition("-")[0].rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not old.is_symlink():
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            if time.time() - old.lstat().st_mtime > NEW and (fd := _lock(old)) is not None:
+                shutil.rmtree(old, ignore_errors=True)
+                os.close(fd)
     path = base / f"weft-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
     for name in ("memory", "errors"):
         (path / name).mkdir(mode=0o700)
-    return path
+    held = _lock(path)
+    assert held is not None, f"{path} is new, and locked"
+    return path, held
+
+
+def _lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock of a directory of this user's, or None."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_uid == os.getuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
 
 
 def _received(sock: socket.socket) -> bytes:
@@ -75,7 +94,7 @@ class Node:
     ) -> None:  # fmt: skip
         self.argv, self.warm, self.event = argv, options.warm, event
         self.secret, self.silence, self.attempt = secret, options.peer_timeout, 0
-        self.directory = memory_directory()
+        self.directory, self._held = memory_directory()
         self.memory = self.directory / "memory"
         self._kept, self._closed, self.port = dict[str, int](), False, 0
 
@@ -98,9 +117,10 @@ class Node:
         self._sock = ours
         with theirs:
             words = [str(theirs.fileno()), str(self.directory), "warm" if self.warm else "cold"]
+            kept = [theirs.fileno(), self._held]
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), *words],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True,
             )  # fmt: skip
         threading.Thread(target=self._listen, args=(ours,), name="ranks", daemon=True).start()
 
@@ -259,3 +279,4 @@ class Node:
         self._sock.shutdown(socket.SHUT_WR)  # it waits for the ranks, then ends
         self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._held)
