@@ -4,7 +4,8 @@
     python tests/chaos/storm.py --minutes 20 --seed 1          as many as 20 minutes take
     python tests/chaos/storm.py --cases 300 --out runs/chaos   so many; table.md and storm.json
 
-Exits 1 if a promise was broken; of the names 98% must be right. It needs Linux and root, for small disks and network namespaces.
+Exits 1 if a promise was broken; of the names 98% must be right. It needs Linux and root, for small
+disks and network namespaces.
 """
 
 import argparse
