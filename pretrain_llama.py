@@ -34,11 +34,10 @@ from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
-from mpu.grid import Grid, Launch
-from mpu.launcher import launched_by, shares_cores
+from mpu.grid import Grid
+from mpu.launch import Launch, launched_by, shares_cores
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
@@ -71,7 +70,7 @@ from training.run.overlap import Overlap, settle
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
-from training.run.startup import as_process, compare, connect, refuse, tell_launcher
+from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
 from training.untrusted import printable
@@ -116,7 +115,6 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
-    cuda_memory.empty(run.config, run.device, level=2)
     return total[0] / total[1].clamp(min=1), norm, found_inf
 
 
@@ -141,7 +139,8 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
-    cuda_memory.empty(run.config, run.device, level=1)
+    if run.config.fault.empty_unused_memory_level:
+        cuda_memory.empty(run.config, run.device, level=1)
     return total
 
 
@@ -237,13 +236,14 @@ def train(
             decoupled = decoupled_learning_rate(config, run.consumed)
             run.monitor.enter("step", f"iteration {run.iteration + 1}")
             loss, norm, found_inf = train_step(run, batches, lr, decoupled)
+            cuda_memory.empty(config, run.device, level=2)
             saver.poll()
             over = time_is_up(settings, started) or bool(saver.failed)
             spiked = guard.spiked(loss, norm)
             heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
-            values = measured(run, loss, norm, lr) if log.due(run.iteration) else {}
+            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm)
             values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,
@@ -292,14 +292,6 @@ def train(
                 return
 
 
-def measured(run: Run, loss: Tensor, norm: Tensor, lr: float) -> dict[str, float]:
-    """Return the numbers of one step that the log writes. Waits for the device."""
-    values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
-    if run.config.log.log_params_norm:
-        values["params_norm"] = run.optimizer.params_norm().item()
-    return values
-
-
 def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """Run; return the exit code. parent: the process that started this one.
 
@@ -331,16 +323,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
-            watch = HangWatch(grid.waits, timeout.total_seconds(), config.fault.hang_timeout)
-            monitor = FailureMonitor(watch=watch)
             if store is not None:
                 compare(config, digests, launch, store)
-                who, point = (launch.rank, launch.world), launch.point
-                tell = partial(tell_launcher, error_file=report_to)
-                monitor = FailureMonitor(
-                    *who, store, point.host, point.secret,
-                    silence=config.fault.peer_timeout, watch=watch, tell=tell,
-                )  # fmt: skip
+            monitor = new_monitor(config, grid, launch, store, report_to)
             with monitor:
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
@@ -383,17 +368,12 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     saver.overlap_choices = overlap.chosen.choices
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(
-        config.log,
-        rank=grid.rank,
-        world_size=grid.world_size,
+        config.log, rank=grid.rank, world_size=grid.world_size,
         flops_per_token=model_profile(config, model_provider).flops,
-        dtype=config.run.dtype,
-        device=run.device,
-        total_iterations=total,
-        total_samples=config.batch.train_samples,
-        start_iteration=run.iteration,
+        dtype=config.run.dtype, device=run.device, total_iterations=total,
+        total_samples=config.batch.train_samples, start_iteration=run.iteration,
         run_config=config.flat(),
-    )
+    )  # fmt: skip
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")

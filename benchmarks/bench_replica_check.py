@@ -39,7 +39,7 @@ def rank_main(rank: int, world: int, port: int, rounds: int, more: list[str], ou
     import pretrain_llama
     from mpu.comm.failure_monitor import FailureMonitor
     from mpu.connect import share
-    from mpu.grid import Launch, bind_loopback
+    from mpu.launch import Launch, bind_loopback
     from mpu.zero.replica_check import ReplicaCheck
     from training.data.build import build_loaders
     from training.data.tokenizer import tokenizer_for

@@ -15,9 +15,6 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-import os
-import re
-import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
@@ -28,130 +25,11 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.collectives import ProcessGroupTransport, group_of
-from mpu.comm.secret import run_secret
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
+from mpu.launch import Launch, bind_loopback
 
 NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
-
-    agent: torchrun's agent keeps the store, over all restarts. attempt: how many restarts there
-    were on this node. secret: what only this run's ranks know; b"" where nobody set one.
-    """
-
-    host: str = ""
-    port: int = 0
-    agent: bool = False
-    attempt: str = "0"
-    secret: bytes = field(default=b"", repr=False)
-
-    @classmethod
-    def from_env(cls) -> "MeetingPoint":
-        """Read the environment. Raises ValueError, and OSError for WEFT_SECRET_FILE."""
-        e, port = os.environ, os.environ.get("MASTER_PORT", "")
-        return cls(
-            e.get("MASTER_ADDR", ""),
-            int(port) if port.isascii() and port.isdigit() else 0,  # check_meeting complains
-            e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            e.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
-        )
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher said: this process's rank in the world and on its node, and their sizes."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    srun: bool = False
-    attempt: int = 0  # restarts before this start
-    supervisor: str = ""  # tools/supervise.py's directory in this host's memory
-    point: MeetingPoint = field(default=MeetingPoint(), compare=False)
-
-    @classmethod
-    def from_env(cls) -> "Launch":
-        """Read the variables of torchrun (RANK, WORLD_SIZE, ...), or else srun's; a plain `python`
-        run is a world of one, also in a SLURM job where no step has begun. Raises ValueError.
-        """
-        e = os.environ
-        if "SLURM_STEP_ID" in e and "SLURM_PROCID" in e and not {"RANK", "WORLD_SIZE"} & e.keys():
-            per_node = e.get("SLURM_STEP_TASKS_PER_NODE", "")
-            launch = cls(
-                _number("SLURM_PROCID"),
-                _number("SLURM_STEP_NUM_TASKS"),
-                _number("SLURM_LOCALID"),
-                tasks_of_node(per_node, _number("SLURM_NODEID")),
-                srun=True,
-            )
-        else:
-            world = _number("WORLD_SIZE", "1")
-            launch = cls(
-                _number("RANK", "0"),
-                world,
-                _number("LOCAL_RANK", "0"),
-                _number("LOCAL_WORLD_SIZE", str(world)),
-                attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
-                supervisor=e.get("WEFT_SUPERVISOR", ""),
-            )
-        if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
-            raise ValueError(
-                f"the environment says rank {launch.rank} of {launch.world}, and on this node "
-                f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
-            )
-        return replace(launch, point=MeetingPoint.from_env()) if launch.world > 1 else launch
-
-    def check_meeting(self) -> None:
-        """Raise ValueError where several ranks are not told where to meet."""
-        needed = (
-            ("MASTER_ADDR", "MASTER_PORT") if self.srun else ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        )
-        missing = [name for name in needed if not os.environ.get(name)]
-        if self.world == 1:
-            return
-        if not missing and not 0 < _number("MASTER_PORT") < 65536:
-            raise ValueError(f"MASTER_PORT is {self.point.port}: it must be 1 to 65535")
-        if not missing:
-            return
-        if self.srun:
-            raise ValueError(
-                f"srun starts {self.world} ranks but {missing[0]} is not set: export it before "
-                "srun, as examples/slurm_ranks.sh does"
-            )
-        raise ValueError(
-            f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or srun"
-        )
-
-
-def _number(name: str, default: str | None = None) -> int:
-    """Read a count from the environment. Raises ValueError."""
-    text = os.environ.get(name, default)
-    if text is None or not (text.isascii() and text.isdigit()):
-        found = "is not set" if text is None else f"is {text!r}"
-        raise ValueError(f"{name} in the environment {found}: it must be a whole number >= 0")
-    return int(text)
-
-
-def tasks_of_node(text: str, node: int) -> int:
-    """Return how many tasks of a SLURM step run on its node `node`. Raises ValueError.
-
-    text: the tasks of all nodes, as SLURM writes them: "8(x15),4".
-    """
-    left = node
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
-        left -= int(times or 1)
-        if left < 0:
-            return int(count)
-    raise ValueError(
-        f"SLURM_STEP_TASKS_PER_NODE in the environment is {text!r}: it does not say how many tasks "
-        f"run on node {node}"
-    )
 
 
 @dataclass
@@ -323,12 +201,3 @@ class Grid:
             f"TP {self.tp_size} x CP {self.cp_size} x DP {self.dp_size} x PP {self.pp_size} "
             f"= {self.world_size} ranks"
         )
-
-
-def bind_loopback() -> None:
-    """Let gloo use the loopback device when all ranks are on this host.
-
-    Without it gloo resolves the host's own name, which fails on many laptops.
-    """
-    if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

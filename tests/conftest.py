@@ -50,7 +50,8 @@ class Comm:
         memory: its ranks share memory, as those of a run on one host do.
         """
         from mpu.connect import share
-        from mpu.grid import Grid, Launch
+        from mpu.grid import Grid
+        from mpu.launch import Launch
 
         key = (tp, cp, pp, instances, memory)
         grids = self.__dict__.setdefault("grids", {})
@@ -69,7 +70,7 @@ def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    from mpu.grid import bind_loopback
+    from mpu.launch import bind_loopback
 
     bind_loopback()
     dist.init_process_group(

@@ -141,7 +141,7 @@ def main(port: int, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from mpu.grid import Launch
+    from mpu.launch import Launch
     from pretrain_llama import make_grid
     from tools.explain import explain, tiny
 

@@ -18,6 +18,7 @@ network namespace of each rank; "env"; and "stdout", a path.
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
+from mpu.comm.hang_watch import HangWatch  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
 
@@ -106,10 +108,13 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     if "silence" in patience:
         argv += ["--peer-timeout", str(patience.pop("silence"))]
     if "floor" in patience:  # the least limit of a phase
-        pretrain_llama.HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
+        HangWatch.__init__.__kwdefaults__["floor"] = patience.pop("floor")
     pretrain_llama.FailureMonitor.__init__.__kwdefaults__.update(patience)
     if job.get("timeout"):
         shorten(job["timeout"])
+    if "descriptors" in job:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (job["descriptors"], hard))
     if "meeting" in job:  # seconds that ranks wait for each other there
         meet = pretrain_llama.meet
         pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mpu.grid import Launch, tasks_of_node
+from mpu.launch import Launch, tasks_of_node
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}

@@ -95,6 +95,7 @@ def by_train(case, monkeypatch):
     )
     run = SimpleNamespace(
         config=config,
+        optimizer=SimpleNamespace(params_norm=None),
         iteration=0,
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),
@@ -125,6 +126,7 @@ def by_train(case, monkeypatch):
     loader = SimpleNamespace(next_global_batch=batches)
     log = SimpleNamespace(
         due=lambda iteration: False,
+        values=lambda *about: {},
         step=lambda **numbers: None,
         note=lambda text: None,
         validation=lambda iteration, loss: None,

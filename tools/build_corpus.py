@@ -21,6 +21,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from tools.command_line import Parser, told
 from training.data.shards import documents
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from mpu.pipeline.draw import caption, draw, heading
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
 from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 import torch
 import torch.distributed as dist
 
-from mpu.grid import bind_loopback
+from mpu.launch import bind_loopback
 from tools.fork_check_case import Case, Desk
 from tools.fork_check_layouts import cases, sizes
 from tools.fork_check_rank import work

@@ -29,7 +29,7 @@ from torch import Tensor
 from model.load import load_model_file
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
-from mpu.grid import Launch
+from mpu.launch import Launch
 from mpu.zero.gradient_check import GradientCheck
 from pretrain_llama import Run, build, make_grid, model_provider
 from tools.fork_check_case import (

@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from model.llama import Llama
 from model.load import model_file_of, saved_config
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, whole
 from training.checkpoint import find_latest, load, parameter_pieces
@@ -189,7 +192,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     )
     add(
         "--num-samples",
-        type=whole(-MOST, 1 << 16),
+        type=whole(high=1 << 16),
         default=1,
         metavar="N",
         help="continuations (1)",

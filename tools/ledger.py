@@ -6,7 +6,9 @@
 For each step: the samples consumed before it, its batch size, and a SHA-256 of the (sample,
 dataset, document, offset) of all its rows, as the loaders of all data-parallel ranks hand them out.
 The lines depend on data, seed, sequence length and batch size only. They must be the same for every
-number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows.
+number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows. A
+step that is counted and not trained on says "passed over": those of --iterations-to-skip, and those
+that the newest checkpoint of --load says a rewind passed over.
 """
 
 import hashlib
@@ -15,8 +17,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.grid import Grid
 from tools.command_line import Parser, told, whole
+from training.checkpoint import find_latest
 from training.config import Config
 from training.data.build import build_loaders
 from training.data.tokenizer import Tokenizer, tokenizer_for
@@ -33,11 +40,13 @@ class Entry:
     step: int
     consumed: int
     rows: tuple[Row, ...]
+    passed_over: bool = False
 
     def line(self) -> str:
         """Return the step as one line, its rows as a hash."""
         digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
-        return f"step {self.step}  consumed {self.consumed}  batch {len(self.rows)}  {digest}"
+        end = "  passed over" * self.passed_over
+        return f"step {self.step}  consumed {self.consumed}  batch {len(self.rows)}  {digest}{end}"
 
 
 def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry]:
@@ -45,7 +54,7 @@ def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry
 
     Raises ValueError if the ranks together do not hand out every sample of a step exactly once.
     """
-    size = config.parallel.data_parallel_size
+    size, passed = config.parallel.data_parallel_size, passed_over(config)
     loaders = [
         build_loaders(config, tokenizer, rank, size, report=lambda line: None).train
         for rank in range(size)
@@ -62,16 +71,26 @@ def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry
         if samples != list(range(consumed, consumed + count)):
             raise ValueError(f"step {step}: the ranks hand out samples {samples}")
         dataset = loaders[0].dataset
-        yield Entry(step, consumed, tuple((i, *dataset.origin(i)) for i in samples))
+        rows = tuple((i, *dataset.origin(i)) for i in samples)
+        yield Entry(step, consumed, rows, step in passed)
     for loader in loaders:
         loader.close()
+
+
+def passed_over(config: Config) -> set[int]:
+    """Return the steps that a run with these flags counts and does not train on."""
+    found = set(config.fault.iterations_to_skip)
+    if config.checkpoint.load:
+        saved = find_latest(config.checkpoint.load, Grid(), note=lambda line: None)
+        found |= set(saved.state.get("passed_over", ())) if saved is not None else set()
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--first-step", type=whole(-MOST, 1 << 40), default=1, help="step to begin with, from 1"
+        "--first-step", type=whole(high=1 << 40), default=1, help="step to begin with, from 1"
     )
     parser.add_argument("--steps", type=whole(), default=10, help="number of steps")
     parser.add_argument("--rows", action="store_true", help="list the rows of each step")

@@ -8,6 +8,8 @@
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from tools.command_line import Parser, told
 from training.untrusted import parse_json, read_plain
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import sentencepiece
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
 from tools.command_line import Parser, told, whole
 from training.data.shards import documents
 

@@ -252,12 +252,19 @@ class Coordinator(threading.Thread):
         if hang is None:
             elsewhere = [m for m in members if m.action != cause.action][:2]
             more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
-            also = sorted({c.rank for _, c in self.weak} - {cause.rank})
-            same = f"; {named(also)} lost it, too, while every process lived" if also else ""
-            why = cause.why + same * (not elsewhere)
+            why = cause.why + self._shared_by(cause)
             return replace(cause, why="; meanwhile ".join([why, *more]))
         why = f"{hang.text}; rank {cause.rank} gave up: {cause.why}"
         return Cause(hang.ranks[0], hang.action, why, quick=1)
+
+    def _shared_by(self, cause: Cause) -> str:
+        """Return which ranks lost a connection, too, where one did and no process died."""
+        broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
+        lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
+        also = sorted(lost - {cause.rank})
+        if cause.rank not in lost or not also:
+            return ""
+        return f"; {named(also)} lost it, too, while every process lived"
 
     def decide(self, cause: Cause) -> None:
         """Take the first cause, and tell all."""

@@ -137,16 +137,6 @@ class FailureMonitor:
         place = json.dumps(self.watch.dump.address())
         return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
 
-    @property
-    def action(self) -> str:
-        """What the rank is doing, in words; a new one is a sign that it moves."""
-        return self._action
-
-    @action.setter
-    def action(self, words: str) -> None:
-        self._action = words
-        self.watch.note()
-
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save") with an action."""
         self.watch.enter(phase)
@@ -168,9 +158,10 @@ class FailureMonitor:
     def _listen(self, messages: list[wire.Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
-        hub, told = "{}", False  # where rank 0's process is; whether it knows where this one is
+        hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
-        doing = ""  # rank 0
+        if self._connection is not None:
+            self._connection.send("place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
             assert connection is not None
@@ -183,9 +174,7 @@ class FailureMonitor:
                 elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
-                    text = f"[rank {self.rank}] {fields['text']}\n" if self.rank else ""
-                    say(f"{text}{self.watch.stacks()}")
-                    connection.send("stack", text=" <- ".join(self.watch.place()[2]))
+                    connection.send("stack", text=self.watch.report(self.rank, fields["text"]))
             if connection.ended:
                 why, messages = ("", []) if self._left else self._come_back()
                 if why:
@@ -210,11 +199,9 @@ class FailureMonitor:
             if now - sent >= self._beat and connection.flush():
                 sent = now
                 self.watch.arm(self._silence, several=True)
-                if not told:
-                    connection.send("place", said=json.dumps(self.watch.dump.address()))
-                told = True
                 connection.send("beat", action=self.action)
-                connection.send("status", said=json.dumps(self.watch.status(self._beat)))
+                status = self.watch.status(self.action, self._beat)
+                connection.send("status", said=json.dumps(status))
             for address, seconds in links.dead():
                 connection.send("unheard", address=address, seconds=seconds)
 

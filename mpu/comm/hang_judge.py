@@ -258,7 +258,7 @@ def watch_alone(
     """Watch the only rank of a world until it has `ended`; return the hang that ends the run."""
     while not ended.wait(beat):
         watch.arm(0.0, several=False)
-        judge.hear(0, "status", json.dumps(watch.status(beat)))
+        judge.hear(0, "status", json.dumps(watch.status(action(), beat)))
         hang, ends = judge.look([(0, action(), 0.0)], time.monotonic())
         if ends:
             return hang

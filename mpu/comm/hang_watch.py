@@ -41,8 +41,8 @@ _HELPERS = (("training/data/", "weft-loader"), ("training/checkpoint/stage.py", 
 
 
 class HangWatch:
-    """What this rank does since when, and its limits. `enter` and `note` are the rank's, the rest
-    is the monitor's thread's.
+    """What this rank does since when, and its limits. `enter` is the rank's, the rest is the
+    monitor's thread's.
 
     waits: the rank's, of the thread that is watched (None: a rank without peers, this thread).
     floor: the least limit, in seconds. deadline: seconds without movement after which the run ends
@@ -61,7 +61,7 @@ class HangWatch:
         self.floor = floor
         self.phase, self._took = "set-up", dict[str, deque[float]]()
         self._entered = self._moved = self._asked = time.monotonic()
-        self._bytes = 0
+        self._action, self._bytes = "", 0
         self.dump = Dump(self.waits.thread)
         self._lock, self._over = threading.Lock(), False
 
@@ -72,18 +72,16 @@ class HangWatch:
             self._took.setdefault(self.phase, deque(maxlen=KEPT)).append(now - self._entered)
         self.phase, self._entered = phase, now
 
-    def note(self) -> None:
-        """Note that the rank moved."""
-        self._moved = time.monotonic()
-
     def limit(self) -> float | None:
         """Return the seconds that this phase may stand still, None where that is not known."""
         took = self._took.get(self.phase)
         return max(self.floor, FACTOR * max(took)) if took else None
 
-    def status(self, beat: float) -> dict[str, Any]:
-        """Return what the hub needs. beat: seconds between two calls."""
+    def status(self, action: str, beat: float) -> dict[str, Any]:
+        """Return what the hub needs. action: the rank's. beat: seconds between two calls."""
         now = time.monotonic()
+        if action is not self._action:  # a new one, even in the same words
+            self._action, self._moved = action, now
         if now - self._asked > 5 * beat + QUIET:
             self._moved = now  # this process was stopped, or its thread was: begin again
         self._asked = now
@@ -123,6 +121,13 @@ class HangWatch:
                 lines = "".join(traceback.format_stack(frame))
                 parts.append(f"stack of the thread {thread.name}:\n{lines}")
         return ("".join(parts) + flight_recorder()).rstrip()
+
+    def report(self, rank: int, text: str) -> str:
+        """Write the stacks to stderr, below the hub's text where that is on another rank's stderr;
+        return the lines of our code.
+        """
+        say(f"[rank {rank}] {text}\n{self.stacks()}" if rank else self.stacks())
+        return " <- ".join(self.place()[2])
 
     def arm(self, silence: float, several: bool) -> None:
         """Let C code speak and end this process if Python does not come here again in time.

@@ -28,7 +28,7 @@ from torch import Tensor
 from mpu import native
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.process_state import host
-from mpu.comm.transport import Axis, CommunicationError
+from mpu.comm.transport import Axis, CommunicationError, blocked
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
@@ -170,12 +170,9 @@ class SymmetricBuffer:
     def _wait(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         self.refuse_fork()
         waits = self.axis.waits
-        mine = waits is not None and waits.begin(waits.of(self.axis.name, self.axis.ranks, what))
-        try:
+        wait = None if waits is None else waits.of(self.axis.name, self.axis.ranks, what)
+        with blocked(waits, wait):
             self._until(first, stride, ranks, epoch, what)
-        finally:
-            if mine and waits is not None:
-                waits.end()
 
     def _until(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         call = _library().weft_wait

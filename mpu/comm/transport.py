@@ -11,14 +11,17 @@ Trace       is called at every start, where an axis has one (tools/explain_trace
 Waits       keeps what this rank waits for, and for how long (mpu/comm/waits.py)
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mpu.comm.waits import Wait, Waits
+from mpu.comm.waits import MESSAGES, Wait, Waits
 
 
 class CommunicationError(RuntimeError):
@@ -64,6 +67,20 @@ class Trace(Protocol):
         """
 
 
+@contextmanager
+def blocked(waits: Waits | None, wait: Wait | None) -> Iterator[None]:
+    """Note that the rank waits in this block, unless in another thread or in a wait already."""
+    if waits is None or wait is None or waits.now is not None or get_ident() != waits.thread:
+        yield
+        return
+    waits.now, began = wait, time.monotonic()
+    try:
+        yield
+    finally:
+        waits.now, waits.moved = None, time.monotonic()
+        waits.seconds[wait.axis] = waits.seconds.get(wait.axis, 0.0) + waits.moved - began
+
+
 class Handle:
     """A collective in flight, with its tensors. `wait()` orders the current stream after it."""
 
@@ -88,15 +105,11 @@ class Handle:
         if event is not None:
             event.waiting()
         if work is not None:
-            waits = self._waits
-            mine = waits is not None and self._wait is not None and waits.begin(self._wait)
             try:
-                work.wait()
+                with blocked(self._waits, self._wait):
+                    work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{self._what}: {error}") from error
-            finally:
-                if mine and waits is not None:
-                    waits.end()
         if finish is not None:
             finish()
         if event is not None:
@@ -204,7 +217,12 @@ class Axis:
             sent = sent_bytes(verb, tensor, self.size)
             event = self.trace.issued(verb, self, tensor, sent, async_op, label)
         what, waits = f"{verb} over {self.name} (ranks {list(self.ranks)})", self.waits
-        wait = None if waits is None else waits.start(verb, self.name, self.ranks, peer)
+        wait = None
+        if waits is not None and verb in MESSAGES:
+            wait = Wait(verb, self.name, self.ranks if peer is None else (peer,), 0)
+        elif waits is not None:
+            number = waits.started[self.name] = waits.started.get(self.name, 0) + 1
+            wait = waits.last = Wait(verb, self.name, self.ranks, number)
         try:
             work = call()
         except RuntimeError as error:

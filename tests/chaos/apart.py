@@ -21,8 +21,7 @@ SUPERVISE = "tools/supervise.py --nproc-per-node {ranks}"
 LAUNCHERS = {
     "torchrun": TORCHRUN,
     "torchrun restarts": f"{TORCHRUN} --max-restarts 2",
-    "supervise": f"{SUPERVISE} --peer-timeout 6",
-    "supervise restarts": SUPERVISE,
+    "supervise": SUPERVISE,
 }
 
 

@@ -90,6 +90,7 @@ class Kind:
     only: int | None = None  # the rank that is struck, where it cannot be any
     first: int = SAVE_EVERY + 1  # the earliest step in which it strikes
     steps: int = STEPS  # of the run; `base` says so too
+    log: bool = True  # the log of a run that comes to its end has the rows of an undisturbed one
     job: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
 

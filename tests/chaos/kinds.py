@@ -16,6 +16,7 @@ from tests.chaos.fault import (
 from tests.chaos.makers import (
     Make,
     at,
+    damaged_message,
     everywhere,
     fill_small_disk,
     full_checkpoint_disk,
@@ -151,7 +152,8 @@ DISKS += [
     Kind("disk: slow under a checkpoint", at("fsync", "slow", seconds=0.2, times=1000), HARMLESS),
     Kind("disk: full under the log", fill_small_disk,
          Promise(codes=(0,), who="one", says=r"(log|small).*No space left"),
-         flags="--log-json {dir}/small/log.jsonl", **LONG, job={"disk": "small", "size": "64k"}),
+         flags="--log-json {dir}/small/log.jsonl", log=False, **LONG,
+         job={"disk": "small", "size": "64k"}),
     Kind("disk: full under stdout", fill_small_disk,
          HARMLESS,
          **LONG, job={"disk": "small", "size": "64k", "stdout": "{dir}/small/out.{{}}"}),
@@ -173,11 +175,22 @@ SIGNALS = [
     Kind("signal: SIGHUP to all", wait, SAVED, outside="sighup"),
 ]
 CLOCKS = [Kind("clock: jumps", jump, HARMLESS)]
+STOPPED = Promise(codes=(-9,), who="one", says="saved: the same command goes on")
+BACK = Promise(codes=(0,), who="one", says=DIED.says, limit=60.0)
 LAUNCHERS = [
-    Kind("launcher: torchrun killed", wait, Promise(codes=(-9,), who="one", says="saved: the same"),
-         outside="kill_launcher", apart="torchrun", share=0.3),
-    Kind("restart: a rank killed under torchrun --max-restarts", at("layer, update", "kill"),
-         Promise(codes=(0,), who="one", says=DIED.says), apart="torchrun restarts", share=0.5),
+    Kind(f"launcher: {name} killed", wait, STOPPED, outside="kill_launcher", apart=apart, share=0.4)
+    for name, apart in (("torchrun", "torchrun"), ("supervise.py", "supervise"))
+]  # fmt: skip
+LAUNCHERS += [
+    Kind("restart: killed, torchrun --max-restarts", at("layer, update", "kill"), BACK,
+         apart="torchrun restarts", share=0.4),
+    Kind("restart: killed, supervise.py from disk", at("layer, update", "kill"), BACK,
+         apart="supervise", share=0.4),
+    Kind("restart: killed, supervise.py from memory", at("layer, update", "kill"), BACK,
+         flags="--peer-checkpoint 1", apart="supervise", share=0.4),
+    Kind("restart: hangs, supervise.py from disk", at("layer, update", "stall"),
+         Promise(codes=(0,), who="one", says="rank {rank} hangs", limit=60.0),
+         flags=HANG, apart="supervise", share=0.4),
 ]  # fmt: skip
 STRANGERS = [
     Kind("network: garbage on the hub's port", wait, HARMLESS, outside="garbage"),
@@ -211,11 +224,14 @@ REPLICAS = "replicas differ at iteration .*{name}.*rank {rank} had other bits"
 FLIPS = [
     Kind(f"flip: {what} that other ranks hold too{more}", spoil("step", what, "flip"),
          Promise(codes=codes, says=REPLICAS, who="one"), layouts=("tp 2", "dp 2"), share=4,
-         flags=f"--check-replicas 2{flag}")
+         flags=f"--check-replicas 2{flag}", log=not flag)  # steps made again are not logged
     for what in ("weight", "moment")
     for more, codes, flag in (("", (1,), ""), (", rewound", (0,), " --on-replica-mismatch rewind"))
 ]  # fmt: skip
 FLIPS += [
+    Kind("flip: message with a checksum", damaged_message,
+         Promise(says="a message was damaged on its way: rank {rank}'s", who="one"), share=4,
+         flags="--checksum-messages"),
     Kind("flip: gradient before the sum", spoil("gradient sums", "gradient", "flip"), UNFOUND,
          layouts=("tp 2", "pp 2", "dp 2")),
     Kind("flip: layer's output", spoil("layer", "output", "flip"), UNFOUND),

@@ -8,11 +8,13 @@ Exits 1 if a promise was broken. It needs Linux and root, for small disks and ne
 """
 
 import argparse
+import ctypes
 import json
 import os
 import queue
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,15 +33,23 @@ from tests.chaos.scene import free_port  # noqa: E402
 from tests.launcher import Launcher, writers_into  # noqa: E402
 
 SHARED = Path("/dev/shm")
+NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 
 
-def enter() -> None:
-    """Become the same program where mounts are its own, with an empty /dev/shm."""
-    words = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
-    mount = f'mount -t tmpfs -o size=1g none {SHARED} && exec "$@"'
-    words += ["sh", "-c", mount, "sh", sys.executable, *sys.argv]
+def become_root() -> None:
+    """Become the same program as root of a user namespace, where one may mount."""
     os.environ["WEFT_CHAOS"] = "inside"
+    words = ["unshare", "--map-root-user", "--mount", sys.executable, *sys.argv]
     os.execvp(words[0], words)
+
+
+def own_mounts() -> None:
+    """Give this thread, and what it starts, mounts of its own and an empty /dev/shm."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare: the storm needs mounts of its own")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "none", str(SHARED)], check=True)
 
 
 def storm(
@@ -54,6 +64,7 @@ def storm(
     for fault in faults:
         waiting.put(fault)
     verdicts: list[Verdict] = []
+    errors: list[BaseException] = []
     oracle = Oracle(folder)
 
     def one(launcher: Launcher, fault: Fault) -> Verdict:
@@ -68,6 +79,13 @@ def storm(
             return Verdict(fault.number, fault.kind, fault.layout, False, broken=[why])
 
     def work(number: int) -> None:
+        try:
+            own_mounts()
+            play_waiting(number)
+        except BaseException as error:
+            errors.append(error)
+
+    def play_waiting(number: int) -> None:
         count = 0
         while until is None or time.monotonic() < until:
             launcher = Launcher(folder / f"launcher {number}.{(count := count + 1)}", free_port)
@@ -89,6 +107,8 @@ def storm(
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     return verdicts
 
 
@@ -169,6 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if "WEFT_CHAOS" not in os.environ:
-        enter()
+    if os.geteuid() and "WEFT_CHAOS" not in os.environ:
+        become_root()
     sys.exit(main())

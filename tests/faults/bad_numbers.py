@@ -6,7 +6,7 @@ the element:
 
     "what"   "weight", "moment" or "own weight" (a ZeRO 3 rank's part), at the point "step";
              "gradient" at "gradient sums"; "output" of the function at "forward" or "layer";
-             "message", what torch sends, at "wire"
+             "message", what torch sends, at "sent", "gathered" or "exchanged"
     "value"  "flip" one of its 32 bits, "nan", "inf", or a number that multiplies the whole tensor
     "named"  only parameters in whose name this stands
 """
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+SENT: list[Tensor] = []  # kept alive until they are gone
 
 
 def places(what: str, run: Any) -> Iterator[tuple[str, Tensor]]:
@@ -62,9 +64,13 @@ def spoil(
             told(f"output, {write(out, value, rng)}")
         return out
     if what == "message":
-        wire = args[0].clone()
-        told(f"message of {wire.numel()}, {write(wire.view(torch.float32), value, rng)}")
-        return inner(wire, *args[1:], **kwargs)
+        place = max(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+        SENT.append(args[place].clone())
+        data = SENT[-1].view(-1).view(torch.uint8)
+        at, bit = rng.randrange(data.numel()), rng.randrange(8)
+        data[at] ^= 1 << bit
+        told(f"byte {at} of {data.numel()}, bit {bit}")
+        return inner(*args[:place], SENT[-1], *args[place + 1 :], **kwargs)
     found = [(n, v) for n, v in places(what, args[0]) if fault.get("named", "") in n and v.numel()]
     name, values = rng.choice(found)
     with torch.no_grad():

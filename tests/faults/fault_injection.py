@@ -17,9 +17,10 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow after" it; "clock", where
 time.time() is ahead by "seconds" from then on; "nan" and "inf", written at "backward" into the
 gradient that is done; "flip", at "update" one bit of an fp32 weight; an error of a disk, raised
-there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that call. What is done to the directory "path":
-"remove", "fill" its disk and "empty" it again, "close" it to new names, root's too, and "open" it.
-"spoil" writes a wrong number: tests/faults/bad_numbers.py says which.
+there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that
+call. What is done to the directory "path": "remove", "fill" its disk and "empty" it again, "close"
+it to new names, root's too, and "open" it. "spoil" writes a wrong number:
+tests/faults/bad_numbers.py says which.
 
 As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
 """
@@ -86,7 +87,9 @@ POINTS = {
     "committing": (saving, "_commit"),
     "staging": (stage.Staging, "copy"),
     "staged": (stage.Background, "start"),
-    "wire": (torch.distributed, "isend"),
+    "sent": (torch.distributed, "isend"),
+    "gathered": (torch.distributed, "all_gather"),
+    "exchanged": (torch.distributed, "all_to_all_single"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
 }
@@ -153,6 +156,8 @@ class Injected:
         elif how == "clock":
             right = time.time
             time.time = lambda: right() + seconds
+        if how == "exit":
+            sys.exit(0)
         if how == "kill all":
             mine = str(os.getpid())
             others = {p.read_text() for p in self.folder.glob("pid.*")} - {mine}

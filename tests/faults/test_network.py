@@ -2,6 +2,7 @@
 """What the network does to a real run: ranks that never meet, strangers, resets, partitions."""
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.faults.small_run import LIMIT, Ranks
+from mpu.comm import wire
+from tests.faults.small_run import LIMIT, Ranks, weights
 from tests.launcher import Launcher
 from tests.networks import Networks
 
@@ -130,3 +132,59 @@ def test_after_a_reset_all_ranks_tell_one_story(
     stories = {result.said(rank).splitlines()[-1].split(": rank ", 1)[1] for rank in (0, 1)}
     (story,) = stories
     assert " failed first" in story and story.endswith("lost it, too, while every process lived")
+
+
+LONG = "--train-iters 400 --save-interval 400 --eval-interval 400"
+SECRET = {"WEFT_SECRET": "known to the ranks of this run"}
+
+
+@pytest.mark.prove
+def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
+    """Garbage, 2,000 connections, forged deaths and fake ranks, all the time, at nofile 1,024.
+
+    The stranger reads torch's store, which nobody guards, and so knows all but the secret.
+    """
+    undisturbed = ranks.run(2, 2, flags=LONG, env=SECRET)
+    assert undisturbed.codes == [0, 0]
+    ranks.start(2, 2, flags=LONG, env=SECRET, descriptors=1024)
+    store = dist.TCPStore("127.0.0.1", ranks.launcher.port, is_master=False)
+    store.set_timeout(timedelta(seconds=60))
+    nonce = store.get("weft/hello/1").decode().split()[0]
+    name = store.get(f"weft/answer/{nonce}").decode()
+    address, port, salt = store.get(f"weft/{name}/monitor").decode().split(",")
+    where, held, counts = (address, int(port)), [], dict.fromkeys(("held", "noise", "fake"), 0)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, before[0]), before[1]))
+    key = wire.proof(b"", "run", salt.encode())
+    forged = b"failed the%20update dead 0.000000 " + b"0" * 32 + b"\n"
+    noises = [b"[" * 30_000, b"\0" * 500, forged, b'{"rank": 1, "failed": "x", "wait": 0}\n']
+    with suppress(ConnectionRefusedError):  # until the run is done
+        while True:
+            for noise in noises:
+                with suppress(ConnectionResetError, BrokenPipeError, TimeoutError):
+                    with socket.create_connection(where, timeout=0.5) as stranger:
+                        stranger.sendall(noise)
+                        counts["noise"] += 1
+            for rank in (0, 1):
+                with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+                    try:
+                        wire.join(where, key, rank, wire.nonce(), 0.5)
+                        raise AssertionError("a fake rank was let in")
+                    except ConnectionRefusedError:
+                        raise
+                    except ConnectionError:
+                        counts["fake"] += 1
+            for _ in range(200):
+                if counts["held"] < 2000:
+                    with suppress(TimeoutError, ConnectionResetError):
+                        held.append(socket.create_connection(where, timeout=0.5))
+                        counts["held"] += 1
+    disturbed = ranks.launcher.wait()
+    for sock in held:
+        sock.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert disturbed.codes == [0, 0], disturbed.said(0) + disturbed.said(1)
+    assert counts["held"] == 2000 and counts["noise"] > 20 and counts["fake"] > 5, counts
+    assert disturbed.said(0) == undisturbed.said(0) and disturbed.said(1) == undisturbed.said(1)
+    assert disturbed.losses() == undisturbed.losses()
+    assert weights(disturbed, 400) == weights(undisturbed, 400)

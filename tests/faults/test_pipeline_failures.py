@@ -75,31 +75,22 @@ def test_an_error_in_one_stage_is_what_all_report(
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "pipeline, point, call, victim, first, stuck",
+    "pipeline, point, call, victim, doing, hangs",
     [
         (
             CHUNKS, "forward", 14, 1,
-            "rank 0 failed first while waiting for F chunk 1 micro-batch 3 from stage 1 (rank 1) "
-            "in stage 2 of iteration 2",
-            "rank 1 was at: F chunk 0 micro-batch 3 in stage 1 of iteration 2",
-        ),
+            "during F chunk 0 micro-batch 3 in stage 1 of iteration 2", "step: computing at "),
         (
             PLAIN, "evaluation", 2, 0,
-            "rank 1 failed first while waiting for F chunk 0 micro-batch 0 from stage 0 (rank 0) "
-            "in stage 1 of the evaluation after iteration 2",
-            "rank 0 was at: waiting for its last messages to leave of the evaluation after "),
+            "while waiting for its last messages to leave of the evaluation after iteration 2",
+            "evaluation: computing at "),
         (  # who times out first waits for one who waits, too
             LONG, "forward", 12, 2,
-            "failed first while waiting for ",
-            "rank 2 was at: F chunk 0 micro-batch 3 in stage 2 of iteration 2"),
+            "during F chunk 0 micro-batch 3 in stage 2 of iteration 2", "step: computing at "),
         (
             V_SHAPE, "forward", 6, 2,
-            "failed first ",
-            "rank 2 was at: F chunk 1 micro-batch 2 in stage 2 of iteration 1"),
-        (
-            V_SHAPE, "update", 2, 3,
-            "failed first during the ",
-            "rank 3 was at: the update of iteration 2"),
+            "during F chunk 1 micro-batch 2 in stage 2 of iteration 1", "step: computing at "),
+        (V_SHAPE, "update", 2, 3, "during the update of iteration 2", "step: computing at "),
     ],
 )  # fmt: skip
 def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
@@ -108,10 +99,10 @@ def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
     point: str,
     call: int,
     victim: int,
-    first: str,
-    stuck: str,
+    doing: str,
+    hangs: str,
 ) -> None:
-    """It is alive and beats; those who wait for it give up, and say for what, and where it is."""
+    """It is alive and beats; those who wait for it give up, and all name it and where it is."""
     pp, tp, flags = pipeline
     how = {"point": point, "rank": victim, "call": call, "how": "stall"}
     began = time.monotonic()
@@ -120,7 +111,10 @@ def test_a_stage_that_stalls_ends_the_run_after_the_timeout(
     last_lines = [result.said(rank).splitlines()[-1] for rank in range(pp * tp)]
     for rank, last in enumerate(last_lines):
         assert last.startswith(f"[rank {rank}] stopping"), last
-        assert first in last and stuck in last and re.search(GIVEN_UP, last), last
+        assert (
+            f"rank {victim} failed first {doing}: rank {victim} hangs in the phase {hangs}" in last
+        )
+        assert re.search(rf"; rank \d gave up: .*({GIVEN_UP})", last), last
         assert last.partition(" failed first ")[2] == last_lines[0].partition(" failed first ")[2]
 
 

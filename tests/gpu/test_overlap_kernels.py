@@ -34,7 +34,8 @@ def ranks(request):
 def make(comm):
     """Return this rank's memory on the GPU."""
     from mpu.comm.symmetric_cuda import CudaWorkspace
-    from mpu.grid import Grid, Launch
+    from mpu.grid import Grid
+    from mpu.launch import Launch
 
     device, timeout = torch.device("cuda", 0), timedelta(seconds=60)
     torch.cuda.set_device(device)

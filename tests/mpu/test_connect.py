@@ -11,7 +11,8 @@ import torch
 from mpu import connect
 from mpu.comm.collectives import ProcessGroupTransport, group_of
 from mpu.comm.symmetric import Unavailable
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 
 WAIT = timedelta(seconds=1)
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from mpu.comm.collectives import all_gather
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 
 
 def test_eight_ranks_of_the_docstring():

@@ -52,7 +52,9 @@ class Roots:
                 match = STEP.fullmatch(Path(name).name)
                 found.append((int(match[1]) if match else -1, name))
         found.sort(key=lambda pair: -pair[0])
-        return [name for number, name in found if number > self.after], leftovers
+        # -1: a Hugging Face directory, which is no step
+        later = [name for number, name in found if number > self.after or number < 0]
+        return later, leftovers
 
     def here(self, name: str, first: str) -> tuple[Path, bool]:
         """Return this host's path of what rank 0, whose local root is `first`, calls `name`."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training.checkpoint.errors import SaveError
+from training.untrusted import parse_json
 
 NAME = "lock"
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -35,7 +36,7 @@ class DirectoryLock:
     def __init__(
         self, root: Path, note: Callable[[str], None] = print, patience: float = PATIENCE
     ) -> None:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
         self._path = root / NAME
         self._new = not self._path.exists()
         self._fd = os.open(self._path, flags, 0o600)
@@ -79,7 +80,7 @@ class DirectoryLock:
 def _told(data: bytes) -> str:
     """Return who holds a lock, as its file says."""
     try:
-        who = json.loads(data)
+        who = parse_json(data, NAME)
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
     except (ValueError, KeyError, TypeError):
         return "its file `lock` does not say which"

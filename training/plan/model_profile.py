@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of

@@ -12,7 +12,7 @@ def empty(config: Config, device: torch.device, level: int) -> None:
     1: before an update, and after the forwards of an evaluation. 2: after an update. Each time the
     device is waited for, and what is freed is asked for again in the next step.
     """
-    if device.type == "cuda" and config.fault.empty_unused_memory_level >= level:
+    if config.fault.empty_unused_memory_level >= level and device.type == "cuda":
         torch.cuda.empty_cache()
 
 

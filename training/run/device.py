@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from mpu.grid import Launch
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.run.malloc import keep_freed_memory
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from training.run import cuda_memory
 from training.run.output import say, write_line, write_scalars
@@ -84,6 +85,15 @@ class Log:
     def due(self, iteration: int) -> bool:
         """Return whether step() of this iteration writes, so that the values are needed."""
         return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
+
+    def values(
+        self, iteration: int, loss: Tensor, norm: Tensor, lr: float, params: Callable[[], Tensor]
+    ) -> dict[str, float]:
+        """Return a step's numbers, {} unless due; waits for the device. params: gives its norm."""
+        if not self.due(iteration):
+            return {}
+        values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+        return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 
     def step(
         self,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.hang_judge import named
 from mpu.comm.wire import printable
-from mpu.grid import Launch
+from mpu.launch import Launch
 from training.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others

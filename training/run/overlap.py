@@ -23,6 +23,7 @@ from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
 from mpu.layers.tune import MARGIN, Projection, choose, tune
 from training.config import Config, UsageError
+from training.untrusted import read_json
 
 FORMAT = "weft tp-comm-overlap 1"
 Note = Callable[[str], None]
@@ -203,11 +204,12 @@ def read(file: str) -> dict[str, dict[str, Any]]:
     """
     said = f"--tp-comm-overlap-cache {file}: "
     try:
-        with open(file, encoding="utf-8") as opened:
-            found = json.load(opened)
+        found = read_json(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{said}{error.strerror}; delete it, or name another file") from None
+    except ValueError as error:
         raise UsageError(f"{said}{error}; delete it, or name another file") from None
     try:
         if found["format"] != FORMAT:

@@ -2,6 +2,7 @@
 """Do all of a rank's start-up that needs no other rank."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 import mpu
 from mpu.grid import Grid
 from mpu.zero import adam_backends
+from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
@@ -23,6 +25,8 @@ def prepare(
 ) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
     """Do all that needs no other rank: choose the device, build the tokenizer and the loaders.
 
+    What is quick to check comes first; reading a whole corpus, if it must be, comes last.
+
     share_cores: on a CPU, take only this rank's share of the node's cores. Returns the config with
     its vocabulary, the device, the loaders, and hashes that all ranks must share.
     """
@@ -35,6 +39,8 @@ def prepare(
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
+    if grid.rank == 0:
+        check_early(config)
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
@@ -42,3 +48,26 @@ def prepare(
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
     return config, device, loaders, digests
+
+
+def check_early(config: Config) -> None:
+    """Raise ValueError for what would otherwise be found after the ranks met and built a model.
+
+    It looks at names only: where checkpoints should be, and which packages are installed.
+    """
+    c, log = config.checkpoint, config.log
+    for flag, root, step in (
+        ("--load", c.load, c.ckpt_step),
+        ("--pretrained-checkpoint", c.pretrained_checkpoint, None),
+    ):
+        if root is not None:
+            candidates(Path(root), step, flag)
+    for flag, wanted, package in (
+        ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", log.wandb_project, "wandb"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise UsageError(
+                f"{flag} {wanted}: the package {package} is not installed; pip install {package}, "
+                "or leave the flag out"
+            )

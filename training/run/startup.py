@@ -6,6 +6,7 @@ one rank does (a file is missing on one machine, flags differ), it tells the oth
 store at which the ranks meet. Later failures are the business of mpu/comm/failure_monitor.py.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -13,15 +14,19 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.flags.table import known_flags
 from training.run import output
@@ -90,6 +95,24 @@ def _difference(mine: str, theirs: str, other: int) -> str:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two ranks differ: {name: (in a, in b)}."""
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def new_monitor(
+    config: Config, grid: Grid, launch: Launch, store: Any, error_file: str | None
+) -> FailureMonitor:
+    """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
+
+    error_file: where torchrun looks for the cause.
+    """
+    deadline = 60.0 * config.parallel.distributed_timeout_minutes
+    watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
+    if store is None:
+        return FailureMonitor(watch=watch)
+    tell, point = partial(tell_launcher, error_file=error_file), launch.point
+    return FailureMonitor(
+        launch.rank, launch.world, store, point.host, point.secret,
+        silence=config.fault.peer_timeout, watch=watch, tell=tell,
+    )  # fmt: skip
 
 
 def connect(
@@ -167,6 +190,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
     that forbids it ("terminate called without an active exception").
     """
+    faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     try:
         code = main()
     except SystemExit as end:  # --help, or a signal

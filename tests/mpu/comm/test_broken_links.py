@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link between a rank and the coordinator breaks, while the processes at both ends live."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from mpu.comm import coordinator, failure_monitor
 from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.links import Links
+from mpu.comm.transport import CommunicationError
 from tests.proxy import Proxy
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
@@ -129,3 +132,41 @@ def test_the_death_of_rank_0_is_known_at_once_after_a_reset(
     three.hub.close()
     three.link.asked = "reset"
     assert three.first(2) == "rank 0 failed first: the process died (killed?)"
+
+
+def test_a_dead_link_elsewhere_is_told_with_both_ends(linked: Callable[..., Linked]) -> None:
+    """Rank 1's kernel knows it; rank 0 hears both ranks at the link's ends."""
+    three = linked()
+    for rank in range(3):
+        three.hub.members[rank].address = f"10.0.0.{rank}"
+    three.monitors[1]._connection.send("unheard", address="10.0.0.9", seconds=21.0)  # no rank there
+    three.monitors[1]._connection.send("unheard", address="10.0.0.2", seconds=21.0)
+    assert three.first(2) == (
+        "rank 1 failed first during start-up: no sign of life from 10.0.0.2 for 21 s: rank 1 and "
+        "rank 2 do not hear each other (cut off by the network)"
+    )
+
+
+def test_after_a_reset_both_ends_tell_one_story(linked: Callable[..., Linked]) -> None:
+    three = linked(grace=0.5)
+    text = "all_reduce over dp: Connection reset by peer"
+    for monitor in three.monitors[1:]:
+        monitor._told.set()
+        error = CommunicationError(text)
+        monitor.__exit__(CommunicationError, error, None)
+    assert {three.first(rank) for rank in range(3)} == {
+        f"rank 1 failed first during start-up: CommunicationError: {text}; rank 2 lost it, too, "
+        "while every process lived"
+    }
+
+
+def test_what_the_kernel_knows_of_links() -> None:
+    """An idle or a busy connection is no dead one, and none of this process's is closed by it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+        near.sendall(b"x" * 100)
+        links = Links(0.0)
+        assert list(links.dead()) == [] and far.recv(100) == b"x" * 100
+        near.close()
+        far.close()

@@ -14,7 +14,8 @@ from mpu.comm.collectives import all_gather, all_reduce, gather_bytes, reduce_sc
 from mpu.comm.p2p import exchange, receive, send
 from mpu.comm.transport import Axis, Label
 from mpu.connect import checksum
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from tests.faults.small_run import MODEL, weights
 from tests.launcher import Launcher
 

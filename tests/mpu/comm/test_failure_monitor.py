@@ -197,6 +197,18 @@ def test_what_all_ranks_raise_together_is_not_blamed_on_one(
     assert capsys.readouterr().err == ""
 
 
+def test_an_exit_in_the_middle_is_no_goodbye(ranks: Callable[..., Ranks]) -> None:
+    three = ranks(3)
+    three.monitors[1]._told.set()
+    with pytest.raises(RuntimeError, match="sys.exit"):
+        three.monitors[1].__exit__(SystemExit, SystemExit(0), None)
+    assert {c.why for c in three.causes()} == {
+        "something called sys.exit() before the run was done"
+    }
+    with pytest.raises(RuntimeError, match="sys.exit"), FailureMonitor():
+        raise SystemExit
+
+
 def test_only_the_first_cause_counts(ranks: Callable[..., Ranks]) -> None:
     three = ranks(3)
     three.fail(1, RuntimeError("first"))

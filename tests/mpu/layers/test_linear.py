@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, run_deferred
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 
 S, B, IN, OUT = 8, 3, 12, 20

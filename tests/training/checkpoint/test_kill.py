@@ -90,7 +90,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from mpu.comm.transport import CommunicationError
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from model.llama import Llama, LlamaConfig, hf_names
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.param import unique_parameters
 from training.checkpoint import NamedPiece, parameter_pieces, state_pieces
 from training.checkpoint.errors import CheckpointError

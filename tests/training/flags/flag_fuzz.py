@@ -143,8 +143,14 @@ def _late(*_: Any) -> None:
     raise Late
 
 
-def judge(run: Callable[[], int], expected: Sequence[int], seconds: int = SECONDS) -> str:
-    """Run; return what is wrong with the answer, or ""."""
+def judge(
+    run: Callable[[], int], expected: Sequence[int], seconds: int = SECONDS, tool: str = ""
+) -> str:
+    """Run; return what is wrong with the answer, or "". tool: may also warn, in lines of its own.
+
+    An answer comes in time, has an expected code, prints nothing that a terminal obeys, and where
+    it is 2 says why in one sentence.
+    """
     out, err = StringIO(), StringIO()
     kept, signal_before = (sys.stdout, sys.stderr), signal.signal(signal.SIGALRM, _late)
     sys.stdout, sys.stderr = out, err
@@ -162,7 +168,10 @@ def judge(run: Callable[[], int], expected: Sequence[int], seconds: int = SECOND
     said = err.getvalue()
     if code not in expected:
         return f"code {code}: {said}"
-    if code == 2 and (len(said.splitlines()) != 1 or not said.startswith("pretrain_llama.py: ")):
+    lines, begin = said.splitlines(), f"{tool or 'pretrain_llama.py'}: "
+    if code == 2 and not (all(line.startswith(begin) for line in lines) and lines):
+        return f"not a sentence: {said!r}"
+    if code == 2 and not tool and len(lines) > 1:
         return f"not one sentence: {said!r}"
     for text in (out.getvalue(), said):
         if bad := re.search(r"[^\x20-\x7e\n\u00a1-\U0010ffff]|[\u202a-\u202e\ud800-\udfff]", text):

@@ -78,7 +78,7 @@ def test_the_judge_sees_what_is_wrong() -> None:
 
     assert "a traceback" in judge(lambda: 1 // 0, (0, 2))
     assert "it prints '\\x1b'" in judge(escape, (0, 2))
-    assert "not one sentence" in judge(silent, (0, 2))
+    assert "not a sentence" in judge(silent, (0, 2))
     assert "code 7" in judge(lambda: 7, (0, 2))
     assert "no answer" in judge(spin, (0, 2), seconds=1)
 

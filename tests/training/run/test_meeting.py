@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.grid import Launch, MeetingPoint
+from mpu.launch import Launch, MeetingPoint
 from training.config import UsageError
 from training.run import meeting
 from training.run.meeting import MeetingError, meet

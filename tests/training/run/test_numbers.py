@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import pretrain_llama
 from tests import saved
 from tools import checkpoint as tool
+from tools import ledger
 from training.checkpoint import manifest
 from training.checkpoint.files import check_file
 from training.run import spikes
@@ -186,9 +187,10 @@ def test_a_checkpoint_with_a_nan_is_found_by_verify_and_by_no_resume(
 def test_a_nan_in_a_hugging_face_directory_is_refused(go: Any, tmp_path: Path) -> None:
     go("--train-iters 1 --save {tmp}/saved")
     assert tool.main(f"convert --to-hf {tmp_path}/hf --load {tmp_path}/saved".split()) == 0
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     tensors["model.norm.weight"][3] = NAN
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    save_file(tensors, path, {"format": "pt"})
     said = go("--train-iters 2 --load {tmp}/hf", code=2)
     assert "model.norm.weight: 1 of its 32 values are not finite (the first, nan, at [3])" in said
 
@@ -260,7 +262,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(
 
 
 def test_rewind_passes_over_the_samples_that_break_a_step(
-    go: Any, tmp_path: Path, monkeypatch: Any
+    go: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     more = "--train-iters 9 --save-interval 2 --save {tmp}/"
     go(more + "want --iterations-to-skip 5")
@@ -275,8 +277,12 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
         saved.check_equal(here, saved.tensors(tmp_path / "want", step))
     state = json.loads((tmp_path / "saved" / "step_00000009" / "state.json").read_text())
     assert state["passed_over"] == [5] and state["consumed_samples"] == 36
+    words = [*FLAGS, "--train-iters", "9", "--load", f"{tmp_path}/saved"]
+    capsys.readouterr()
+    assert ledger.main(["--first-step", "4", "--steps", "3", "--", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("passed over") for line in lines] == [False, True, False]
     # a resume passes over the same samples
-    (tmp_path / "saved" / "step_00000006").rename(tmp_path / "step_00000006")
     said = go("--train-iters 7 --save {tmp}/again --load {tmp}/saved --ckpt-step 4")
     state = json.loads((tmp_path / "again" / "step_00000007" / "state.json").read_text())
     assert state["passed_over"] == []  # 4 was saved before iteration 5 broke

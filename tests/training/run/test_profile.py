@@ -10,7 +10,8 @@ import torch
 import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from mpu.pipeline.schedules import build
 from tests.model.twin import config_of, micro_batches
 from training.flags.parse import parse

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpu.grid import Grid, Launch
+from mpu.grid import Grid
+from mpu.launch import Launch
 from training.run import gpu_health
 from training.run.gpu_health import Health, read_health
 from training.run.slow_ranks import Layout, Row, diagnose
