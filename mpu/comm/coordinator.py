@@ -168,8 +168,8 @@ class Coordinator(threading.Thread):
     def _listen(self, member: Member) -> None:
         """Read a member's messages and notice its end.
 
-        The kernel closes the connection of a killed process in order. A broken one may have been
-        reset on the way: the process, if it lives, comes back.
+        The kernel closes the connection of a killed process in order, or resets it where something
+        was not read. It may also be reset on the way: the process, if it lives, comes back.
         """
         if member.connection is None:
             return  # it came back in this turn
@@ -178,7 +178,7 @@ class Coordinator(threading.Thread):
         ended = member.connection.ended
         if ended:
             self._part(member)
-            if not member.left and ended == "closed":
+            if not member.left and (ended == "closed" or self.judge.is_gone(member.rank)):
                 self._lose(member, DIED)
             elif not member.left:
                 member.away = time.monotonic()
@@ -232,7 +232,9 @@ class Coordinator(threading.Thread):
             apart, address = self.judge.why_silent(silent[0].rank, apart)
             self._lose(silent[0], f"no sign of life for {self.silence:.0f} s: {apart}", address)
         for member in members:
-            if member.away is not None and now - member.away > RETURN:
+            if member.away is not None and self.judge.is_gone(member.rank):
+                self._lose(member, DIED)
+            elif member.away is not None and now - member.away > RETURN:
                 apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
                 self._lose(member, f"its connection was reset and it did not come back: {apart}")
         absent = set(range(self.world)) - self.members.keys()

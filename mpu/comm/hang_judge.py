@@ -126,6 +126,10 @@ class HangJudge:
         place = self._places.get(rank, "")
         return silence(json.loads(place or "{}"), otherwise), place
 
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank's process has ended, as far as this host tells."""
+        return Process(json.loads(self._places.get(rank, "") or "{}")).gone
+
     def _statuses(self, heard: list[tuple[int, str, float]]) -> list[Status]:
         none: dict[str, Any] = {}
         return [Status.of(r, action, self._said.get(r, none), gone) for r, action, gone in heard]
