@@ -268,10 +268,10 @@ class Coordinator(threading.Thread):
         """Return which ranks lost a connection, too, where one did and no process died."""
         broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
         lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
-        also = sorted(lost - {cause.rank})
-        if cause.rank not in lost or not also:
+        if cause.rank not in lost or len(lost) == 1:
             return ""
-        return f"; {named(also)} lost it, too, while every process lived"
+        who = " and ".join(f"rank {r}" for r in sorted(lost)) if len(lost) < 4 else named([*lost])
+        return f"; {who} do not hear each other (a connection broke while every process lived)"
 
     def decide(self, cause: Cause) -> None:
         """Take the first cause, and tell all."""

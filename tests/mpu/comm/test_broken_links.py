@@ -159,8 +159,8 @@ def test_after_a_reset_both_ends_tell_one_story(linked: Callable[..., Linked]) -
         error = CommunicationError(text)
         monitor.__exit__(CommunicationError, error, None)
     assert {three.first(rank) for rank in range(3)} == {
-        f"rank 1 failed first during start-up: CommunicationError: {text}; rank 2 lost it, too, "
-        "while every process lived"
+        f"rank 1 failed first during start-up: CommunicationError: {text}; rank 1 and rank 2 do "
+        "not hear each other (a connection broke while every process lived)"
     }
 
 
