@@ -113,7 +113,9 @@ class Coordinator(threading.Thread):
             if quick or now - accepted > 0.1:  # strangers take no more of rank 0's time than this
                 accepted = now
                 self.door.accept(now)
-            if now - turn > self.silence / 2:  # this process was stopped, not the others
+            if (
+                now - turn > self.judge.shortest(self.silence) / 2
+            ):  # this process was stopped, not the others
                 for member in self.members.values():
                     member.last = now
             turn = now
@@ -225,12 +227,15 @@ class Coordinator(threading.Thread):
 
     def _judge(self, now: float) -> None:
         members = [m for m in self.members.values() if not m.left]
-        silent = [m for m in members if now - m.last > self.silence]
+        patience = {m.rank: self.judge.patience(m.rank, self.silence) for m in members}
+        silent = [m for m in members if now - m.last > patience[m.rank]]
         if silent and self.decided is None:
-            also = sorted(m.rank for m in members if now - m.last > 0.75 * self.silence)
+            also = sorted(m.rank for m in members if now - m.last > 0.75 * patience[m.rank])
             apart = f"rank 0 and {named(also)} do not hear each other {APART}"
             apart, address = self.judge.why_silent(silent[0].rank, apart)
-            self._lose(silent[0], f"no sign of life for {self.silence:.0f} s: {apart}", address)
+            self._lose(
+                silent[0], f"no sign of life for {now - silent[0].last:.0f} s: {apart}", address
+            )
         for member in members:
             if member.away is not None and self.judge.is_gone(member.rank):
                 self._lose(member, DIED)

@@ -78,10 +78,10 @@ class FailureMonitor:
         tell: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.watch = watch or HangWatch()
-        silence = min(silence, self.watch.hang_timeout or silence)
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
-        self._beat = beat or min(silence / 4, max(1.0, world / 512))
+        soon = min(silence, self.watch.hang_timeout or silence)
+        self._beat = beat or min(soon / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
         self._tell = tell
         self._told, self._failed = threading.Event(), threading.Event()
@@ -181,10 +181,11 @@ class FailureMonitor:
             else:
                 messages = []
             now = time.monotonic()
-            if now - turn > self._silence / 2:  # this process was stopped, not rank 0
+            patience = self.watch.patience(self._silence)
+            if now - turn > patience / 2:  # this process was stopped, not rank 0
                 heard = now
             turn = now
-            if now - heard > self._silence:
+            if now - heard > patience:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
                 apart = silence(json.loads(hub), apart)
                 why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
@@ -192,7 +193,7 @@ class FailureMonitor:
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
-                self.watch.arm(self._silence, several=True)
+                self.watch.arm(patience, several=True)
                 connection.send("beat", action=self.action)
                 status = self.watch.status(self.action, self._beat)
                 connection.send("status", said=json.dumps(status))

@@ -78,6 +78,10 @@ class HangWatch:
         took = self._took.get(self.phase)
         return max(self.floor, FACTOR * max(took)) if took else None
 
+    def patience(self, silence: float) -> float:
+        """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
+        return silence if self.phase == "set-up" else min(silence, self.hang_timeout or silence)
+
     def status(self, action: str, beat: float) -> dict[str, Any]:
         """Return what the hub needs. action: the rank's. beat: seconds between two calls."""
         now = time.monotonic()

@@ -53,11 +53,12 @@ def test_what_is_slow_is_named(launcher: Launcher, layout: str, what: str, rank:
     found = re.search(r": ([\d.]+) ms of each step of ([\d.]+) ms \((\d+)%\)$", lines[0])
     assert found is not None, lines
     rows = [row for row in result.rows() if "slow_rank_seconds" in row]
-    assert rows[0]["iteration"] <= BEGINS and rows[-1]["slow_rank_seconds"] > 0.5 * seconds
+    worst = max(rows, key=lambda row: row["slow_rank_seconds"])
+    assert rows[0]["iteration"] <= BEGINS and worst["slow_rank_seconds"] > 0.5 * seconds
     if what != "link":
         each = seconds * (2 if (layout, what) == ("pp", "compute") else 1)  # two micro-batches
         assert abs(float(found[1]) / 1e3 - each) < 0.5 * each
-        assert rows[-1]["slow_rank"] == rank
+        assert worst["slow_rank"] == rank
 
 
 @pytest.mark.prove
