@@ -99,7 +99,7 @@ HANGS = [
 ]  # fmt: skip
 HANGS += [
     Kind("hang: all ranks at once", everywhere("layer, update", "stall"),
-         Promise(says="ranks 0 and 1, which is every rank, hang", who="one",
+         Promise(says="ranks [01] and [01], which is every rank, hang", who="one",
                  limit=HANG_TIMEOUT + SLACK), flags=HANG)
 ]  # fmt: skip
 ERRORS = [

@@ -74,6 +74,7 @@ def storm(
             return judge(play(launcher, folder, fault, kind, oracle, SHARED))
         except Exception:  # of ours: the storm goes on, and the fault counts as broken
             launcher.process.kill()
+            launcher.process.wait()
             for pid in writers_into(folder / f"{fault.number:04d}", patience=0.0):
                 os.kill(pid, signal.SIGKILL)
             why = traceback.format_exc()
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def note(v: Verdict) -> None:
         nonlocal done
         done += 1
-        what = "; ".join(v.broken) or "as promised"
+        what = "; ".join(why.strip().splitlines()[-1] for why in v.broken) or "as promised"
         said = "" if v.detection is None else f", said after {v.detection:.1f} s"
         print(f"{done:4d}  #{v.number} {v.kind}, {v.layout}{said}: {what}", flush=True)
 
