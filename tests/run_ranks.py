@@ -137,6 +137,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     pids = {}
     for rank in range(job["ranks"]):
         if rank in job.get("absent", ()):
+            Path(job["dir"], f"err.{rank}").touch()
             continue
         pid = os.fork()
         if pid == 0:

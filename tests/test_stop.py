@@ -140,7 +140,9 @@ def by_train(case, monkeypatch):
         pretrain_llama.train(
             run,
             SimpleNamespace(train=loader, valid=loader if data else None),
-            SimpleNamespace(poll=lambda: None, failed=None, save=save, passed_over=set()),
+            SimpleNamespace(
+                poll=lambda: None, failed=None, save=save, passed_over=set(), reached=lambda i: None
+            ),
             log,
             SimpleNamespace(unmeasured=lambda: []),
             total=1 if last else 3,

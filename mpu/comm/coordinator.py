@@ -19,6 +19,7 @@ from mpu.comm.wire import Connection
 
 DIED = "the process died (killed?)"
 APART = "(dead, stopped, or cut off by the network)"
+JOIN = 30.0  # seconds in which all ranks join, once they have met
 RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
 
 
@@ -82,7 +83,7 @@ class Coordinator(threading.Thread):
         self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
         self.selector = selectors.DefaultSelector()
         self.door = Door(listener, secret, self.selector, world)
-        self.members: dict[int, Member] = {}
+        self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
 
@@ -234,6 +235,10 @@ class Coordinator(threading.Thread):
             if member.away is not None and now - member.away > RETURN:
                 apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
                 self._lose(member, f"its connection was reset and it did not come back: {apart}")
+        absent = set(range(self.world)) - self.members.keys()
+        if absent and now - self.begun > JOIN:
+            why = "did not join the failure channel (dead, or with another WEFT_SECRET)"
+            self.decide(Cause(min(absent), "start-up", f"{named(sorted(absent))} {why}"))
         for due, cause in self.weak:
             if now > due:
                 self.decide(self._behind(cause, members, now))

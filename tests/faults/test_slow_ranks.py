@@ -23,13 +23,14 @@ LAYOUTS = {
 PLACES = {  # what: (point, how, seconds)
     "data": ("data", "slow", 0.2),
     "compute": ("forward", "slow", 0.2),
-    "link": ("a wait begins", "slow after", 0.05),
+    "link": ("a wait", "slow inside", 0.02),
 }
 BEGINS = 45  # the step; before it a run is young
 
 
 def run(launcher: Launcher, layout: str, fault: Any = None, flags: str = "") -> Any:
-    result = launcher.run(2, [*MODEL, *LAYOUTS[layout].split(), *flags.split()], fault=fault)
+    argv = [*MODEL, *LAYOUTS[layout].split(), *flags.split()]
+    result = launcher.run(2, argv, fault=fault, limit=300.0)
     assert result.codes == [0, 0], result.said(0)
     return result
 
