@@ -195,7 +195,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
     for names in sink.fill():
-        monitor.action = "drawing the initial weights"
+        monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
         model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor:
+            with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()

@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpu.comm import wire
-from mpu.comm.address import is_loopback, listen, resolve
+from mpu.comm.address import listen_as_known, tell_address
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from mpu.comm.hang_judge import HangJudge, silence, watch_alone
 from mpu.comm.hang_watch import HangWatch, say
@@ -78,10 +78,10 @@ class FailureMonitor:
         tell: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.watch = watch or HangWatch()
-        silence = min(silence, self.watch.hang_timeout or silence)
         self.rank, self.world, self.action = rank, world, "start-up"
         self.first: Cause | None = None
-        self._beat = beat or min(silence / 4, max(1.0, world / 512))
+        soon = min(silence, self.watch.hang_timeout or silence)
+        self._beat = beat or min(soon / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
         self._tell = tell
         self._told, self._failed = threading.Event(), threading.Event()
@@ -98,8 +98,8 @@ class FailureMonitor:
         try:
             if rank == 0:
                 self._coordinator = self._coordinate(store, host, secret)
-            elif rank == world - 1 and not is_loopback(host):
-                store.set("monitor/address", resolve(host))
+            elif rank == world - 1:
+                tell_address(store, host)
             store.wait(["monitor"], timedelta(seconds=MEETING))
             address, port, salt = store.get("monitor").decode().split(",")
             self._address = (address or host, int(port))
@@ -108,7 +108,8 @@ class FailureMonitor:
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
-        os.register_at_fork(after_in_child=_Hands(self).off)
+        close = weakref.WeakMethod(self._close)
+        os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(
             target=self._listen, args=(messages,), name="failure-monitor", daemon=True
         ).start()
@@ -116,21 +117,15 @@ class FailureMonitor:
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
         """Start the coordinator and tell the store where it listens.
 
-        A host may know itself by another address (127.0.1.1) than the others know it by, so the
-        last rank, which seldom shares it, says which address it uses. `salt` makes the key of this
-        one start; without a secret of the run it is the key.
+        `salt` makes the key of this one start; without a secret of the run it is the key.
         """
-        address = host
-        if not is_loopback(host):
-            store.wait(["monitor/address"], timedelta(seconds=MEETING))
-            address = store.get("monitor/address").decode()
-        listener, at_address = listen(address, 0, max(self.world, 128))
+        address, listener = listen_as_known(store, host, self.world, timedelta(seconds=MEETING))
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
         judge = self._judge()
         coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
         coordinator.start()
-        store.set("monitor", f"{at_address},{coordinator.port},{salt}")
+        store.set("monitor", f"{address},{coordinator.port},{salt}")
         return coordinator
 
     def _judge(self) -> HangJudge:
@@ -138,7 +133,7 @@ class FailureMonitor:
         return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
 
     def enter(self, phase: str, action: str) -> None:
-        """Begin a phase ("data", "step", "evaluation", "save") with an action."""
+        """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
         self.watch.enter(phase)
         self.action = action
 
@@ -160,11 +155,10 @@ class FailureMonitor:
         turn = sent = heard = time.monotonic()
         hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
-        if self._connection is not None:
-            self._connection.send("place", said=json.dumps(self.watch.dump.address()))
+        assert self._connection is not None
+        self._connection.send("place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
-            assert connection is not None
             for kind, fields in messages:
                 if kind == "cause":
                     self._stop(Cause(**fields))
@@ -187,10 +181,11 @@ class FailureMonitor:
             else:
                 messages = []
             now = time.monotonic()
-            if now - turn > self._silence / 2:  # this process was stopped, not rank 0
+            patience = self.watch.patience(self._silence)
+            if now - turn > patience / 2:  # this process was stopped, not rank 0
                 heard = now
             turn = now
-            if now - heard > self._silence:
+            if now - heard > patience:
                 apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
                 apart = silence(json.loads(hub), apart)
                 why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
@@ -198,7 +193,7 @@ class FailureMonitor:
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
-                self.watch.arm(self._silence, several=True)
+                self.watch.arm(patience, several=True)
                 connection.send("beat", action=self.action)
                 status = self.watch.status(self.action, self._beat)
                 connection.send("status", said=json.dumps(status))
@@ -305,18 +300,9 @@ class FailureMonitor:
         if self._coordinator is not None:
             self._coordinator.join(timeout=60)
 
-
-class _Hands:
-    """Close the sockets in a forked child: open there, they would hide the rank's death."""
-
-    def __init__(self, monitor: FailureMonitor) -> None:
-        self.monitor = weakref.ref(monitor)
-
-    def off(self) -> None:
-        monitor = self.monitor()
-        if monitor is None:
-            return
-        if monitor._connection is not None:
-            monitor._connection.close()
-        if monitor._coordinator is not None:
-            monitor._coordinator.close()
+    def _close(self) -> None:
+        """Close the sockets in a forked child: open there, they would hide the rank's death."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._coordinator is not None:
+            self._coordinator.close()

@@ -3,9 +3,10 @@
 
 The monitor's thread asks `status()` at each beat; the hub (mpu/comm/hang_judge.py) compares what
 the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and, in
-set-up and while saving, when it reads or writes a MiB. A rank has a limit in each phase: FACTOR
-times the longest of the phase's last times, and no less than `floor`. A phase that has not been
-measured has none, so set-up, the first step, the first evaluation and the first save are exempt.
+set-up, in a load and in a save, when it reads or writes a MiB. A rank has a limit in each phase:
+FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
+been measured has none, so set-up, the first step, the first evaluation and the first save are
+exempt.
 
 Where Python itself stands still (a library holds the interpreter's lock) no thread of this process
 can speak. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
@@ -32,7 +33,7 @@ FACTOR = 10.0
 KEPT = 20  # times of a phase that are remembered
 QUIET = 1.0  # seconds without movement after which a status says where the rank stands
 BYTES = 1 << 20  # read or written: movement
-IN_FILES = ("set-up", "save")  # phases in which files are read or written
+IN_FILES = ("set-up", "load", "save")  # phases in which files are read or written
 LATE = 5.0  # seconds after the deadline at which the kernel's alarm ends the process
 FRAMES = 12  # of our own code, in a report
 
@@ -66,7 +67,7 @@ class HangWatch:
         self._lock, self._over = threading.Lock(), False
 
     def enter(self, phase: str) -> None:
-        """Begin a phase: "data", "step", "evaluation", "save"."""
+        """Begin a phase: "data", "step", "evaluation", "save", "load"."""
         now = time.monotonic()
         if self.phase != "set-up":
             self._took.setdefault(self.phase, deque(maxlen=KEPT)).append(now - self._entered)
@@ -76,6 +77,10 @@ class HangWatch:
         """Return the seconds that this phase may stand still, None where that is not known."""
         took = self._took.get(self.phase)
         return max(self.floor, FACTOR * max(took)) if took else None
+
+    def patience(self, silence: float) -> float:
+        """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
+        return silence if self.phase == "set-up" else min(silence, self.hang_timeout or silence)
 
     def status(self, action: str, beat: float) -> dict[str, Any]:
         """Return what the hub needs. action: the rank's. beat: seconds between two calls."""
@@ -171,7 +176,7 @@ def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str
         kind = "communication"
     elif phase == "data" or any(line.startswith("training/data/") for line in own):
         kind = "data"
-    elif phase == "save" or any(line.startswith("training/checkpoint/") for line in own):
+    elif phase in ("load", "save") or any(line.startswith("training/checkpoint/") for line in own):
         kind = "checkpoint"
     else:
         kind = "compute" if phase == "step" else phase

@@ -14,12 +14,12 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
 "raise"; "exit 0"; "stall", where the thread never goes on while the process's others do, and
 "hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds"
-before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow after" it; "clock", where
-time.time() is ahead by "seconds" from then on; "nan" and "inf", written at "backward" into the
-gradient that is done; "flip", at "update" one bit of an fp32 weight; an error of a disk, raised
-there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20 kB during that
-call. What is done to the directory "path": "remove", "fill" its disk and "empty" it again, "close"
-it to new names, root's too, and "open" it. "spoil" writes a wrong number:
+before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow inside", for a wait;
+"clock", where time.time() is ahead by "seconds" from then on; "nan" and "inf", written at
+"backward" into the gradient that is done; "flip", at "update" one bit of an fp32 weight; an error
+of a disk, raised there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20
+kB during that call. What is done to the directory "path": "remove", "fill" its disk and "empty" it
+again, "close" it to new names, root's too, and "open" it. "spoil" writes a wrong number:
 tests/faults/bad_numbers.py says which.
 
 As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
@@ -31,13 +31,15 @@ import fcntl
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,8 @@ import torch.distributed
 from torch import Tensor
 
 import pretrain_llama
+from mpu.comm import transport
 from mpu.comm.transport import Handle
-from mpu.comm.waits import Waits
 from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.pipeline import engine
@@ -73,7 +75,7 @@ POINTS = {
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
     "wait for a collective": (Handle, "wait"),
-    "a wait begins": (Waits, "begin"),
+    "a wait": (transport, "blocked"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
@@ -100,6 +102,7 @@ SIGNALS = {
     "int": [signal.SIGINT],
     "int twice": [signal.SIGINT, signal.SIGINT],
 }
+ITERATION = re.compile(r"iteration (\d+)")
 PAUSE = 0.5
 SHORT = 20_000  # bytes
 
@@ -117,10 +120,10 @@ class Injected:
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition("iteration ")[2]
+        last = ITERATION.findall(action)[-1:]
         if "during" in self.fault and action != self.fault["during"]:
             return False
-        if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
+        if "from" in self.fault and not (last and int(last[0]) >= self.fault["from"]):
             return False
         if self.saves != self.fault.get("save", self.saves):
             return False
@@ -195,10 +198,8 @@ class Injected:
                 words[3] ^= 1 << 12
             elif how == "short":
                 return shortened(inner, *args, **kwargs)
-            elif how == "slow after":
-                result = inner(*args, **kwargs)
-                time.sleep(self.fault["seconds"])
-                return result
+            elif how == "slow inside":
+                return slow_inside(inner(*args, **kwargs), self.fault["seconds"])
             self.strike()
             return inner(*args, **kwargs)
 
@@ -236,6 +237,14 @@ def immutable(directory: Path, on: bool) -> None:
     fd = os.open(directory, os.O_RDONLY)
     fcntl.ioctl(fd, 0x40086602, struct.pack("l", 0x10 * on))  # FS_IOC_SETFLAGS, FS_IMMUTABLE_FL
     os.close(fd)
+
+
+@contextmanager
+def slow_inside(wait: AbstractContextManager[None], seconds: float) -> Iterator[None]:
+    """Lengthen a wait, as a slow link does."""
+    with wait:
+        time.sleep(seconds)
+        yield
 
 
 def shortened(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

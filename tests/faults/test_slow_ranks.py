@@ -23,13 +23,14 @@ LAYOUTS = {
 PLACES = {  # what: (point, how, seconds)
     "data": ("data", "slow", 0.2),
     "compute": ("forward", "slow", 0.2),
-    "link": ("a wait begins", "slow after", 0.05),
+    "link": ("a wait", "slow inside", 0.02),
 }
 BEGINS = 45  # the step; before it a run is young
 
 
 def run(launcher: Launcher, layout: str, fault: Any = None, flags: str = "") -> Any:
-    result = launcher.run(2, [*MODEL, *LAYOUTS[layout].split(), *flags.split()], fault=fault)
+    argv = [*MODEL, *LAYOUTS[layout].split(), *flags.split()]
+    result = launcher.run(2, argv, fault=fault, limit=300.0)
     assert result.codes == [0, 0], result.said(0)
     return result
 
@@ -52,11 +53,12 @@ def test_what_is_slow_is_named(launcher: Launcher, layout: str, what: str, rank:
     found = re.search(r": ([\d.]+) ms of each step of ([\d.]+) ms \((\d+)%\)$", lines[0])
     assert found is not None, lines
     rows = [row for row in result.rows() if "slow_rank_seconds" in row]
-    assert rows[0]["iteration"] <= BEGINS and rows[-1]["slow_rank_seconds"] > 0.5 * seconds
+    worst = max(rows, key=lambda row: row["slow_rank_seconds"])
+    assert rows[0]["iteration"] <= BEGINS and worst["slow_rank_seconds"] > 0.5 * seconds
     if what != "link":
         each = seconds * (2 if (layout, what) == ("pp", "compute") else 1)  # two micro-batches
         assert abs(float(found[1]) / 1e3 - each) < 0.5 * each
-        assert rows[-1]["slow_rank"] == rank
+        assert worst["slow_rank"] == rank
 
 
 @pytest.mark.prove

@@ -10,6 +10,12 @@ REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
 def check(config: Config) -> None:
     """Raise UsageError for flags that contradict each other or the layout."""
     _numbers(config)
+    seconds, minutes = config.fault.hang_timeout, config.parallel.distributed_timeout_minutes
+    if seconds is not None and seconds > 60 * minutes:
+        raise UsageError(
+            f"--hang-timeout {seconds:g}: must be at most the {60 * minutes} s of "
+            f"--distributed-timeout-minutes {minutes}, after which the run ends in any case"
+        )
 
 
 def _numbers(config: Config) -> None:

@@ -122,7 +122,7 @@ class Guard:
         """
         run = self.run
         self.agreement.close()  # what it says of the steps that are taken back
-        run.monitor.enter("save", f"going back from iteration {run.iteration}")
+        run.monitor.enter("load", f"going back from iteration {run.iteration}")
         before, found = run.iteration, self.saver.rewind()
         if found is None:
             raise FloatingPointError(f"{why}; there is no sound checkpoint under --save to go to")

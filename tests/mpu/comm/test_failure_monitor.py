@@ -139,7 +139,7 @@ def test_a_rank_that_hangs_is_named_before_those_that_gave_up_waiting(
     for rank, monitor in enumerate(four.monitors):
         wait = Wait("all_reduce", "tp", (0, 1, 2, 3), 5 if rank != 2 else 4)
         said = {"phase": "step", "stuck": 60.0, "started": {"tp": wait.number}, "kind": "compute"}
-        monitor.watch.status = lambda beat, said=said, wait=wait: (
+        monitor.watch.status = lambda action, beat, said=said, wait=wait: (
             said | {"wait": None if wait.number == 4 else wait.pack()}
         )
         monitor.action = f"the work of rank {rank}"

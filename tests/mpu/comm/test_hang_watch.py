@@ -23,6 +23,7 @@ from mpu.comm import hang_watch
 from mpu.comm.hang_judge import HangJudge, Status, find, named, silence, watch_alone
 from mpu.comm.hang_watch import FACTOR, HangWatch, flight_recorder
 from mpu.comm.process_state import Process, own_line
+from mpu.comm.transport import blocked
 from mpu.comm.waits import Wait, Waits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,46 +186,51 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 def test_a_rank_that_moves_says_little_and_one_that_stands_says_where() -> None:
     watch = HangWatch()
     watch.enter("step")
-    assert watch.status(1.0).keys() == {"phase", "stuck"}
+    assert watch.status("", 1.0).keys() == {"phase", "stuck"}
     watch._moved = watch.waits.moved = time.monotonic() - 30
-    status = in_a_thread(lambda: watch.status(1.0))
+    status = in_a_thread(lambda: watch.status("", 1.0))
     assert status["stuck"] >= 30 and status["kind"] == "compute" and status["wait"] is None
-    wait = watch.waits.start("all_gather", "tp", tuple(range(0, 4096, 2)), None)
-    assert watch.waits.begin(wait) and not watch.waits.begin(wait)
-    text = json.dumps(in_a_thread(lambda: watch.status(1.0)))
+    wait = Wait("all_gather", "tp", tuple(range(0, 4096, 2)), 1)
+    with blocked(watch.waits, wait), blocked(watch.waits, wait):
+        text = json.dumps(in_a_thread(lambda: watch.status("", 1.0)))
     assert len(text) < 500, "it is one field of one message"
-    packed = json.loads(text)["wait"]
-    assert Wait.packed(packed) == wait and wait.number == 1
-    watch.waits.end()
-    assert watch.status(1.0)["stuck"] < 1, "the end of a wait is movement"
+    assert Wait.packed(json.loads(text)["wait"]) == wait
+    assert watch.status("", 1.0)["stuck"] < 1, "the end of a wait is movement"
+    watch.waits.moved -= 30
+    words = "the update of iteration 7"
+    assert watch.status(words, 1.0)["stuck"] == 0, "and so is another action"
+    watch._moved -= 30
+    assert watch.status(words, 1.0)["stuck"] >= 30
 
 
 def test_a_process_that_was_stopped_does_not_hang_when_it_goes_on() -> None:
     watch = HangWatch()
     watch._moved = watch.waits.moved = time.monotonic() - 3600
     watch._asked = time.monotonic() - 3600
-    assert watch.status(1.0)["stuck"] == 0
+    assert watch.status("", 1.0)["stuck"] == 0
 
 
 def test_reading_files_is_movement_in_set_up_and_while_saving(tmp_path: Any) -> None:
     watch = HangWatch()
-    watch.status(1.0)
+    watch.status("", 1.0)
     for phase, moves in (("save", True), ("step", False)):
         watch.enter(phase)
         watch._moved = watch.waits.moved = time.monotonic() - 30
-        watch.status(1.0)
+        watch.status("", 1.0)
         watch._moved = watch.waits.moved = time.monotonic() - 30
         (tmp_path / "file").write_bytes(b"0" * (2 << 20))
-        assert (watch.status(1.0)["stuck"] == 0) is moves
+        assert (watch.status("", 1.0)["stuck"] == 0) is moves
 
 
 def test_waits_of_other_threads_are_not_counted() -> None:
-    waits = Waits()
-    wait, found = waits.start("send", "pp", (0, 1), 1), []
-    thread = threading.Thread(target=lambda: found.append(waits.begin(wait)))
-    thread.start()
-    thread.join()
-    assert found == [False] and waits.now is None and wait.peers == (1,) and wait.number == 0
+    waits, wait = Waits(), Wait("send", "pp", (1,), 0)
+
+    def wait_there() -> Wait | None:
+        with blocked(waits, wait):
+            return waits.now
+
+    assert in_a_thread(wait_there) is None and waits.seconds == {}
+    assert wait_there() == wait and waits.seconds["pp"] >= 0 and waits.now is None
 
 
 def test_the_line_of_our_code_is_the_innermost_that_is_no_librarys() -> None:
@@ -323,7 +329,6 @@ def test_a_single_rank_speaks_once_and_ends_at_its_timeout(capsys: Any) -> None:
     watch, judge = HangWatch(floor=2.1, deadline=4.0), HangJudge(4.0, None)
     for phase in ("data", "step", "data"):
         watch.enter(phase)
-    watch.note()
     ended = threading.Event()
     hang = in_a_thread(lambda: watch_alone(watch, judge, lambda: "reading", ended, 0.05))
     assert hang is not None and hang.stuck > 4.0
