@@ -280,7 +280,7 @@ def train(
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
                 hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
                 saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
-            elif keep:
+            elif keep and not guard.skipping:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor:
+            with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()

@@ -18,14 +18,13 @@ MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLU
 class MeetingPoint:
     """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
 
-    agent: torchrun's agent keeps the store, over all restarts. attempt: how many restarts there
-    were on this node. secret: what only this run's ranks know; b"" where nobody set one.
+    agent: torchrun's agent keeps the store, over all restarts. secret: what only this run's ranks
+    know (docs/reliability.md); b"" where nobody set one.
     """
 
     host: str = ""
     port: int = 0
     agent: bool = False
-    attempt: str = "0"
     secret: bytes = field(default=b"", repr=False)
 
     @classmethod
@@ -36,7 +35,6 @@ class MeetingPoint:
             e.get("MASTER_ADDR", ""),
             int(port) if port.isascii() and port.isdigit() else 0,  # check_meeting complains
             e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            e.get("TORCHELASTIC_RESTART_COUNT", "0"),
             run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
         )
 
@@ -50,7 +48,7 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     srun: bool = False
-    attempt: int = 0  # restarts before this start
+    attempt: int = 0  # restarts before this start, as this node's launcher counts them
     supervisor: str = ""  # tools/supervise.py's directory in this host's memory
     point: MeetingPoint = field(default=MeetingPoint(), compare=False)
 

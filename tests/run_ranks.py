@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
+from mpu.comm import process_state, symmetric  # noqa: E402
 from mpu.comm.hang_watch import HangWatch  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
@@ -94,6 +95,8 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         os.dup2(file, number)
     if "netns" in job:
         enter_network(job["netns"][rank])
+        # hosts of their own: their ranks do not see each other's processes
+        process_state.host = symmetric.host = lambda: job["netns"][rank]
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.get("world", job["ranks"])),
@@ -137,6 +140,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     pids = {}
     for rank in range(job["ranks"]):
         if rank in job.get("absent", ()):
+            Path(job["dir"], f"err.{rank}").touch()
             continue
         pid = os.fork()
         if pid == 0:

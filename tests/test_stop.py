@@ -141,7 +141,7 @@ def by_train(case, monkeypatch):
             run,
             SimpleNamespace(train=loader, valid=loader if data else None),
             SimpleNamespace(
-                poll=lambda: None, failed=None, save=save, passed_over=set(), reached=print
+                poll=lambda: None, failed=None, save=save, passed_over=set(), reached=lambda i: None
             ),
             log,
             SimpleNamespace(unmeasured=lambda: []),

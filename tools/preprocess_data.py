@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -205,6 +206,8 @@ def _stat(inputs: Sequence[str]) -> list[tuple[str, int, int]]:
             status = os.stat(path)
         except OSError as error:
             raise ValueError(f"--input {path}: cannot be read ({error.strerror})") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"--input {path}: not a plain file")
         files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
     return files
 

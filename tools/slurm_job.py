@@ -160,5 +160,5 @@ class Job:
 
 def codes(job: Job) -> str:
     """Return the exit codes that the job script logged, in order."""
-    lines = [line for line in job.said().splitlines() if ": exit code " in line]
+    lines = [x for x in job.said().splitlines() if x.startswith("job ") and ": exit code " in x]
     return ", ".join(line.split(": exit code ")[1].split(",")[0] for line in lines)

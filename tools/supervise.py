@@ -135,11 +135,15 @@ class Leader:
             self.tell({"signal": self.signalled})
 
     def _joined(self, node: int, member: Member) -> None:
-        if node in self.members or not 0 < node < self.options.nnodes:
+        old = self.members.get(node)
+        if not 0 < node < self.options.nnodes or (old and old.host != member.host):
             why = f"node 0 has no room for --node-rank {node} of {self.options.nnodes}"
             with suppress(WireError):
                 member.send({"end": MISTAKE, "why": why})
             return
+        if old and old.channel:  # it was started again before its loss was noticed
+            old.channel.close()
+            self.hear(node, {"lost": "it came anew", "channel": old.channel})
         self.members[node] = member
         say(f"node {node} at {member.host} has places for {member.slots} ranks")
 

@@ -129,10 +129,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     if warm == "warm":
         sys.path.insert(0, str(ROOT))
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for CUDA does not open it
+        import torch._dynamo  # torch.optim imports it when the first optimizer is made
+
         import pretrain_llama  # noqa: F401
 
         gc.collect()
         gc.freeze()  # so that collections in a rank do not copy these pages
+        if torch.cuda.is_initialized():  # a fork could not use it
+            warm = "cold"
     ranks, buffer = Ranks(sock, warm == "warm"), b""
     ranks.tell(ready=time.monotonic() - began)
     signal.signal(signal.SIGCHLD, lambda *_: None)

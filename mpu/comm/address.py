@@ -4,6 +4,8 @@
 import errno
 import ipaddress
 import socket
+from datetime import timedelta
+from typing import Any
 
 
 def resolve(host: str) -> str:
@@ -40,3 +42,25 @@ def listen(address: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     kind = family(address)
     every = "::" if kind == socket.AF_INET6 else ""
     return socket.create_server((every, port), family=kind, backlog=backlog), ""
+
+
+def tell_address(store: Any, host: str) -> None:
+    """Tell rank 0, in the store, by which address this rank knows its host."""
+    if not is_loopback(host):
+        store.set("monitor/address", resolve(host))
+
+
+def listen_as_known(
+    store: Any, host: str, world: int, limit: timedelta
+) -> tuple[str, socket.socket]:
+    """Listen, on rank 0, on a port where the other ranks reach it; return the address, too.
+
+    A host may know itself by another address (127.0.1.1) than the others know it by, so the last
+    rank, which seldom shares it, says which address it uses. "": each takes what it knows.
+    """
+    address = host
+    if not is_loopback(host):
+        store.wait(["monitor/address"], limit)
+        address = store.get("monitor/address").decode()
+    listener, at_address = listen(address, 0, max(world, 128))
+    return at_address, listener

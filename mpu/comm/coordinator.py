@@ -19,6 +19,7 @@ from mpu.comm.wire import Connection
 
 DIED = "the process died (killed?)"
 APART = "(dead, stopped, or cut off by the network)"
+JOIN = 30.0  # seconds in which all ranks join, once they have met
 RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
 
 
@@ -82,7 +83,7 @@ class Coordinator(threading.Thread):
         self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
         self.selector = selectors.DefaultSelector()
         self.door = Door(listener, secret, self.selector, world)
-        self.members: dict[int, Member] = {}
+        self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
 
@@ -169,8 +170,8 @@ class Coordinator(threading.Thread):
     def _listen(self, member: Member) -> None:
         """Read a member's messages and notice its end.
 
-        The kernel closes the connection of a killed process in order. A broken one may have been
-        reset on the way: the process, if it lives, comes back.
+        The kernel closes the connection of a killed process in order, or resets it where something
+        was not read. It may also be reset on the way: the process, if it lives, comes back.
         """
         if member.connection is None:
             return  # it came back in this turn
@@ -179,7 +180,7 @@ class Coordinator(threading.Thread):
         ended = member.connection.ended
         if ended:
             self._part(member)
-            if not member.left and ended == "closed":
+            if not member.left and (ended == "closed" or self.judge.is_gone(member.rank)):
                 self._lose(member, DIED)
             elif not member.left:
                 member.away = time.monotonic()
@@ -236,9 +237,15 @@ class Coordinator(threading.Thread):
                 silent[0], f"no sign of life for {now - silent[0].last:.0f} s: {apart}", address
             )
         for member in members:
-            if member.away is not None and now - member.away > RETURN:
+            if member.away is not None and self.judge.is_gone(member.rank):
+                self._lose(member, DIED)
+            elif member.away is not None and now - member.away > RETURN:
                 apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
                 self._lose(member, f"its connection was reset and it did not come back: {apart}")
+        absent = set(range(self.world)) - self.members.keys()
+        if absent and now - self.begun > JOIN:
+            why = "did not join the failure channel (dead, or with another WEFT_SECRET)"
+            self.decide(Cause(min(absent), "start-up", f"{named(sorted(absent))} {why}"))
         for due, cause in self.weak:
             if now > due:
                 self.decide(self._behind(cause, members, now))
@@ -266,10 +273,10 @@ class Coordinator(threading.Thread):
         """Return which ranks lost a connection, too, where one did and no process died."""
         broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
         lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
-        also = sorted(lost - {cause.rank})
-        if cause.rank not in lost or not also:
+        if cause.rank not in lost or len(lost) == 1:
             return ""
-        return f"; {named(also)} lost it, too, while every process lived"
+        who = " and ".join(f"rank {r}" for r in sorted(lost)) if len(lost) < 4 else named([*lost])
+        return f"; {who} do not hear each other (a connection broke while every process lived)"
 
     def decide(self, cause: Cause) -> None:
         """Take the first cause, and tell all."""

@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpu.comm import wire
-from mpu.comm.address import is_loopback, listen, resolve
+from mpu.comm.address import listen_as_known, tell_address
 from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from mpu.comm.hang_judge import HangJudge, silence, watch_alone
 from mpu.comm.hang_watch import HangWatch, say
@@ -98,8 +98,8 @@ class FailureMonitor:
         try:
             if rank == 0:
                 self._coordinator = self._coordinate(store, host, secret)
-            elif rank == world - 1 and not is_loopback(host):
-                store.set("monitor/address", resolve(host))
+            elif rank == world - 1:
+                tell_address(store, host)
             store.wait(["monitor"], timedelta(seconds=MEETING))
             address, port, salt = store.get("monitor").decode().split(",")
             self._address = (address or host, int(port))
@@ -108,7 +108,8 @@ class FailureMonitor:
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
-        os.register_at_fork(after_in_child=_Hands(self).off)
+        close = weakref.WeakMethod(self._close)
+        os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(
             target=self._listen, args=(messages,), name="failure-monitor", daemon=True
         ).start()
@@ -116,21 +117,15 @@ class FailureMonitor:
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
         """Start the coordinator and tell the store where it listens.
 
-        A host may know itself by another address (127.0.1.1) than the others know it by, so the
-        last rank, which seldom shares it, says which address it uses. `salt` makes the key of this
-        one start; without a secret of the run it is the key.
+        `salt` makes the key of this one start; without a secret of the run it is the key.
         """
-        address = host
-        if not is_loopback(host):
-            store.wait(["monitor/address"], timedelta(seconds=MEETING))
-            address = store.get("monitor/address").decode()
-        listener, at_address = listen(address, 0, max(self.world, 128))
+        address, listener = listen_as_known(store, host, self.world, timedelta(seconds=MEETING))
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
         judge = self._judge()
         coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
         coordinator.start()
-        store.set("monitor", f"{at_address},{coordinator.port},{salt}")
+        store.set("monitor", f"{address},{coordinator.port},{salt}")
         return coordinator
 
     def _judge(self) -> HangJudge:
@@ -310,18 +305,9 @@ class FailureMonitor:
         if self._coordinator is not None:
             self._coordinator.join(timeout=60)
 
-
-class _Hands:
-    """Close the sockets in a forked child: open there, they would hide the rank's death."""
-
-    def __init__(self, monitor: FailureMonitor) -> None:
-        self.monitor = weakref.ref(monitor)
-
-    def off(self) -> None:
-        monitor = self.monitor()
-        if monitor is None:
-            return
-        if monitor._connection is not None:
-            monitor._connection.close()
-        if monitor._coordinator is not None:
-            monitor._coordinator.close()
+    def _close(self) -> None:
+        """Close the sockets in a forked child: open there, they would hide the rank's death."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._coordinator is not None:
+            self._coordinator.close()

@@ -126,6 +126,10 @@ class HangJudge:
         place = self._places.get(rank, "")
         return silence(json.loads(place or "{}"), otherwise), place
 
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank's process has ended, as far as this host tells."""
+        return Process(json.loads(self._places.get(rank, "") or "{}")).gone
+
     def patience(self, rank: int, silence: float) -> float:
         """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
         if self._said.get(rank, {}).get("phase", "set-up") == "set-up":

@@ -68,14 +68,19 @@ class Dump:
 
 
 class Process:
-    """A rank's process, as its peers see it. address: what its Dump says."""
+    """A rank's process, as its peers see it. address: what its Dump says.
+
+    here: it is on this host. gone: it was, and has ended.
+    """
 
     def __init__(self, address: dict[str, Any]) -> None:
         self._pid, self._fd = int(address.get("pid", 0)), int(address.get("fd", -1))
         self._thread = int(address.get("thread", 0))
         began = str(address.get("began", ""))
         self.here = bool(began) and address.get("host") == host() and self._pid > 0
-        self.here = self.here and _stat(self._pid)[1] == began  # and no other process by now
+        state, since = _stat(self._pid) if self.here else ("", "")
+        self.gone = self.here and (since != began or state in ("Z", "X"))  # a number is used again
+        self.here = self.here and since == began
 
     def state(self) -> str:
         """Return the kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped; or ""."""

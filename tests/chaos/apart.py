@@ -51,7 +51,7 @@ class Program(Scene):
         """Return whether the launcher and all of its ranks have ended, after a moment."""
         if self.process is None:
             return super().over()
-        time.sleep(0.01)
+        time.sleep(0.1)
         late = time.monotonic() - self.began > LIMIT
         if late:
             self.end_all()

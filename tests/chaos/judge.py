@@ -10,6 +10,7 @@ from typing import Any
 from tests.chaos.scene import Seen, pattern
 
 BLAME = re.compile(r"rank (\d+) failed first")
+MISNAMED, RIGHT = "named wrong", 0.98  # the share that must be named right
 TRACE = re.compile(r"Traceback \(most recent call last\)")
 
 
@@ -111,7 +112,7 @@ def name_right(verdict: Verdict, seen: Seen, others: Sequence[int]) -> None:
     if not verdict.detected:
         verdict.broken.append("nobody noticed")
     elif not named:
-        verdict.broken.append("named wrong")
+        verdict.broken.append(MISNAMED)
     if promise.goes_on and any(TRACE.search(text) for text in texts):
         verdict.broken.append("a traceback")
 
@@ -120,6 +121,13 @@ def says(seen: Seen, text: str) -> bool:
     """Return whether a text names the fault right."""
     wanted = pattern(seen)
     return wanted is not None and bool(wanted.search(text))
+
+
+def kept(verdicts: Sequence[Verdict]) -> bool:
+    """Return whether a storm kept the promises: all of them, but for RIGHT of the names."""
+    named = [v.named for v in verdicts if v.named is not None]
+    rest = all(set(v.broken) <= {MISNAMED} for v in verdicts)
+    return rest and sum(named) >= RIGHT * len(named)
 
 
 def seconds(values: Sequence[float | None]) -> str:

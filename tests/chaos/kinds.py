@@ -33,7 +33,8 @@ HANG = f"--hang-timeout {HANG_TIMEOUT}"
 OWN = r"rank {rank} failed first"
 # a run that writes more than the page in which a file on a full disk still has room
 LONG: dict[str, Any] = {"base": "--train-iters 60 --save-interval 20", "steps": 60}
-DIED = Promise(says=OWN + r".*the process died")
+# a kill may look like a reset to the survivors; which rank it is, they know
+DIED = Promise(says=OWN + r".*(the process died|do not hear each other \(dead, )")
 SILENT = Promise(says=OWN + r".*no sign of life", limit=PEER_TIMEOUT + SLACK)
 HARMLESS = Promise(codes=(0,), who=None)
 SAVED = Promise(codes=(75,), who="one", says=r"stopped by .* after iteration \d+ of .*; saved")
@@ -98,7 +99,7 @@ HANGS = [
 ]  # fmt: skip
 HANGS += [
     Kind("hang: all ranks at once", everywhere("layer, update", "stall"),
-         Promise(says="ranks 0 and 1, which is every rank, hang", who="one",
+         Promise(says="ranks [01] and [01], which is every rank, hang", who="one",
                  limit=HANG_TIMEOUT + SLACK), flags=HANG)
 ]  # fmt: skip
 ERRORS = [
@@ -197,14 +198,16 @@ STRANGERS = [
     Kind("network: 300 idle connections to the hub", wait, HARMLESS, outside="idle_connections"),
 ]
 WIRE = {"base": "--no-shared-memory", "job": {"wire": True}}
-APART = Promise(who="both sides", says="rank 0 and rank 1 do not hear each other",
-                limit=PEER_TIMEOUT + SLACK)  # fmt: skip
+BOTH = "rank 0 and rank 1 do not hear each other"
+APART = Promise(who="both sides", says=BOTH, limit=PEER_TIMEOUT + SLACK)
+LINK = BOTH + r"|rank (\d) failed first.*rank (?!\1)\d lost it, too"
+RESET = Promise(who="both sides", says=LINK, limit=PEER_TIMEOUT + SLACK)
 WIRES = [
     Kind("network: partition", wait, APART, outside="partition", **WIRE),
     Kind("network: partition of 2 seconds", wait, HARMLESS, outside="short_partition", **WIRE),
     Kind("network: delay", wait, HARMLESS, outside="delay", **WIRE),
     Kind("network: loss", wait, HARMLESS, outside="loss", **WIRE),
-    Kind("network: connections reset", wait, APART, outside="reset", **WIRE),
+    Kind("network: connections reset", wait, RESET, outside="reset", **WIRE),
 ]
 FILES = [
     Kind(
@@ -220,7 +223,9 @@ FILES = [
         outside="overwrite_corpus",
     ),
 ]
-REPLICAS = "replicas differ at iteration .*{name}.*rank {rank} had other bits"
+# two ranks hold it, so the pair is named; where one of them is singled out, it is the right one
+REPLICAS = "replicas differ at iteration .*{name} differs on rank 0 or rank 1"
+REPLICAS += "(?!.*rank {other} had other bits)"
 FLIPS = [
     Kind(f"flip: {what} that other ranks hold too{more}", spoil("step", what, "flip"),
          Promise(codes=codes, says=REPLICAS, who="one"), layouts=("tp 2", "dp 2"), share=4,

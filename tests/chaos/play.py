@@ -45,16 +45,18 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.known, self.lock = folder, dict[Any, Any](), threading.Lock()
+        self.runs = 0
 
     def __call__(self, launcher: Launcher, layout: Layout, kind: Kind) -> tuple[Any, Any]:
         """Return (hashes of the last step's files of tensors, rows of the log)."""
         key = (layout.name, kind.base)
         with self.lock:
             if key not in self.known:
-                folder = self.folder / f"oracle {len(self.known)}"
+                self.runs += 1
+                folder = self.folder / f"oracle {self.runs}"
                 folder.mkdir()
                 write_corpus(folder / "corpus")
-                argv = [*command(layout, None), *kind.base.split()]
+                argv = [*command(layout, None), *kind.base.split(), "--peer-timeout", "60"]
                 launcher.start(layout.ranks, argv, folder)
                 result = launcher.wait()
                 assert set(result.codes) == {0}, result.said(0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.fault import LAYOUTS, PEER_TIMEOUT, SLACK, draw
-from tests.chaos.judge import judge, table
+from tests.chaos.judge import judge, kept, table
 from tests.chaos.kinds import BY_NAME, KINDS
 from tests.chaos.play import Oracle, play
 from tests.chaos.scene import Seen, pattern
@@ -74,6 +74,12 @@ def test_a_run_that_keeps_its_promise_is_judged_so() -> None:
 )
 def test_each_broken_promise_is_told(more: dict[str, Any], why: str) -> None:
     assert any(line.startswith(why) for line in judge(seen(KILL, **more)).broken)
+
+
+def test_two_of_a_hundred_names_may_be_wrong_and_nothing_else() -> None:
+    good, wrong = judge(seen(KILL)), judge(seen(KILL, words=["Traceback", ""]))
+    assert kept([good] * 98 + [wrong] * 2) and not kept([good] * 97 + [wrong] * 3)
+    assert not kept([good] * 99 + [judge(seen(KILL, equal=False))])
 
 
 def test_the_rank_that_is_struck_need_not_speak_and_the_limit_counts_from_the_fault() -> None:

@@ -31,6 +31,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -101,6 +102,7 @@ SIGNALS = {
     "int": [signal.SIGINT],
     "int twice": [signal.SIGINT, signal.SIGINT],
 }
+ITERATION = re.compile(r"iteration (\d+)")
 PAUSE = 0.5
 SHORT = 20_000  # bytes
 
@@ -118,10 +120,10 @@ class Injected:
     def due(self) -> bool:
         """Count a call; return whether this is the one."""
         action = self.monitor.action if self.monitor else ""
-        last = action.rpartition("iteration ")[2]
+        last = ITERATION.findall(action)[-1:]
         if "during" in self.fault and action != self.fault["during"]:
             return False
-        if "from" in self.fault and not (last.isdigit() and int(last) >= self.fault["from"]):
+        if "from" in self.fault and not (last and int(last[0]) >= self.fault["from"]):
             return False
         if self.saves != self.fault.get("save", self.saves):
             return False

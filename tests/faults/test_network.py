@@ -131,7 +131,7 @@ def test_after_a_reset_all_ranks_tell_one_story(
     assert time.monotonic() - cut < LIMIT / 3 and result.codes == [1, 1]
     stories = {result.said(rank).splitlines()[-1].split(": rank ", 1)[1] for rank in (0, 1)}
     (story,) = stories
-    assert " failed first" in story and story.endswith("lost it, too, while every process lived")
+    assert " failed first" in story and "; rank 0 and rank 1 do not hear each other (a con" in story
 
 
 LONG = "--train-iters 400 --save-interval 400 --eval-interval 400"

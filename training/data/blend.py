@@ -109,7 +109,7 @@ def parse_blend(
         raise ValueError(
             f"{flag} {' '.join(paths)}: give either prefixes alone or pairs of weight and prefix"
         )
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or max(weights) == 0:
+    if min(weights) < 0 or not 0 < sum(weights) < math.inf:
         raise ValueError(f"{flag}: weights {weights} must be finite, >= 0 and not all 0")
     return list(paths[1::2]), weights
 

@@ -43,6 +43,7 @@ TOKEN_TYPES = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 BLOCK = 1 << 20  # sequences checked at a time, a multiple of STRIDE
+MOST = (1 << 31) - 1  # sequences of a file
 STRIDE, MANY = 8, 1 << 24  # of more sequences than MANY, every 8th start is kept
 
 
@@ -178,6 +179,10 @@ class IndexedTokens:
                 "counts",
                 f"{n} sequences and {m} document indices take {size} bytes, "
                 f"the file has {index.size}",
+            )
+        if n > MOST:
+            self._refuse(
+                "counts", f"{n} sequences are more than {MOST}, which are numbered in int32"
             )
         return TOKEN_TYPES[code], n, m
 

@@ -60,7 +60,7 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
 CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
-TOKENS = 1 << 24  # of one micro-batch
+TOKENS = 1 << 23  # of one micro-batch
 PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 # (flag, flag without which it has no effect).

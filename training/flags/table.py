@@ -33,7 +33,7 @@ LIVE = """
 --num-attention-heads | int[1,65536] | heads; required | query heads, a
 --num-query-groups | int[1,65536] | heads; off: as many as query heads | key/value heads of --group-query-attention, k
 --kv-channels | int[1,65536] | channels; default: h / a | size of one head, d
---seq-length | int[1,16777216] | tokens; required | length of a sample, s
+--seq-length | int[1,8388608] | tokens; required | length of a sample, s
 --max-position-embeddings | int[1,1099511627776] | tokens; default: --seq-length | number of positions the model is meant for
 --vocab-size | int[1,2147483647] | tokens; default: the tokenizer's | vocabulary before padding, V
 --make-vocab-size-divisible-by | int[1,2147483647] | tokens; off: 1 | pad the vocabulary to a multiple of this x tp
@@ -174,8 +174,8 @@ LIVE = """
 --spike-z-score | float>0 | deviations from the median | how far above the recent steps a spike is (ours, not Megatron's)
 --iterations-to-skip | ints | iterations, counted from 1; off: left out | count these iterations and their samples, and do not train on them
 --rerun-mode | one of disabled,validate_results | default: validate_results | run a step again whose gradient norm was not finite, to name the first value that is not
---peer-timeout | float>0 | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
---hang-timeout | float>=5 | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
+--peer-timeout | float[0.001,1000000] | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
+--hang-timeout | float[5,1000000] | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
 --empty-unused-memory-level | one of 0,1,2 | off: 0 | give CUDA's unused memory back before each update and in evaluations (1), after each update too (2)
 """  # noqa: E501
 

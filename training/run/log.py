@@ -259,7 +259,7 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
         f"{flops(record['model_flops_per_second'])} MFU {record['mfu']:.1%}",
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"samples {record['consumed_samples']:,}",
-        f"ETA {'?' if left is None else timedelta(seconds=round(left))}",
+        f"ETA {'?' if left is None else timedelta(seconds=round(min(left, 8e12)))}",
     ]
     if "params_norm" in record:
         parts.insert(3, f"params norm {record['params_norm']:.3f}")

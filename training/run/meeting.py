@@ -137,7 +137,7 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
                     hellos[rank] = hello
                     nonce, attempt, why = hello.decode().split(" ", 2)
                     store.set(f"weft/answer/{nonce}", name)
-                    if why and attempt == launch.point.attempt:  # not of an earlier start
+                    if why and attempt == str(launch.attempt):  # not of an earlier start
                         verdict = verdict or f"rank {rank}: {printable(why)}"
                 if store.check([f"weft/{name}/here/{rank}"]):
                     absent.remove(rank)
@@ -164,7 +164,7 @@ def _other_rank(store: dist.Store, launch: Launch, deadline: float, refused: str
     """Say hello to rank 0; return the name of this start. Raises UsageError, MeetingError."""
     nonce, late = secrets.token_hex(8), deadline + MARGIN
     gone = f"rank 0 did not come to {_where(launch)}, or left it, before all ranks were there"
-    store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.point.attempt} {refused}")
+    store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
     name = await_key(store, f"weft/answer/{nonce}", late, gone)
     store.set(f"weft/{name}/here/{launch.rank}", "")
     verdict = await_key(store, f"weft/{name}/roll", late, gone)

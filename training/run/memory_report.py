@@ -5,11 +5,14 @@ The dry run's formulas are in training/plan/rank_memory.py, for what stays from 
 training/plan/buffers.py, for the most that a step allocates on top.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.config import Config
+from training.config import Config, UsageError
 from training.plan import buffers, rank_memory
 from training.plan.model_profile import ModelProvider
 
@@ -74,3 +77,19 @@ def _line(kind: str, found: int, said: int, why: str) -> str:
         return f"{text}, equal to the formula"
     more = f"{abs(found - said):,} {'more' if found > said else 'fewer'}"
     return f"{text}, {more} than the formula's {said:,}: {why}"
+
+
+@contextmanager
+def enough() -> Iterator[None]:
+    """Raise UsageError, in a sentence, where the block finds no memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error).splitlines() or ["MemoryError"]
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(
+            "can't allocate memory" in line for line in said
+        ):
+            raise
+        raise UsageError(
+            f"there is not enough memory: {said[0][:300]} (--dry-run prints what each rank needs)"
+        ) from None

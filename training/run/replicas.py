@@ -68,6 +68,7 @@ class Replicas:
             batches = guard.loaders.train.next_global_batch(run.consumed, size)
             batches = [batch.to(run.device) for batch in batches]
             rates = (f(config, run.consumed) for f in (learning_rate, decoupled_learning_rate))
+            run.monitor.enter("step", f"making iteration {run.iteration + 1} again")
             self.step(run, batches, *rates)
             run.iteration += 1
             run.consumed += size

@@ -102,17 +102,20 @@ def new_monitor(
 ) -> FailureMonitor:
     """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
 
-    error_file: where torchrun looks for the cause.
+    error_file: where torchrun looks for the cause. Raises MeetingError where it is not joined.
     """
     deadline = 60.0 * config.parallel.distributed_timeout_minutes
     watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
     if store is None:
         return FailureMonitor(watch=watch)
     tell, point = partial(tell_launcher, error_file=error_file), launch.point
-    return FailureMonitor(
-        launch.rank, launch.world, store, point.host, point.secret,
-        silence=config.fault.peer_timeout, watch=watch, tell=tell,
-    )  # fmt: skip
+    try:
+        return FailureMonitor(
+            launch.rank, launch.world, store, point.host, point.secret,
+            silence=config.fault.peer_timeout, watch=watch, tell=tell,
+        )  # fmt: skip
+    except CommunicationError as error:
+        raise MeetingError(f"rank {launch.rank}: {error}") from None
 
 
 def connect(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm import door, failure_monitor, wire
+from mpu.comm import coordinator, door, failure_monitor, wire
 from mpu.comm.address import is_loopback, listen, resolve
 from mpu.comm.coordinator import Cause
 from mpu.comm.failure_monitor import FailureMonitor
@@ -229,6 +229,18 @@ def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
             Staying(1, 2, store, "127.0.0.1", SECRET)
 
 
+def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "JOIN", 0.5)
+    store = dist.HashStore()
+    first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
+    with pytest.raises(CommunicationError, match="it knows another secret: all ranks of a run"):
+        Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
+    wait_until(lambda: first.first is not None)
+    assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
+    first._left = first._said = True
+    first._connection.close()
+
+
 def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
     """A stopped rank's buffers fill; what the hub has for it waits, and the others are served."""
     member = two.hub.members[1]
@@ -236,7 +248,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
         member.connection._out = b"x" * 100  # as if the socket had taken no more
     two.monitors[1]._connection.read = lambda: []
     for _ in range(1000):
-        member.connection.send("cause", rank=0, action="x" * 1000, why="y" * 1000)
+        member.connection.send("refused", why="y" * 2000)
     assert len(member.connection._out) <= wire.QUEUE + wire.LINE
     heard = two.hub.members[0].last
     wait_until(lambda: two.hub.members[0].last > heard)
@@ -252,9 +264,9 @@ def test_the_secret_is_not_in_the_store(two: Two) -> None:
 def test_text_from_the_wire_is_safe_to_print() -> None:
     assert wire.printable("a\x1b[2Jb\nc\u202e\ud800") == "a\\x1b[2Jb\\nc\\u202e\\ud800"
     assert len(wire.printable("x" * 10_000)) == wire.TEXT
-    line = wire.encode("cause", {"rank": -1, "action": "é\x07 ", "why": "y" * 5000})
+    line = wire.encode("failed", {"action": "é\x07 ", "why": "y" * 5000, "wait": 0.5})
     kind, fields = wire.decode(line)
-    assert kind == "cause" and fields["rank"] == -1 and fields["action"] == "é\\x07 "
+    assert kind == "failed" and fields["wait"] == 0.5 and fields["action"] == "é\\x07 "
     assert len(fields["why"]) == wire.TEXT and len(line) < wire.LINE
     raw = b"beat %1b%5b2J%0a"  # who knows the secret may still be broken
     assert wire.decode(raw).fields["action"] == "\\x1b[2J\\n"
@@ -262,9 +274,9 @@ def test_text_from_the_wire_is_safe_to_print() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"beat", b"beat a b", b"nonsense", b"cause x a b", b"cause 1e9 a b", b"cause 1.5 a b"]
-    + [b"cause 99999999999 a b", b"failed a b nan", b"failed a b inf", b"beat %ff", b"beat \xff"]
-    + ["cause ١ a b".encode(), b"__class__ x"],
+    [b"", b"beat", b"beat a b", b"nonsense", b"failed a b 99999999999", b"failed a b nan"]
+    + [b"failed a b inf", b"failed a b 1e9", b"failed a b x", b"failed a b -", b"beat %ff"]
+    + [b"beat \xff", "failed a b ١".encode(), b"__class__ x", b"cause 1.5 a b 1 c"],
 )
 def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):

@@ -152,5 +152,5 @@ TWO = ["dp 2", "dp 2, ZeRO 2", "tp 2", "tp 2, sequence parallel", "tied pp 2"]
 @pytest.mark.parametrize("name", TWO)
 def test_four_thousand_clean_steps_raise_no_alarm(world: Any, name: str) -> None:
     """Five layouts: 20,000 steps, each followed by a comparison."""
-    for seed in range(16):
-        assert world(2).run(clean, name, 250, seed) == [0, 0]
+    for seed in range(80):  # a world answers within its time limit, on a busy machine too
+        assert world(2).run(clean, name, 50, seed) == [0, 0]

@@ -92,7 +92,7 @@ NAMED = [
     (["--seed", "1_000"], "--seed 1_000: must be a whole number"),
     (["--lr", "\u0663"], "--lr \u0663: must be a number"),
     (["--global-batch-size", "2000000000"], "forwards of a stage in one step"),
-    (["--seq-length", "16777216", "--micro-batch-size", "64"], "tokens at a time"),
+    (["--seq-length", "8388608", "--micro-batch-size", "64"], "tokens at a time"),
 ]
 
 

@@ -8,6 +8,7 @@ import pty
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,9 +192,9 @@ def test_no_standard_output_at_all(monkeypatch):
     flush()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys):
+def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monkeypatch):
     """No file may grow over a limit: its thread fails in the middle of the run."""
+    monkeypatch.setattr(threading, "excepthook", lambda about: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make(tensorboard_dir=str(tmp_path), total=2000) as log:
         writer = log.tensorboard.file_writer.event_writer._async_writer

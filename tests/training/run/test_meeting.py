@@ -34,20 +34,19 @@ class Start:
     def __init__(self, point: MeetingPoint, world: int) -> None:
         self.point, self.world = point, world
 
-    def launch(self, rank: int, attempt: str = "0") -> Launch:
-        p = self.point
-        point = MeetingPoint(p.host, p.port, p.agent, attempt)
-        return Launch(rank, self.world, rank, self.world, point=point)
+    def launch(self, rank: int, attempt: int = 0) -> Launch:
+        here = (rank, self.world)
+        return Launch(*here, *here, attempt=attempt, point=self.point)
 
     def run(
-        self, calls: dict[int, Callable[[Launch], Any]], attempts: dict[int, str] | None = None
+        self, calls: dict[int, Callable[[Launch], Any]], attempts: dict[int, int] | None = None
     ) -> dict[int, Any]:
         """Return what each rank's call returns or raises."""
         results: dict[int, Any] = {}
 
         def work(rank: int) -> None:
             try:
-                results[rank] = calls[rank](self.launch(rank, (attempts or {}).get(rank, "0")))
+                results[rank] = calls[rank](self.launch(rank, (attempts or {}).get(rank, 0)))
             except (RuntimeError, ValueError) as error:
                 results[rank] = error
 
@@ -110,7 +109,7 @@ def test_who_did_not_come_is_named_to_all_who_did(start):
     assert time.monotonic() - begin < 5
     for error in results.values():
         assert isinstance(error, MeetingError) and error.told
-        assert str(error).startswith("ranks 1, 3 did not come to MASTER_ADDR:MASTER_PORT (127.0")
+        assert str(error).startswith("ranks 1 and 3 did not come to MASTER_ADDR:MASTER_PORT (127.0")
 
 
 def test_a_rank_0_that_never_came_is_named(start):
@@ -181,16 +180,16 @@ def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
         settings = '{"lr": 2}' if launch.rank == 2 else '{"lr": 1}'
         _exchange(settings, launch.rank, launch.world, meet(LONG, launch))
 
-    second = three.run(dict.fromkeys(range(3), of_the_second), dict.fromkeys(range(3), "1"))
+    second = three.run(dict.fromkeys(range(3), of_the_second), dict.fromkeys(range(3), 1))
     assert set(second.values()) == {None}
-    third = three.run(dict.fromkeys(range(3), of_the_third), dict.fromkeys(range(3), "2"))
+    third = three.run(dict.fromkeys(range(3), of_the_third), dict.fromkeys(range(3), 2))
     for error in third.values():
         assert isinstance(error, UsageError) and "lr is 1 on rank 0 and 2 on rank 2" in str(error)
 
 
 def test_agents_may_count_restarts_differently(agent):
     """One node's agent restarts because of a failure, the other's because it saw a restart."""
-    results = agent(2).run(dict.fromkeys(range(2), coming), {0: "1", 1: "0"})
+    results = agent(2).run(dict.fromkeys(range(2), coming), {0: 1, 1: 0})
     results[1].set("x", "y")
     assert results[0].get("x") == b"y"
 
