@@ -95,7 +95,7 @@ def do_show(args: argparse.Namespace) -> int:
 
 def do_diff(args: argparse.Namespace) -> int:
     """Print the differences; return 1 where there are any."""
-    a, b = (open_newest(place, hashed=True) for place in (args.a, args.b))
+    a, b = (open_newest(place, hashed=True, finite=False) for place in (args.a, args.b))
     say(f"A  {a.directory}\nB  {b.directory}")
     count = 0
     for line in diff(a, b, args.tensors):

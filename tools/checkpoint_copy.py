@@ -50,16 +50,17 @@ class Room:
         return self._bytes[:size].view(dtype).view(*shape)
 
 
-def open_newest(place: Path, hashed: bool, note: Say = warn) -> Checkpoint:
+def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True) -> Checkpoint:
     """Open a step's directory, the newest whole step of a run, or a Hugging Face directory.
 
     hashed: hash every file first and pass over a damaged checkpoint, as a resume does.
+    finite: pass over one that holds a value that is not, too.
     Raises CheckpointError where there is none.
     """
 
     def suits(found: Checkpoint) -> None:
         if hashed:
-            found.verify(found.manifest["files"])
+            found.verify(found.manifest["files"], finite)
 
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:

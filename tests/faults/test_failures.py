@@ -92,13 +92,6 @@ def test_a_mistake_of_one_rank_is_told_to_all(ranks: Ranks, more: Any, says: str
     assert not (result.folder / "saved").exists()
 
 
-def test_what_only_rank_0_finds_is_told_to_all(ranks: Ranks) -> None:
-    result = ranks.run(2, 2, more={str(r): ["--wandb-project", "x"] for r in range(2)})
-    assert result.codes == [2, 1]
-    assert "--wandb-project x: the package wandb is not installed" in result.said(0)
-    check_blame(result, 0, "--wandb-project x: the package wandb is not installed")
-
-
 @pytest.mark.parametrize("save", [1, pytest.param(3, marks=pytest.mark.prove)])
 def test_a_save_that_fails_on_one_rank_ends_the_run_only_if_it_is_the_last(
     ranks: Ranks, save: int

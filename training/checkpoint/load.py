@@ -133,25 +133,28 @@ class Checkpoint:
         """List the files in which the pieces lie, in order of their names."""
         return sorted({part[0] for piece in pieces for part in self.parts(piece)})
 
-    def verify(self, names: Iterable[str]) -> None:
-        """Hash files, several at a time, and look at their values (finite.py).
+    def verify(self, names: Iterable[str], finite: bool = True) -> None:
+        """Hash files, several at a time, and look at their values (finite.py) where `finite`.
 
         Raises CheckpointError naming the first file that is not as written, or holds a NaN.
         """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             files = self.manifest["files"]
-            tasks = [pool.submit(self._verify, name, files[name]) for name in names]
+            tasks = [pool.submit(self._verify, name, files[name], finite) for name in names]
             for task in tasks:
                 task.result()
 
-    def _verify(self, name: str, info: dict[str, Any]) -> None:
+    def _verify(self, name: str, info: dict[str, Any], finite: bool) -> None:
         check_file(self._at / name, info)
-        if name.endswith(".safetensors"):
+        if finite and name.endswith(".safetensors"):
             check_tensors(self._at / name)
 
     @torch.no_grad()
-    def read(self, pieces: Iterable[NamedPiece]) -> None:
-        """Fill the pieces' tensors, converting dtypes that differ. Call verify() before."""
+    def read(self, pieces: Iterable[NamedPiece], finite: bool = True) -> None:
+        """Fill the pieces' tensors, converting dtypes that differ. Call verify() before.
+
+        finite: raise CheckpointError where a value is not.
+        """
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for piece in pieces:
@@ -169,7 +172,7 @@ class Checkpoint:
                         f"{self.directory}: {INDEX} covers {filled} of the {piece.tensor.numel()} "
                         f"elements of {piece.name}"
                     )
-                if fault := fault_of(piece.tensor):  # of a directory whose values no one looked at
+                if finite and (fault := fault_of(piece.tensor)):  # no verify() looked at its values
                     raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
 
 
