@@ -33,8 +33,8 @@ def changes(
     """Yield (what changed, as --allow-change names it, and a sentence about it)."""
     there = {**found.state.get("config", {}), **found.state}
     here = {**config.flat(), **digests}
-    if _sketched(there):
-        here["corpus_digest"] = here.get("corpus_sketch")
+    if _sketched(there) and "corpus_sketch" in here:
+        here["corpus_digest"] = here["corpus_sketch"]
     for what, keys in SHARED.items():
         for key in keys:
             if key in there and key in here and there[key] != here[key]:
