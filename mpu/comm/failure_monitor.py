@@ -134,8 +134,13 @@ class FailureMonitor:
 
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
+        first = self.watch.phase == "set-up"
         self.watch.enter(phase)
         self.action = action
+        if first and self._connection is not None:  # at once: rank 0 is less patient from now on
+            said = json.dumps({"phase": phase, "stuck": 0.0})
+            self._connection.send("beat", action=action)
+            self._connection.send("status", said=said)
 
     def _join(self, seconds: float) -> tuple[wire.Connection, list[wire.Message]]:
         """Connect to the coordinator; try again what may pass. Raises OSError."""

@@ -110,7 +110,8 @@ class HuggingFaceDirectory(Checkpoint):
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
         """Check that files still have the sizes that their headers asked for.
 
-        Values are looked at as they are read. With the embedding's file in `names`, also compare the second copy of tied embeddings.
+        Values are looked at as they are read. With the embedding's file in `names`, also compare
+        the second copy of tied embeddings.
         """
         names = list(names)
         for name in names:

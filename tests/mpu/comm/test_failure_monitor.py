@@ -232,6 +232,23 @@ def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     assert cause.rank == 1 and "no sign of life" in cause.why
 
 
+def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
+    ranks: Callable[..., Ranks],
+) -> None:
+    """It says that set-up is over before its next beat; --hang-timeout holds from then on."""
+    two = ranks(2, silence=60.0, beat=0.1)
+    judge = two.monitors[0]._coordinator.judge
+    judge.hang_timeout = 1.0
+    assert judge.patience(1, 60.0) == 60.0
+    line, two.monitors[1]._beat = two.monitors[1]._connection, 9.0  # no beat comes soon
+    two.monitors[1].enter("data", "reading the data of iteration 1")
+    assert line is not None
+    line.send = lambda *kind, **fields: None
+    (cause,) = two.causes()
+    assert cause.rank == 1 and "no sign of life" in cause.why
+    assert cause.why.endswith("before: reading the data of iteration 1")
+
+
 def test_a_silent_coordinator_is_rank_0s_fault(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
     coordinator = two.monitors[0]._coordinator
