@@ -74,7 +74,8 @@ class Program(Scene):
     def look_for_steps(self, first: bool, now: float) -> None:
         """Note the first new step after the fault; a launcher that restarts ranks brings it."""
         steps = self.log.poll()
-        if steps and self.seen.recovered is None and (not first or self.seen.struck is not None):
+        restarted = self.kind.promise.goes_on and self.seen.struck is not None
+        if steps and self.seen.recovered is None and (restarted or not first):
             self.seen.recovered = now
 
     def kill_launcher(self) -> None:

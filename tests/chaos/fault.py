@@ -44,12 +44,12 @@ class Promise:
     """What must happen.
 
     codes: the exit codes that ranks other than the victim may have. says: a regular expression
-    that names the fault right; {rank}, {other}, {step} and {name} are the fault's. who: in whose
-    words it must stand: each of the "survivors", "one" rank, "both sides" of a wire, or the
-    "restart"; None: nobody's.
-    limit: seconds from the fault to the last survivor's end. equal: the end of the run, or of the
-    same command given again, has the bits of an undisturbed run. honest: nothing is promised about
-    being found; the table only counts.
+    that names the fault right; {rank}, {other} and {step} are the fault's, {name} what it hit,
+    {bare} and {module} the parameter and its layer. who: in whose words it must stand: each of the
+    "survivors", "one" rank, "both sides" of a wire, or the "restart"; None: nobody's. limit:
+    seconds from the fault to the last survivor's end. equal: the end of the run, or of the same
+    command given again, has the bits of an undisturbed run. honest: nothing is promised about being
+    found; the table only counts.
     """
 
     codes: tuple[int, ...] = (1,)

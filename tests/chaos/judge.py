@@ -72,12 +72,13 @@ def judge(seen: Seen) -> Verdict:
     if verdict.hang:
         broken.append(f"ended after {verdict.ended or 0:.1f} s, promised {promise.limit:.0f}")
     broken += [f"left behind: {x}" for x in seen.left]
+    if seen.recovered is not None:
+        verdict.recovery = seen.recovered - seen.struck
     if seen.again is not None and set(seen.again) != {0}:
         broken.append(f"the same command ended with {seen.again}")
     if seen.again is not None:
         began, newest = seen.began_at
         verdict.lost = max(0, seen.reached - began)
-        verdict.recovery = seen.recovered - seen.struck if seen.recovered else None
         if began != newest:
             broken.append(f"went on from step {began}; the newest sound one is {newest}")
     if promise.equal:

@@ -47,7 +47,7 @@ def spoil(point: str, what: str, value: str | float, **more: Any) -> Make:
 
     def make(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
         number = {"what": what, "value": value, "seed": rng.randrange(2**31)} | more
-        if what in ("weight", "moment") and layout.name == "tp 2" and value == "flip":
+        if what in ("weight", "moment") and layout.name == "tp 2" and "flip" in str(value):
             number["named"] = "norm"  # which every rank of the axis holds whole
         return at(point, "spoil", **number)(rng, layout, rank, step)
 

@@ -91,7 +91,9 @@ def pattern(seen: Seen) -> re.Pattern[str] | None:
         return None
     name = seen.hit.split(",")[0]
     names = {"rank": fault.rank, "other": 1 - fault.rank, "step": fault.step}
-    names |= {"name": re.escape(name), "bare": re.escape(name.split(" (")[0])}
+    bare = name.split(" (")[0]
+    names |= {"name": re.escape(name), "bare": re.escape(bare)}
+    names["module"] = re.escape(bare.removesuffix(".weight"))
     text = promise.says
     for key, value in names.items():
         text = text.replace(f"{{{key}}}", str(value))

@@ -7,7 +7,8 @@ the element:
     "what"   "weight", "moment" or "own weight" (a ZeRO 3 rank's part), at the point "step";
              "gradient" at "gradient sums"; "output" of the function at "forward" or "layer";
              "message", what torch sends, at "sent", "gathered" or "exchanged"
-    "value"  "flip" one of its 32 bits, "nan", "inf", or a number that multiplies the whole tensor
+    "value"  "flip" one of its 32 bits, "small flip" one that is not of its exponent, "nan", "inf",
+             or a number that multiplies the whole tensor
     "named"  only parameters in whose name this stands
 """
 
@@ -44,10 +45,10 @@ def write(values: Tensor, value: str | float, rng: random.Random) -> str:
     if isinstance(value, float):
         flat.mul_(value)
         return f"times {value}"
-    if value != "flip":
+    if value not in ("flip", "small flip"):
         flat[at] = float(value)
         return f"element {at}: {value}"
-    bit = rng.randrange(32)
+    bit = rng.randrange(32) if value == "flip" else rng.choice([*range(23), 31])
     word = flat[at : at + 1].view(torch.int32)
     word ^= -(2**31) if bit == 31 else 1 << bit
     return f"element {at}, bit {bit}"
