@@ -28,8 +28,8 @@ TIMEOUT = 120.0
 
 
 def pytest_configure() -> None:
-    """Heed Ctrl-C in a shell's background job too, where it is ignored, and SIGHUP under nohup: what
-    tests start inherits that, and some tests interrupt it.
+    """Heed Ctrl-C in a shell's background job too, where it is ignored, and SIGHUP under nohup:
+    what tests start inherits that, and some tests interrupt it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -104,7 +104,7 @@ def test_no_local_variable_is_read():
     for folder in ("tools", "mpu", "model", "training"):
         for file in (ROOT / folder).rglob("*.py"):
             source = file.read_text()
-            names = "co_name" in source and file.name != "hang_watch.py"  # a function's, in a report
+            names = "co_name" in source and file.name != "hang_watch.py"  # it reports stacks
             assert "f_locals" not in source and not names, file
 
 
