@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from training.run import cuda_memory
-from training.run.output import say, write_line, write_scalars
+from training.run.output import hushed, say, write_line, write_scalars
 from training.run.peak_flops import peak_flops
 from training.untrusted import owner_only, printable, private
 
@@ -311,7 +311,7 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         purge = start_iteration + 1 if start_iteration else None
         with owner_only():
-            return SummaryWriter(directory, purge_step=purge)
+            return hushed(lambda: SummaryWriter(directory, purge_step=purge))
     except OSError as error:
         raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
 

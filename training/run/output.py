@@ -7,8 +7,12 @@ line finds room.
 """
 
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def say(line: str) -> None:
@@ -35,3 +39,20 @@ def write_scalars(writer: Any, numbers: dict[str, Any], step: int) -> None:
     """Queue numbers for TensorBoard's thread; raises what that thread failed with."""
     for key, value in numbers.items():
         writer.add_scalar(key, value, step)
+
+
+def hushed(make: Callable[[], T]) -> T:
+    """Return what `make` makes; an error that ends one of its threads prints no traceback.
+
+    TensorBoard raises the error of its thread again at the next write, where `Log` tells it.
+    """
+    before, hook = set(threading.enumerate()), threading.excepthook
+    made = make()
+    threads = set(threading.enumerate()) - before
+
+    def tell(error: threading.ExceptHookArgs) -> None:
+        if error.thread not in threads:
+            hook(error)
+
+    threading.excepthook = tell
+    return made

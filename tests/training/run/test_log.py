@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,8 +194,9 @@ def test_no_standard_output_at_all(monkeypatch):
 
 
 def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monkeypatch):
-    """No file may grow over a limit: its thread fails in the middle of the run."""
-    monkeypatch.setattr(threading, "excepthook", lambda about: None)
+    """No file may grow over a limit: its thread fails in the middle of the run, without a trace."""
+    traces = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", traces.append)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make(tensorboard_dir=str(tmp_path), total=2000) as log:
         writer = log.tensorboard.file_writer.event_writer._async_writer
@@ -210,6 +212,7 @@ def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monke
     out = capsys.readouterr().out
     assert out.count(f"--tensorboard-dir {tmp_path}: File too large; it ends here") == 1
     assert iteration < 1999 and f"iteration {iteration:>4}/2000" in out
+    assert not traces
 
 
 def test_an_error_of_wandb_ends_wandb(monkeypatch, capsys):
