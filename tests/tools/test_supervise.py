@@ -321,12 +321,15 @@ def kill_at(call: int, rank: int = 1) -> str:
 def test_a_killed_rank_restarts_from_memory_and_ends_with_the_same_bits(
     supervise: Callable[..., Supervisor], launcher: Any, tmp_path: Path
 ) -> None:
-    flags = [*MODEL.split(), "--save", f"{tmp_path}/saved", "--peer-checkpoint", "5"]
+    """The copy of step 10 may still be on its way as the rank dies: then that of step 5 counts."""
+    short = MODEL.replace("--train-iters 20", "--train-iters 17").split()
+    flags = [*short, "--save", f"{tmp_path}/saved", "--peer-checkpoint", "5"]
     argv = [str(SCRIPT), kill_at(13), *flags, "--log-json", str(tmp_path / "log.jsonl")]
     run = supervise("--nproc-per-node 2", argv=argv)
-    oracle = launcher.run(2, [*MODEL.split(), "--save", "{dir}/saved"])
+    oracle = launcher.run(2, [*short, "--save", "{dir}/saved"])
     assert run.wait() == 0, run.said()
     (back,) = run.rows("back")
-    assert (back["begun_at"], back["source"], back["steps_lost"]) == (10, "memory", 2)
+    assert (back["source"], back["steps_lost"]) == ("memory", 12 - back["begun_at"])
+    assert back["begun_at"] in (5, 10)
     assert back["mttr_seconds"] < 20.0 and run.rows("fault")[0]["step"] == 12
-    assert tensors(tmp_path / "saved", 20) == tensors(oracle.folder / "saved", 20)
+    assert tensors(tmp_path / "saved", 17) == tensors(oracle.folder / "saved", 17)

@@ -70,6 +70,7 @@ def linked() -> Iterator[Callable[..., Linked]]:
         each.link.over = True
 
 
+@pytest.mark.prove
 def test_a_rank_comes_back_after_resets(linked: Callable[..., Linked], capsys: Any) -> None:
     three = linked()
     for i in range(1, 4):
