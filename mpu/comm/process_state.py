@@ -79,7 +79,9 @@ class Process:
         began = str(address.get("began", ""))
         self.here = bool(began) and address.get("host") == host() and self._pid > 0
         state, since = _stat(self._pid) if self.here else ("", "")
-        self.gone = self.here and (since != began or state in ("Z", "X"))  # a number is used again
+        other = since not in ("", began)  # the number is used again
+        ended = other or state in ("Z", "X") or not Path(f"/proc/{self._pid}").exists()
+        self.gone = self.here and ended
         self.here = self.here and since == began
 
     def state(self) -> str:
