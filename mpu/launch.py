@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from mpu.comm.secret import run_secret
 
-# torch 2.11 to 2.13 read all of these, the first before the last; the last is the newest name
+# torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name; torch
+# 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
@@ -174,12 +175,13 @@ def environment_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_deterministic() -> None:
-    """Choose, before CUDA starts, a cuBLAS workspace and NCCL algorithms whose bits repeat.
+    """Choose, before CUDA starts, a cuBLAS workspace and an NCCL algorithm whose bits repeat.
 
-    NVLS adds in the switch, in an order of its own. What the user has set stays.
+    Ring, as in Megatron: its order of additions is that of the ranks on the ring. NVLS adds in the
+    switch, and the choice between algorithms may differ between runs. What the user has set stays.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def cuda_settings() -> list[str]:

@@ -55,15 +55,15 @@ def test_what_is_set_is_told(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert cuda_settings() == []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_ALGO", "^NVLS")
     set_deterministic()
-    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert os.environ["NCCL_ALGO"] == "^NVLS"
     assert cuda_settings() == [
         "environment of CUDA: PYTORCH_ALLOC_CONF=expandable_segments:False, "
-        "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring"
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=^NVLS"
     ]
     monkeypatch.delenv("NCCL_ALGO")
     set_deterministic()
-    assert os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    assert os.environ["NCCL_ALGO"] == "Ring"
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.delenv("NCCL_ALGO")
