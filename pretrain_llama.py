@@ -75,7 +75,7 @@ from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
-from training.run.warm_up import needed, warm_up
+from training.run.warm_up import warm_up
 from training.untrusted import printable
 
 
@@ -369,8 +369,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     run.monitor.action = "measuring what overlaps"
     overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = overlap.chosen.choices
-    if needed(run.device, grid.pp.size):
-        note(warm_up(run, model_provider, run_schedule, overlap.chosen))
+    warm_up(run, model_provider, run_schedule, overlap.chosen, note)
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(
         config.log, rank=grid.rank, world_size=grid.world_size,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from mpu.comm.secret import run_secret
 
-# torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name; torch
-# 2.9 ignored it on CUDA (pytorch/pytorch#183387).
+# torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
+# torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}

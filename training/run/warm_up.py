@@ -77,40 +77,44 @@ class LocalEngine:
                 torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
 
 
-def needed(device: torch.device, pp: int) -> bool:
-    """Return whether a run's first message could meet a kernel that has never run."""
-    return device.type == "cuda" and pp > 1
-
-
 def warm_up(
     run: Any,
     provider: ModelProvider,
     run_schedule: Callable[..., Tensor],
     overlap: OverlapMap,
-) -> str:
-    """Run each chunk of this rank, by the program's own run_schedule; return a line for the log.
+    note: Callable[[str], None],
+) -> None:
+    """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
 
-    run: the program's Run. overlap: the methods of its linear layers. All ranks call it.
+    run: the program's Run; run_schedule, its function. overlap: the methods of its linear layers.
+    All ranks call it.
     """
-    run.monitor.action = "loading kernels before the first message"
-    began, config, grid = time.perf_counter(), run.config, run.grid
+    if run.device.type == "cuda" and run.grid.pp.size > 1:
+        run.monitor.action = "loading kernels before the first message"
+        begin = time.perf_counter()
+        run_chunks(run, provider, run_schedule, overlap)
+        torch.cuda.synchronize(run.device)
+        seconds = time.perf_counter() - begin
+        note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
+
+
+def run_chunks(
+    run: Any, provider: ModelProvider, run_schedule: Callable[..., Tensor], overlap: OverlapMap
+) -> None:
+    """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
+    config, p, ctx = run.config, run.config.parallel, run.model.ctx
     dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
-    p, ctx = config.parallel, run.model.ctx
     ctx = LayerContext(
-        grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype)
+        run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype)
     )
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    stages = rank_stages(config, provider, grid.pp.rank)
+    stages = rank_stages(config, provider, run.grid.pp.rank)
     model = provider(config, ctx, recompute, stages)
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
     engine = LocalEngine(stages, config.run.dtype, run.device)
     batches = [batch.to(run.device) for batch in _batches(config)]
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
-    seconds = time.perf_counter() - began
-    return f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s"
 
 
 def _batches(config: Config) -> list[Any]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that run before a pipeline's first message change nothing that the run holds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import OverlapMap
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.twin import config_of, gathered, micro_batches
-from training.run.warm_up import Scratch, needed, warm_up
+from training.run import warm_up as warm_up_module
+from training.run.warm_up import Scratch, run_chunks, warm_up
+
+PROGRAM = (pretrain_llama.model_provider, pretrain_llama.run_schedule, OverlapMap("none"))
 
 
 def send_nothing(*about, **more):
@@ -47,9 +52,7 @@ def step(comm, case, warm):
         with pytest.MonkeyPatch.context() as patch:
             for name in ("isend", "irecv", "send", "recv"):
                 patch.setattr(dist, name, send_nothing)
-            line = warm_up(run, pretrain_llama.model_provider, pretrain_llama.run_schedule,
-                           OverlapMap("none"))  # fmt: skip
-        assert line.startswith("kernels: loaded by a forward and a backward of each chunk")
+            run_chunks(run, *PROGRAM)
         assert equal(before, bits(run)) and list(run.model.modules()) == modules
         assert torch.equal(seed, torch.get_rng_state())
         assert all(param.grad is None for param in run.model.parameters())
@@ -97,7 +100,7 @@ def collectives(comm, name):
             return start(axis, verb, *about, **more)
 
         patch.setattr(Axis, "start", noted)
-        warm_up(run, pretrain_llama.model_provider, pretrain_llama.run_schedule, OverlapMap("none"))
+        run_chunks(run, *PROGRAM)
     return heard
 
 
@@ -117,6 +120,12 @@ def test_all_weights_share_the_memory_of_the_largest():
     assert not sink.grad_slot(again)[1]
 
 
-def test_where_it_is_needed():
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert needed(cuda, 2) and not needed(cuda, 1) and not needed(cpu, 2)
+@pytest.mark.parametrize("kind, pp, needed", [("cuda", 2, 1), ("cuda", 1, 0), ("cpu", 2, 0)])
+def test_it_runs_where_a_message_could_meet_a_kernel_that_never_ran(monkeypatch, kind, pp, needed):
+    said, ran = [], []
+    monkeypatch.setattr(warm_up_module, "run_chunks", lambda *about: ran.append(about))
+    monkeypatch.setattr(torch.cuda, "synchronize", ran.append)
+    grid = SimpleNamespace(pp=SimpleNamespace(size=pp))
+    run = SimpleNamespace(device=torch.device(kind), grid=grid, monitor=SimpleNamespace())
+    warm_up(run, *PROGRAM, said.append)
+    assert len(said) == needed and len(ran) == 2 * needed
