@@ -72,6 +72,17 @@ def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout):
     assert validation == pytest.approx(want_validation, rel=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_overlap_by_symmetric_memory_on_one_gpu_follows_one_rank(tmp_path, monkeypatch, dtype):
+    """torch's symmetric memory lets ranks share a device where it is told to."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    want, _ = train(tmp_path, "cuda", dtype, 1)
+    more = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    more += ["--tp-comm-overlap", "symmetric", "--distributed-backend", "gloo"]
+    losses, _ = train(tmp_path, "cuda", dtype, 2, *more)
+    assert losses == pytest.approx(want, rel=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("granularity", ["selective", "full"])
 def test_recomputation_on_a_gpu(tmp_path, granularity):
     want, _ = train(tmp_path, "cuda", "fp32", 1)
@@ -104,3 +115,10 @@ def test_a_save_behind_the_training_holds_the_step_it_was_asked_for(tmp_path):
     resumed = ["--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
     losses, _ = train(tmp_path, "cuda", "bf16", 1, *resumed)
     assert losses == want[3:]
+
+
+def test_deterministic_mode_repeats_its_bits(tmp_path):
+    """Without it index_add_ and an attention's backward may add in another order each time."""
+    first, _ = train(tmp_path, "cuda", "bf16", 1, "--deterministic-mode")
+    again, _ = train(tmp_path, "cuda", "bf16", 1, "--deterministic-mode", "--manual-gc")
+    assert first == again
