@@ -19,10 +19,10 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # as a script, find tests and tools
 
-import torch
+import torch  # noqa: E402
 
-from tests.mpu.kernels import cases as cases_module
-from tests.mpu.kernels.cases import Turns, run_cases, sample
+from tests.mpu.kernels import cases as cases_module  # noqa: E402
+from tests.mpu.kernels.cases import Turns, run_cases, sample  # noqa: E402
 
 SIZES, LARGEST = (2, 4, 8), (60, 700)
 TRAINING_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)

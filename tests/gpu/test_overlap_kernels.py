@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check PART=kernels` runs it,
-after it has compiled the kernels of these cases.
+"""The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check PART=kernels` runs
+it, after it has compiled the kernels of these cases.
 
 The processes take turns on the GPU, so this tests results, not speed. torch's symmetric memory is
 set to let ranks share a device; the groups are gloo's.

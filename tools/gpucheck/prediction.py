@@ -26,7 +26,15 @@ STEP = """
 
 # the operation that launches the kernel, where another calls it
 LAUNCHED_BY = dict.fromkeys(("_to_copy", "clone", "contiguous"), "copy_")
-LAUNCHED_BY |= dict.fromkeys(("ones", "full", "zeros", "zeros_like", "new_full", "zero_"), "fill_")
+LAUNCHED_BY |= dict.fromkeys(
+    ("ones", "ones_like", "full", "zeros", "zeros_like", "new_full", "new_zeros", "zero_"), "fill_"
+)
+LAUNCHED_BY |= {
+    "_scaled_dot_product_flash_attention": "_flash_attention_forward",
+    "_scaled_dot_product_flash_attention_backward": "_flash_attention_backward",
+    "masked_fill": "masked_fill_", "embedding": "index_select", "mv": "addmv_", "stack": "cat",
+    "index_put_": "_index_put_impl_",
+}  # fmt: skip
 
 
 def predict(out: Path, device: str = "", flags: list[str] = STEP) -> str:
