@@ -65,7 +65,8 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
             "total_memory": 80 * 10**9, "uuid": "",
         })  # fmt: skip
     network.install()
-    replay.install(recorder, asked.rehearse_full)
+    some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
+    replay.install(recorder, asked.rehearse_full or some)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
 
 
