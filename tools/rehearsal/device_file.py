@@ -33,6 +33,7 @@ NUMBERS = {
     "kernel_seconds": "s",
     "launch_seconds": "s",
     "transfer_seconds": "s",
+    "collective_start": "s",
     "collective_sms": "1",
     "link_share": "share of bandwidth",
     "network_share": "share of bandwidth",

@@ -73,7 +73,7 @@ def collective_seconds(device: Device, verb: str, sent: float, group: Sequence[i
         return 0.0
     crossed = spans(device, group)
     if verb == "all_to_all":
-        return _all_to_all(device, sent, n, crossed)
+        return device["collective_start"] + _all_to_all(device, sent, n, crossed)
     steps = {"all_gather": n - 1, "reduce_scatter": n - 1, "all_reduce": 2 * (n - 1)}.get(verb)
     if steps is None:
         raise ValueError(f"{verb} is no collective that a device file can time")
@@ -87,7 +87,7 @@ def collective_seconds(device: Device, verb: str, sent: float, group: Sequence[i
         if verb == "all_reduce":
             rate = min(bus * TREE_SHARE[protocol], limit)
             best = min(best, _tree_latency(device, crossed, place) + 2 * sent / rate)
-    return best
+    return device["collective_start"] + best
 
 
 def _ring_latency(device: Device, crossed: Sequence[Span], steps: int, place: int, n: int) -> float:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit the few constants of the device files on a part of the published runs, and say how well.
+
+    python benchmarks/fit_device.py --runs FOLDER [--device h100] [--write]
+
+Runs of some groups (a model on a number of nodes; a hidden size and layers on a number of GPUs) are
+fitted on, the others are never looked at: `is_fitted` draws the groups by a hash of their names.
+Each constant has a meaning and a range that what is known of it allows. The sum of |log(predicted /
+measured)|, capped, is made small by going through the constants in turn. FOLDS parts of the groups
+are left out in turn to tell what fits of groups never seen give. --write puts the constants into
+the device file and into host_seconds.json.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.published_rows import HOST_SECONDS, Run, predicted, read_runs  # noqa: E402
+from tools.rehearsal.device_file import Device, path_of, read_device  # noqa: E402
+
+CAP = math.log(2)  # a run that is off by more counts as off by 2: failures are among the runs
+FOLDS, ROUNDS, RUNS = 3, 4, 160
+RANGES = {  # lowest and highest that is allowed
+    "matmul": (0.45, None),  # highest: the best that anybody measured, in the file
+    "ramp": (32.0, 1024.0),
+    "memory_share": (0.5, 0.95),
+    "attention.flash": (0.15, 0.75),
+    "kernel_seconds": (1e-6, 6e-6),
+    "launch_seconds": (3e-6, 2.5e-5),
+    "transfer_seconds": (1e-5, 3e-4),
+    "collective_start": (1e-6, 5e-5),
+    "network_share": (0.1, 0.96),
+}
+BEST_MATMUL = {"h100": (0.803, 0.709), "a100": (0.869, 0.0)}  # MAMF's bfloat16 and float8
+HOST = (0.0, 4e-3)  # a framework's host seconds a layer
+
+
+def is_fitted(group: str) -> bool:
+    """Tell whether a group's runs may be fitted on: about one group in three."""
+    return hashlib.sha256(group.encode()).digest()[0] < 85
+
+
+def loss(runs: Sequence[Run], device: Device, host: dict[str, float]) -> float:
+    """Return the mean of |log(predicted / measured)|, capped."""
+    return sum(
+        min(CAP, abs(math.log(predicted(run, device, host) / run.seconds))) for run in runs
+    ) / len(runs)
+
+
+def thinned(runs: Sequence[Run]) -> list[Run]:
+    """Return at most RUNS / 2 runs of each source, evenly spread."""
+    kept = []
+    for source in sorted({run.source for run in runs}):
+        own = [run for run in runs if run.source == source]
+        step = max(1.0, len(own) / (RUNS // 2))
+        kept += [own[int(n * step)] for n in range(int(len(own) / step))]
+    return kept
+
+
+def fit(
+    runs: Sequence[Run], device: Device, host: dict[str, float], name: str, rounds: int = ROUNDS
+) -> tuple[Device, dict[str, float], float]:
+    """Return the device, host seconds and loss that going through the constants in turn gives."""
+    best = loss(runs, device, host)
+    frameworks = sorted({run.recipe.name for run in runs})
+    factor = 1.3
+    for _ in range(rounds):
+        for key, (low, high) in RANGES.items():
+            top = BEST_MATMUL[name][0] if high is None else high
+            for way in (factor, 1 / factor):
+                while True:
+                    value = min(max(device[key] * way, low), top)
+                    if value == device[key]:
+                        break
+                    tried = device.changed(**{key.replace(".", "__"): value})
+                    if key == "matmul":
+                        share = BEST_MATMUL[name][1] / BEST_MATMUL[name][0]
+                        tried = tried.changed(matmul__float8=value * share)
+                    found = loss(runs, tried, host)
+                    if found >= best - 1e-6:
+                        break
+                    best, device = found, tried
+        for framework in frameworks:
+            for way in (factor, 1 / factor):
+                while True:
+                    now = host.get(framework, 0.0)
+                    value = min(max((now or 1e-4) * way, HOST[0]), HOST[1])
+                    found = loss(runs, device, {**host, framework: value})
+                    if found >= best - 1e-6:
+                        break
+                    best, host = found, {**host, framework: value}
+        factor = math.sqrt(factor)
+    return device, host, best
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True, help="folder of published runs")
+    parser.add_argument("--device", choices=sorted(BEST_MATMUL), required=True)
+    parser.add_argument("--write", action="store_true", help="write the constants")
+    args = parser.parse_args(argv)
+    runs = [r for r in read_runs(args.runs)[0] if r.device == args.device and is_fitted(r.group)]
+    runs = thinned(runs)
+    start, known = read_device(args.device), json.loads(HOST_SECONDS.read_text())
+    groups = sorted({run.group for run in runs})
+    print(f"{args.device}: {len(runs)} runs of {len(groups)} groups are fitted on")
+    for fold in range(FOLDS):
+        out = set(groups[fold::FOLDS])
+        device, host, _ = fit([r for r in runs if r.group not in out], start, known, args.device)
+        errors = [
+            abs(predicted(run, device, host) / run.seconds - 1) for run in runs if run.group in out
+        ]
+        print(f"fold {fold}: {len(errors)} runs left out, median {statistics.median(errors):.1%}")
+    device, host, mean = fit(runs, start, known, args.device)
+    errors = [abs(predicted(run, device, host) / run.seconds - 1) for run in runs]
+    print(f"all: median {statistics.median(errors):.1%}, mean |log| capped {mean:.3f}")
+    for key in RANGES:
+        print(f"  {key:18} {start[key]:.4g} -> {device[key]:.4g}")
+    print("  host seconds a layer:", {k: f"{v:.2e}" for k, v in host.items()})
+    if args.write:
+        write(args.device, device, host, len(runs))
+    return 0
+
+
+def write(name: str, device: Device, host: dict[str, float], runs: int) -> None:
+    """Write the constants with their source."""
+    path = path_of(name)
+    content = json.loads(path.read_text())
+    for key in (*RANGES, "matmul.float8"):
+        entry = content["numbers"][key]
+        if entry["value"]:
+            told = entry["source"].partition("; at most ")[2]
+            told = told or (entry["source"] if "fitted" not in entry["source"] else "")
+            entry["value"] = float(f"{device[key]:.4g}")
+            entry["source"] = f"fitted by benchmarks/fit_device.py on {runs} published runs"
+            entry["source"] += f"; at most {told}" if told else ""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    rounded = {k: float(f"{v:.4g}") for k, v in sorted(host.items())}
+    HOST_SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
