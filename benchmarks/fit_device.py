@@ -26,20 +26,20 @@ from benchmarks.published_rows import HOST_SECONDS, Run, predicted, read_runs  #
 from tools.rehearsal.device_file import Device, path_of, read_device  # noqa: E402
 
 CAP = math.log(2)  # a run that is off by more counts as off by 2: failures are among the runs
-FOLDS, ROUNDS, RUNS = 3, 4, 160
+FOLDS, ROUNDS, RUNS = 3, 3, 160
 RANGES = {  # lowest and highest that is allowed
     "matmul": (0.45, None),  # highest: the best that anybody measured, in the file
     "ramp": (32.0, 1024.0),
     "memory_share": (0.5, 0.95),
     "attention.flash": (0.15, 0.75),
-    "kernel_seconds": (1e-6, 6e-6),
-    "launch_seconds": (3e-6, 2.5e-5),
-    "transfer_seconds": (1e-5, 3e-4),
+    "kernel_seconds": (1e-6, 4e-6),
+    "launch_seconds": (3e-6, 1e-5),
+    "transfer_seconds": (1e-5, 2e-4),
     "collective_start": (1e-6, 5e-5),
     "network_share": (0.1, 0.96),
 }
 BEST_MATMUL = {"h100": (0.803, 0.709), "a100": (0.869, 0.0)}  # MAMF's bfloat16 and float8
-HOST = (0.0, 4e-3)  # a framework's host seconds a layer
+HOST, START = (1e-5, 4e-3), 3e-4  # a framework's host seconds a layer
 
 
 def is_fitted(group: str) -> bool:
@@ -68,10 +68,19 @@ def fit(
     runs: Sequence[Run], device: Device, host: dict[str, float], name: str, rounds: int = ROUNDS
 ) -> tuple[Device, dict[str, float], float]:
     """Return the device, host seconds and loss that going through the constants in turn gives."""
-    best = loss(runs, device, host)
     frameworks = sorted({run.recipe.name for run in runs})
+    host = {framework: host.get(framework, START) for framework in frameworks}
+    best = loss(runs, device, host)
     factor = 1.3
     for _ in range(rounds):
+        for framework in frameworks:
+            for way in (factor, 1 / factor):
+                while True:
+                    value = min(max((host.get(framework) or START) * way, HOST[0]), HOST[1])
+                    found = loss(runs, device, {**host, framework: value})
+                    if found >= best - 1e-6:
+                        break
+                    best, host = found, {**host, framework: value}
         for key, (low, high) in RANGES.items():
             top = BEST_MATMUL[name][0] if high is None else high
             for way in (factor, 1 / factor):
@@ -87,15 +96,6 @@ def fit(
                     if found >= best - 1e-6:
                         break
                     best, device = found, tried
-        for framework in frameworks:
-            for way in (factor, 1 / factor):
-                while True:
-                    now = host.get(framework, 0.0)
-                    value = min(max((now or 1e-4) * way, HOST[0]), HOST[1])
-                    found = loss(runs, device, {**host, framework: value})
-                    if found >= best - 1e-6:
-                        break
-                    best, host = found, {**host, framework: value}
         factor = math.sqrt(factor)
     return device, host, best
 
@@ -108,7 +108,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     runs = [r for r in read_runs(args.runs)[0] if r.device == args.device and is_fitted(r.group)]
     runs = thinned(runs)
-    start, known = read_device(args.device), json.loads(HOST_SECONDS.read_text())
+    start = read_device(args.device)
+    known = json.loads(HOST_SECONDS.read_text()).get(args.device, {})
     groups = sorted({run.group for run in runs})
     print(f"{args.device}: {len(runs)} runs of {len(groups)} groups are fitted on")
     for fold in range(FOLDS):
@@ -142,8 +143,9 @@ def write(name: str, device: Device, host: dict[str, float], runs: int) -> None:
             entry["source"] = f"fitted by benchmarks/fit_device.py on {runs} published runs"
             entry["source"] += f"; at most {told}" if told else ""
     path.write_text(json.dumps(content, indent=1) + "\n")
-    rounded = {k: float(f"{v:.4g}") for k, v in sorted(host.items())}
-    HOST_SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+    hosts = json.loads(HOST_SECONDS.read_text())
+    hosts[name] = {k: float(f"{v:.4g}") for k, v in sorted(host.items())}
+    HOST_SECONDS.write_text(json.dumps(hosts, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

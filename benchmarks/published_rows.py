@@ -22,6 +22,7 @@ PLAYBOOK = {  # README of the published data: layers, hidden, heads, ffn
 PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE, PLAYBOOK_BATCH = 131072, 4096, 256
 VTRAIN_VOCABULARY = 50304  # 50,257 of VIA-Research/vTrain src/config.py, padded to 128
 GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded; where a table names none
+BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 DEFAULT_NETWORK = {"H100-SXM-80G": 400.0, "A100-SXM-80G": 200.0, "A100-SXM-40G": 200.0}  # Gb/s
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "none"}
 HOST_SECONDS = Path(__file__).with_name("host_seconds.json")  # fitted: fit_device.py
@@ -68,7 +69,8 @@ class Run(NamedTuple):
     """A published run. group: runs that a fold keeps together.
 
     seconds: of a step, as published. network: bytes a second of a GPU's network card, 0: unknown.
-    filled: share of the micro-batches' sequences that the batch has.
+    filled: share of the micro-batches' sequences that the batch has. memory_bandwidth: 0 as the
+    device file says.
     """
 
     source: str
@@ -82,6 +84,7 @@ class Run(NamedTuple):
     seconds: float
     network: float = 0.0
     filled: float = 1.0
+    memory_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def _table(name: str, row: dict[str, str]) -> Run | Left:
         cut[0], cut[-1] = cut[0] - 1, cut[-1] - 1
     filled = number("gbs") / (mbs * dp * accumulated)
     return Run(row["source"].split()[0], name, group, device, model, layout, recipe, tuple(cut),
-               seconds, network, filled)  # fmt: skip
+               seconds, network, filled,
+               BANDWIDTH.get(row["gpu"], 0.0))  # fmt: skip
 
 
 def groups_of(runs: list[Run]) -> Iterator[str]:
@@ -208,7 +212,9 @@ def groups_of(runs: list[Run]) -> Iterator[str]:
 
 
 def device_of(run: Run, device: Device) -> Device:
-    """Return the device with the network that the run had."""
+    """Return the device with the memory and the network that the run had."""
+    if run.memory_bandwidth:
+        device = device.changed(bandwidth=run.memory_bandwidth)
     if not run.network:
         return device
     outer = replace(device.levels[-1], bandwidth=run.network)
