@@ -84,6 +84,10 @@ def told(name: str, results: Sequence[Result]) -> str:
     )
 
 
+def _between(low: float, high: float) -> Callable[[Result], bool]:
+    return lambda r: r.run.source == "ultrascale" and low <= r.mfu < high
+
+
 def summary(results: Sequence[Result]) -> list[str]:
     """Return the lines printed: by source, by device, by measured MFU, and all."""
     parts: list[tuple[str, Callable[[Result], bool]]] = []
@@ -91,11 +95,8 @@ def summary(results: Sequence[Result]) -> list[str]:
         parts.append((source, lambda result, source=source: result.run.source == source))
     for device in sorted(PEAK):
         parts.append((device, lambda result, device=device: result.run.device == device))
-    for low, high in ((0.2, 9.0), (0.05, 0.2), (0.0, 0.05)):
-        name = f"ultrascale, MFU {low:.0%} to {high:.0%}" if high < 1 else "ultrascale, MFU >= 20%"
-        parts.append(
-            (name, lambda r, low=low, high=high: r.run.source == "ultrascale" and low <= r.mfu < high)
-        )
+    for low, high in ((0.2, 1.0), (0.05, 0.2), (0.0, 0.05)):
+        parts.append((f"ultrascale, MFU {low:.0%} to {high:.0%}", _between(low, high)))
     lines = []
     for fitted in (False, True):
         chosen = [result for result in results if is_fitted(result.run.group) == fitted]
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="CSV that gets every row's error")
     args = parser.parse_args(argv)
     if frozen_files() != stated_hashes():
-        print(f"the device files are not those whose sha256 {DOCUMENT.name} states", file=sys.stderr)
+        print(f"{DOCUMENT.name} states the sha256 of other device files", file=sys.stderr)
         return 1
     runs, left = read_runs(args.runs)
     devices = {name: read_device(name) for name in PEAK}

@@ -137,9 +137,7 @@ def _playbook(name: str, row: dict[str, str]) -> Run | Left:
     if row["status"] != "ok":
         return Left(name, "crashed")
     layers, hidden, heads, ffn = PLAYBOOK[row["model"]]
-    model = Model(
-        layers, hidden, heads, heads, ffn, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE, True
-    )
+    model = Model(layers, hidden, heads, heads, ffn, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE, True)
     tp, dp, pp = int(row["tp"]), int(row["dp"]), int(row["pp"])
     layout = Layout(tp, dp, pp, int(row["mbs"]), int(row["grad_acc"]), int(row["zero"]))
     seconds = int(row["gbs"]) * PLAYBOOK_SEQUENCE / float(row["tok_s"])

@@ -155,9 +155,7 @@ class Writer:
     def memory(self, launches: int, moved: float) -> None:
         for _ in range(launches):
             each = int(moved / launches)
-            self.events.append(
-                Launch("pass", COMPUTE, (), "bfloat16", (), (), each, 0.0, NOWHERE)
-            )
+            self.events.append(Launch("pass", COMPUTE, (), "bfloat16", (), (), each, 0.0, NOWHERE))
 
     def passes(self, passes: Passes) -> None:
         model, t = self.model, self.layout.tp
@@ -202,9 +200,7 @@ class Writer:
         op = f"aten::_{self.recipe.attention}_attention{'_backward' if backward else ''}"
         if backward:
             flops, moved = 2.5 * flops, 2 * moved
-        self.events.append(
-            Launch(op, COMPUTE, (), "bfloat16", (), (), int(moved), flops, NOWHERE)
-        )
+        self.events.append(Launch(op, COMPUTE, (), "bfloat16", (), (), int(moved), flops, NOWHERE))
 
     def enter(self, backward: bool = False) -> None:
         """Write what makes the input of a column-parallel matmul whole, or sums its gradient."""

@@ -84,12 +84,11 @@ class Device:
         return peak
 
     def changed(self, **numbers: float) -> "Device":
-        """Return the device with other numbers; a key's "." is written "__"."""
-        new = {key.replace("__", "."): value for key, value in numbers.items()}
-        unknown = sorted(new.keys() - self.numbers.keys())
+        """Return the device with other numbers, by their keys: changed(**{"peak.tf32": 1e15})."""
+        unknown = sorted(numbers.keys() - self.numbers.keys())
         if unknown:
             raise DeviceFileError(f"{self.name} has no number {unknown[0]}")
-        return Device(self.name, {**self.numbers, **new}, self.levels)
+        return Device(self.name, {**self.numbers, **numbers}, self.levels)
 
 
 def path_of(name: str) -> Path:

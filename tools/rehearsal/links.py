@@ -94,7 +94,7 @@ def _ring_latency(device: Device, crossed: Sequence[Span], steps: int, place: in
     """Return base and steps of a ring: each block is left once a round, by its outermost level."""
     seconds = device[f"ring_base.{PROTOCOLS[place]}"]
     rounds = steps / (n - 1)
-    left = steps
+    left: float = steps
     for span in reversed(crossed):
         outer = min(left, rounds * (span.blocks - 1)) if span.level else left
         seconds += outer * device.levels[span.level].step_seconds[place]

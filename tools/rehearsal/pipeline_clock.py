@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import Costs, simulate
-from tools.rehearsal.clock import ActionSpan, Timing, time_record
+from tools.rehearsal.clock import ActionSpan, Span, Timing, time_record
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Transfer
 from tools.rehearsal.links import message_seconds
@@ -85,17 +85,21 @@ def time_pipeline(
     step = alone.step_seconds - own + whole.step
     bubble = free.step - free.busy[pp_rank]
     exposed = {**alone.exposed_seconds, "bubble": bubble, "pp": whole.step - free.step}
-    begins = {tuple(span.action): span.begin for span in whole.timeline.ranks[pp_rank]}
+    begins = {span.action[:3]: span.begin for span in whole.timeline.ranks[pp_rank]}
+    spans, actions = _moved(alone, begins, whole.step)
     return replace(
         alone,
         step_seconds=step,
         mfu=alone.mfu * alone.step_seconds / step,
         exposed_seconds=exposed,
-        **_moved(alone, begins, whole.step),
+        spans=spans,
+        actions=actions,
     )
 
 
-def _moved(alone: Timing, begins: dict[Key, float], pipeline: float) -> dict[str, list]:  # type: ignore[type-arg]
+def _moved(
+    alone: Timing, begins: dict[Key, float], pipeline: float
+) -> tuple[list[Span], list[ActionSpan]]:
     """Return spans and actions at the times that the pipeline's model gives.
 
     begins: of this rank's actions, since the pipeline's begin. What comes before the first stays,
@@ -116,4 +120,4 @@ def _moved(alone: Timing, begins: dict[Key, float], pipeline: float) -> dict[str
             spans[n] = spans[n]._replace(begin=spans[n].begin + shift, end=spans[n].end + shift)
         moved = action._replace(begin=action.begin + shift, end=action.end + shift)
         actions.append(moved)
-    return {"spans": spans, "actions": actions}
+    return spans, actions

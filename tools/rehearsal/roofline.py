@@ -88,4 +88,6 @@ def launch_seconds(device: Device, launch: Launch, sms: float = 0.0) -> float:
             device, launch.flops, launch.bytes, launch.dtype, kernel, backward
         ) * (device["sms"] / sms if sms else 1.0)
     whole = device.peak(launch.dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
-    return max(launch.flops / whole + device["kernel_seconds"], memory_seconds(device, launch.bytes))
+    return max(
+        launch.flops / whole + device["kernel_seconds"], memory_seconds(device, launch.bytes)
+    )
