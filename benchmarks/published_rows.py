@@ -26,6 +26,7 @@ BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 DEFAULT_NETWORK = {"H100-SXM-80G": 400.0, "A100-SXM-80G": 200.0, "A100-SXM-40G": 200.0}  # Gb/s
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "none"}
 HOST_SECONDS = Path(__file__).with_name("host_seconds.json")  # fitted: fit_device.py
+UNKNOWN_HOST = 3e-4  # seconds a layer of a framework that nothing was fitted on
 RECIPES = {
     # Read in huggingface/nanotron@2411b02: RMSNorm and rotary in Triton; SiLU, product, residual,
     # RoPE's copies and the sharded cross entropy op by op in fp32; a hook of every parameter adds
@@ -221,6 +222,6 @@ def device_of(run: Run, device: Device) -> Device:
 
 def predicted(run: Run, device: Device, host: dict[str, float]) -> float:
     """Return the predicted seconds of a run's step; host: seconds a layer of each framework."""
-    recipe = replace(run.recipe, host_seconds=host.get(run.recipe.name, 0.0))
+    recipe = replace(run.recipe, host_seconds=host.get(run.recipe.name, UNKNOWN_HOST))
     clock = StepClock(run.model, run.layout, recipe, device_of(run, device), run.cut)
     return clock.step().seconds * run.filled
