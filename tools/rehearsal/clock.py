@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Action, Event, HostWait, Launch, Record, Transfer, Wait, Where
 from tools.rehearsal.links import bandwidth, collective_seconds, message_seconds, spans
-from tools.rehearsal.roofline import MATMULS, launch_seconds
+from tools.rehearsal.roofline import MATMULS, launch_seconds, matmul_dtype, short_name
 
 MESSAGES = ("send", "receive")
 ITERATION = re.compile(r"of iteration (\d+)")
@@ -105,8 +105,9 @@ class Clock:
             elif isinstance(event, Transfer):
                 self._transfer(event)
             elif isinstance(event, Wait):
-                mark = self.ends[event.transfer] if event.event < 0 else self.marks[event.event]
-                self._block(event.stream, *mark)
+                known = self.ends if event.event < 0 else self.marks
+                which = event.transfer if event.event < 0 else event.event
+                self._block(event.stream, *known.get(which, (0.0, "")))  # none: before the record
             elif isinstance(event, Record):
                 stream = event.stream
                 self.marks[event.event] = self.free[stream], self.waits_for[stream]
@@ -144,15 +145,16 @@ class Clock:
             self.waits_for[0] = ""
         self.bounds["host"] += device["launch_seconds"]
         if event.flops:
-            self.bounds["matmul"] += event.flops / device.peak(event.dtype)
-        self.bounds["memory"] += event.bytes / device["bandwidth"]
+            self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
+        link = "host link" if event.op.startswith("memcpy ") else "memory"
+        bandwidth_key = "host_bandwidth" if link == "host link" else "bandwidth"
+        self.bounds[link] += event.bytes / device[bandwidth_key]
         if self.trace:
             self.timing.spans.append(Span(stream, event.op, begin, end, event.where))
 
     def _kernel(self, event: Launch, begin: float) -> float:
         """Return a kernel's seconds; a matmul has fewer SMs while a collective runs."""
-        name = event.op.rpartition("::")[2].partition(".")[0]
-        shapes = event.shapes if name in MATMULS else ()
+        shapes = event.shapes if short_name(event) in MATMULS else ()
         key = (event.op, shapes, event.dtype, event.bytes, event.flops)
         alone = self.seconds.get(key)
         if alone is None:
@@ -224,7 +226,7 @@ class Clock:
 
     def _host_wait(self, event: HostWait) -> None:
         if event.event >= 0:
-            until, axis = self.marks[event.event]
+            until, axis = self.marks.get(event.event, (0.0, ""))
         else:
             streams = [event.stream] if event.stream >= 0 else list(self.free)
             late = max(streams, key=lambda stream: self.free[stream], default=0)

@@ -22,6 +22,7 @@ NUMBERS = {
     "memory": "B",
     "bandwidth": "B/s",
     "l2": "B",
+    "host_bandwidth": "B/s",  # of copies between host and device, one direction
     "tile_m": "1",
     "tile_n": "1",
     "tile_cost": "1",

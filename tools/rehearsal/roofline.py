@@ -72,22 +72,44 @@ def attention_seconds(
     return max(flops / rate + device["kernel_seconds"], memory_seconds(device, moved))
 
 
+def short_name(launch: Launch) -> str:
+    """Return "mm" of "aten::mm.out"."""
+    return launch.op.rpartition("::")[2].partition(".")[0]
+
+
+def matmul_dtype(launch: Launch) -> str:
+    """Return the dtype of a matmul's operands; the record has that of its result.
+
+    _scaled_mm multiplies float8. Where a result is fp32 and its kernel moves fewer bytes than fp32
+    operands have, the operands are bfloat16.
+    """
+    op = short_name(launch)
+    if op == "_scaled_mm":
+        return "float8"
+    if launch.dtype == "float32" and op in MATMULS:
+        if launch.bytes < 4 * sum(prod(shape) for shape in launch.shapes):
+            return "bfloat16"
+    return launch.dtype
+
+
 def launch_seconds(device: Device, launch: Launch, sms: float = 0.0) -> float:
     """Return the seconds of a recorded kernel alone on the device, or on `sms` of its SMs."""
+    if launch.op.startswith("memcpy "):  # between host and device
+        return launch.bytes / device["host_bandwidth"] + device["kernel_seconds"]
     if not launch.flops:
         return memory_seconds(device, launch.bytes)
-    op = launch.op.rpartition("::")[2].partition(".")[0]
+    op, dtype = short_name(launch), matmul_dtype(launch)
     if op in MATMULS:
         a, b = launch.shapes[MATMULS[op] :][:2]
         batch = prod(a[:-2])
-        return matmul_seconds(device, a[-2], b[-1], a[-1], launch.dtype, batch, sms)
+        return matmul_seconds(device, a[-2], b[-1], a[-1], dtype, batch, sms)
     if "attention" in op or "flash" in op:
         kernel = "cudnn" if "cudnn" in op else "flash"
         backward = "backward" in op
-        return attention_seconds(
-            device, launch.flops, launch.bytes, launch.dtype, kernel, backward
-        ) * (device["sms"] / sms if sms else 1.0)
-    whole = device.peak(launch.dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
+        return attention_seconds(device, launch.flops, launch.bytes, dtype, kernel, backward) * (
+            device["sms"] / sms if sms else 1.0
+        )
+    whole = device.peak(dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
     return max(
         launch.flops / whole + device["kernel_seconds"], memory_seconds(device, launch.bytes)
     )

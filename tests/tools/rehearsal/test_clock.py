@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rehearsal's clock against hand-made records whose times are known."""
 
+import json
+
 import pytest
 
 from tests.tools.rehearsal.clock_device import HERE, device, gather, kernel, matmul
 from tools.rehearsal.clock import time_record
 from tools.rehearsal.events import Action, Event, HostWait, Record, Transfer, Wait
+from tools.rehearsal.time_report import as_json, chrome_trace, lines
 
 
 def test_kernels_of_a_stream_run_one_after_another() -> None:
@@ -99,6 +102,26 @@ def test_only_the_last_iteration_is_the_step() -> None:
     timing = time_record(events, device())
     assert timing.step_seconds == 6 and timing.bounds["memory"] == 6
     assert [a.end - a.begin for a in timing.actions] == [9, 9, 3, 3]
+
+
+def test_what_was_recorded_before_the_step_is_over() -> None:
+    events: list[Event] = [Wait(99, 0, ""), Wait(-1, 0, "", 98), kernel(1)]
+    assert time_record(events, device()).step_seconds == 1
+
+
+def test_a_timing_is_told_as_json_as_text_and_as_a_trace() -> None:
+    action = "F chunk 0 micro-batch 0 in stage 0 of iteration 1"
+    events: list[Event] = [Action(action), gather(1, 3), Wait(-1, 0, "", 1), kernel(1)]
+    timing = time_record(events, device(), flops=1000)
+    told = as_json(timing)
+    assert json.loads(json.dumps(told)) == told
+    assert told["step_seconds"] == 4 and told["exposed_seconds"] == {"tp": 3}
+    assert told["bound_seconds"] == 3 and told["bound_by"] == "node" and told["mfu"] == 0.25
+    assert lines(timing, device())[0] == "4000.0 ms a step on round, MFU 25.0 %"
+    assert "exposed: tp 3000.0 ms, 75.0 %" in lines(timing, device())
+    trace = chrome_trace(timing)["traceEvents"]
+    drawn = {(e["name"], e["tid"], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"}
+    assert drawn == {("all_gather tp 30", 1, 0, 3e6), ("add", 0, 3e6, 1e6), (action, -1, 0, 4e6)}
 
 
 def test_a_message_costs_its_sender_the_link_between_the_two() -> None:

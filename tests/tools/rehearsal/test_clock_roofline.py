@@ -12,6 +12,7 @@ from tools.rehearsal.links import Span, collective_seconds, message_seconds, spa
 from tools.rehearsal.roofline import (
     attention_seconds,
     launch_seconds,
+    matmul_dtype,
     matmul_seconds,
     memory_seconds,
 )
@@ -57,6 +58,23 @@ def test_a_recorded_kernel_is_told_by_its_shapes() -> None:
     assert launch_seconds(H100, back) == attention_seconds(
         H100, 1e12, 10**6, "bfloat16", backward=True
     )
+
+
+def test_the_operands_dtype_is_found_where_the_result_s_is_another() -> None:
+    shapes = ((512, 256), (256, 128), (512, 128))
+    operands, result = 512 * 256 + 256 * 128, 512 * 128
+    for operand_bytes, dtype in ((2, "bfloat16"), (4, "float32")):
+        moved = operand_bytes * operands + 4 * result
+        product = Launch("aten::mm.dtype", 0, shapes, "float32", (), (), moved, 1.0, HERE)
+        assert matmul_dtype(product) == dtype
+    scaled = Launch("aten::_scaled_mm", 0, shapes, "bfloat16", (), (), 1, 1.0, HERE)
+    assert matmul_dtype(scaled) == "float8"
+    assert launch_seconds(H100, scaled) < launch_seconds(H100, scaled._replace(op="aten::mm"))
+
+
+def test_a_copy_from_the_host_takes_the_host_s_link() -> None:
+    copy = Launch("memcpy HtoD", 0, (), "int64", (), (), 64 * 10**9, 0.0, HERE)
+    assert launch_seconds(H100, copy) == pytest.approx(1, rel=0.01)
 
 
 @settings(max_examples=60, deadline=None)
