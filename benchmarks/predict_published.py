@@ -3,10 +3,12 @@
 
     python benchmarks/predict_published.py --runs FOLDER --out FILE.csv
 
+    python benchmarks/predict_published.py --hashes
+
 FOLDER holds the CSV files of published runs. FILE gets a line for every row: what was measured and
 predicted, the error, and whether the row's group was fitted on (fit_device.py says which) or why it
 is not predicted. The device files must be those whose sha256 docs/rehearsal_time.md states: they
-were frozen before these predictions were printed. Median and worst are of the rows not fitted on.
+were frozen before these predictions were printed; --hashes prints that table. Median and worst are of the rows not fitted on.
 """
 
 import argparse
@@ -108,9 +110,15 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, required=True, help="folder of published runs")
-    parser.add_argument("--out", type=Path, required=True, help="CSV that gets every row's error")
+    parser.add_argument("--runs", type=Path, help="folder of published runs")
+    parser.add_argument("--out", type=Path, help="CSV that gets every row's error")
+    parser.add_argument("--hashes", action="store_true", help="print the files' sha256")
     args = parser.parse_args(argv)
+    if args.hashes:
+        print("\n".join(f"| `{name}` | `{sha256}` |" for name, sha256 in frozen_files().items()))
+        return 0
+    if args.runs is None or args.out is None:
+        parser.error("--runs and --out are needed, or --hashes")
     if frozen_files() != stated_hashes():
         print(f"{DOCUMENT.name} states the sha256 of other device files", file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import predict_published
 from benchmarks.predict_published import DOCUMENT, frozen_files, stated_hashes
 from tools.rehearsal.device_file import FOLDER, DeviceFileError, path_of, read_device
 
@@ -46,6 +47,27 @@ def source_of(entry: dict[str, Any]) -> bool:
 
 def test_the_device_files_are_those_of_the_document() -> None:
     assert frozen_files() == stated_hashes(), f"{DOCUMENT.name} freezes other files"
+
+
+def test_nothing_is_predicted_with_files_that_are_not_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status\n"
+    run += "1B,1,8,1,1,2,16,256,0,40.0,40000,320000,50.0,ok\n1B,1,8,1,1,2,16,256,0,,,,,crashed\n"
+    (tmp_path / "runs.csv").write_text(run)
+    out = tmp_path / "errors.csv"
+    flags = ["--runs", str(tmp_path), "--out", str(out)]
+    assert predict_published.main(flags) == 0
+    rows = out.read_text().splitlines()
+    assert len(rows) == 3 and rows[1].startswith("runs.csv:2,ultrascale,playbook 1B 1 nodes,h100")
+    assert rows[2].endswith("crashed")
+    error = float(rows[1].split(",")[6])
+    assert f"worst {error:+.0%} (runs.csv:2)" in capsys.readouterr().out
+    other = tmp_path / "other.md"
+    other.write_text(DOCUMENT.read_text().replace("h100.json` | `", "h100.json` | `0"))
+    monkeypatch.setattr(predict_published, "DOCUMENT", other)
+    assert predict_published.main(flags) == 1
+    assert "states the sha256 of other device files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
