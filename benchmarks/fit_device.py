@@ -4,7 +4,8 @@
     python benchmarks/fit_device.py --runs FOLDER [--device h100] [--write]
 
 Runs of some groups (a model on a number of nodes; a hidden size and layers on a number of GPUs) are
-fitted on, the others never: `is_fitted` draws the groups by a hash of their names. Each constant
+fitted on, the others never: `is_fitted` draws the groups by a hash of their names. Of these, runs
+of several nodes that reach less than LEAST_MFU are not used. Each constant
 has a meaning and a range that what is known of it allows. The mean of |log(predicted / measured)|,
 capped, is made small by going through the constants in turn. --folds parts of the groups are left
 out in turn, to tell what fits of groups never seen give. --write puts the constants into the device
@@ -22,7 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.published_rows import HOST_SECONDS, Run, predicted, read_runs  # noqa: E402
+from benchmarks.published_rows import (  # noqa: E402
+    HOST_SECONDS,
+    Run,
+    mfu_of,
+    predicted,
+    read_runs,
+)
 from tools.rehearsal.device_file import Device, path_of, read_device  # noqa: E402
 
 CAP = math.log(2)  # a run that is off by more counts as off by 2: failures are among the runs
@@ -46,7 +53,8 @@ BEST_MATMUL = {  # the best measured share of the peak, bfloat16 and float8: the
     "h100": (0.803, 0.709), "a100": (0.869, 0.0), "h200": (0.803, 0.734), "b200": (0.776, 0.763),
 }  # fmt: skip
 CARRIED = {"h100": ("h200", "b200"), "a100": ()}  # devices that no published run here is of
-HOST, HOST_START = (1e-5, 4e-3), 3e-4  # a framework's host seconds a layer
+HOST, HOST_START = (1e-5, 4e-3), (3e-4, 1e-4, 1e-3, 2e-3, 3e-3)  # host seconds a layer
+NODE, LEAST_MFU = 8, 0.1  # below it a run of several nodes waits for what no constant describes
 
 
 def is_fitted(group: str) -> bool:
@@ -74,11 +82,16 @@ def thinned(runs: Sequence[Run]) -> list[Run]:
 def fit(runs: Sequence[Run], name: str) -> tuple[Device, dict[str, float], float]:
     """Return the device, host seconds and loss that going through the constants in turn gives."""
     frameworks = sorted({run.recipe.name for run in runs})
-    host = dict.fromkeys(frameworks, HOST_START)
+    host = dict.fromkeys(frameworks, HOST_START[0])
     first = {**START, "matmul": BEST_MATMUL[name][0], "attention.flash": ATTENTION[name]}
     first["matmul.float8"] = BEST_MATMUL[name][1]
     device = read_device(name).changed(**first)
     best = loss(runs, device, host)
+    for framework in frameworks:  # a host that is hidden changes nothing: steps would not find it
+        for value in HOST_START[1:]:
+            found = loss(runs, device, {**host, framework: value})
+            if found < best - 1e-6:
+                best, host = found, {**host, framework: value}
     factor = 1.3
     for _ in range(ROUNDS):
         for framework in frameworks:
@@ -116,7 +129,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write the constants")
     args = parser.parse_args(argv)
     runs = [r for r in read_runs(args.runs)[0] if r.device == args.device and is_fitted(r.group)]
-    runs = thinned(runs)
+    runs = thinned([run for run in runs if run.gpus <= NODE or mfu_of(run) >= LEAST_MFU])
     groups = sorted({run.group for run in runs})
     print(f"{args.device}: {len(runs)} runs of {len(groups)} groups are fitted on")
     for fold in range(args.folds):

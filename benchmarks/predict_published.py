@@ -8,7 +8,8 @@
 FOLDER holds the CSV files of published runs. FILE gets a line for every row: what was measured and
 predicted, the error, and whether the row's group was fitted on (fit_device.py says which) or why it
 is not predicted. The device files must be those whose sha256 docs/rehearsal_time.md states: they
-were frozen before these predictions were printed; --hashes prints that table. Median and worst are of the rows not fitted on.
+were frozen before these predictions were printed; --hashes prints that table. Median and worst are
+of the rows not fitted on.
 """
 
 import argparse
@@ -26,11 +27,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fit_device import is_fitted  # noqa: E402
-from benchmarks.published_rows import HOST_SECONDS, Run, predicted, read_runs  # noqa: E402
+from benchmarks.published_rows import (  # noqa: E402
+    HOST_SECONDS,
+    PEAK,
+    Run,
+    mfu_of,
+    predicted,
+    read_runs,
+)
 from tools.rehearsal.device_file import FOLDER, read_device  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "rehearsal_time.md"
-PEAK = {"h100": 989.4e12, "a100": 312e12}
 HASH = re.compile(r"^\| `([\w./]+\.json)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 COLUMNS = ("row", "source", "group", "device", "measured_s", "predicted_s", "error", "mfu", "state")
 
@@ -59,17 +66,6 @@ def frozen_files() -> dict[str, str]:
         path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
     }
-
-
-def mfu_of(run: Run) -> float:
-    """Return the measured MFU: 6 FLOPs a weight and token, attention counted whole."""
-    model = run.model
-    weights = model.layers * model.layer_parameters + model.vocab * model.hidden
-    flops = 6 * weights + 12 * model.layers * model.hidden * model.sequence
-    layout = run.layout
-    batch = layout.dp * layout.micro_batch * layout.micro_batches * run.filled
-    gpus = layout.tp * layout.dp * layout.pp
-    return batch * model.sequence * flops / (run.seconds * gpus * PEAK[run.device])
 
 
 def told(name: str, results: Sequence[Result]) -> str:

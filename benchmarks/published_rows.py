@@ -6,7 +6,7 @@ row of its own for each run of several sources. What a framework does is in RECI
 """
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ DEFAULT_NETWORK = {"H100-SXM-80G": 400.0, "A100-SXM-80G": 200.0, "A100-SXM-40G":
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "none"}
 HOST_SECONDS = Path(__file__).with_name("host_seconds.json")  # fitted: fit_device.py
 UNKNOWN_HOST = 3e-4  # seconds a layer of a framework that nothing was fitted on
+PEAK = {"h100": 989.4e12, "a100": 312e12}  # bfloat16, dense
 RECIPES = {
     # Read in huggingface/nanotron@2411b02: RMSNorm and rotary in Triton; SiLU, product, residual,
     # RoPE's copies and the sharded cross entropy op by op in fp32; a hook of every parameter adds
@@ -86,6 +87,10 @@ class Run(NamedTuple):
     network: float = 0.0
     filled: float = 1.0
     memory_bandwidth: float = 0.0
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.tp * self.layout.dp * self.layout.pp
 
 
 @dataclass(frozen=True)
@@ -205,11 +210,6 @@ def _table(name: str, row: dict[str, str]) -> Run | Left:
                BANDWIDTH.get(row["gpu"], 0.0))  # fmt: skip
 
 
-def groups_of(runs: list[Run]) -> Iterator[str]:
-    """Yield every group once, in order."""
-    yield from dict.fromkeys(run.group for run in runs)
-
-
 def device_of(run: Run, device: Device) -> Device:
     """Return the device with the memory and the network that the run had."""
     if run.memory_bandwidth:
@@ -225,3 +225,13 @@ def predicted(run: Run, device: Device, host: dict[str, float]) -> float:
     recipe = replace(run.recipe, host_seconds=host.get(run.recipe.name, UNKNOWN_HOST))
     clock = StepClock(run.model, run.layout, recipe, device_of(run, device), run.cut)
     return clock.step().seconds * run.filled
+
+
+def mfu_of(run: Run) -> float:
+    """Return the measured MFU: 6 FLOPs a weight and token, attention counted whole."""
+    model = run.model
+    weights = model.layers * model.layer_parameters + model.vocab * model.hidden
+    flops = 6 * weights + 12 * model.layers * model.hidden * model.sequence
+    layout = run.layout
+    batch = layout.dp * layout.micro_batch * layout.micro_batches * run.filled
+    return batch * model.sequence * flops / (run.seconds * run.gpus * PEAK[run.device])
