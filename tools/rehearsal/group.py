@@ -17,12 +17,14 @@ from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
 from tools.rehearsal.record import Recorder
 
+real_gather_bytes = collectives.gather_bytes
+
 
 class Communicator:
-    """The ranks that share one, its stream, and how many transfers it has begun."""
+    """The ranks that share one, and its stream."""
 
     def __init__(self, ranks: tuple[int, ...], stream: int) -> None:
-        self.ranks, self.stream, self.count = ranks, stream, 0
+        self.ranks, self.stream = ranks, stream
 
 
 class Group:
@@ -66,6 +68,11 @@ class Work:
         return asked
 
 
+def _same_bytes(data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+    """Stand in for gather_bytes: every rank says the same."""
+    return [data] * axis.size
+
+
 class Distributed:
     """The functions of torch.distributed that mpu calls."""
 
@@ -85,10 +92,9 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             setattr(dist, name, getattr(self, name))
-        gather_bytes = collectives.gather_bytes
         for module in list(sys.modules.values()):
-            if getattr(module, "gather_bytes", None) is gather_bytes:
-                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
+            if getattr(module, "gather_bytes", None) is real_gather_bytes:
+                module.gather_bytes = _same_bytes  # type: ignore[attr-defined]
         collectives._all_gather = self.all_gather_into_tensor
         collectives._reduce_scatter = self.reduce_scatter_tensor
         dist.P2POp = P2POp  # type: ignore[misc,assignment]
@@ -176,10 +182,6 @@ class Distributed:
         finally:
             self.batch = -1
 
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says, if all say the same."""
-        return [data] * axis.size
-
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD
         return found
@@ -222,7 +224,6 @@ class Distributed:
             axis=self.trace_axis,
             group=over.ranks,
             peer=peer,
-            number=over.count,
             bytes=tensor.numel() * tensor.element_size(),
             sent=sent,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -234,7 +235,6 @@ class Distributed:
             batch=self.batch,
             label=self.trace_label,
         )
-        over.count += 1
         return Work(recorder, number, (*read, *written))
 
     # a trace of the grid's axes: it names the axis and the label of what is about to start
