@@ -16,8 +16,8 @@ from tools.gpucheck.prediction import compare, launches_by_op, load
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = """--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --num-layers 2
-    --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 2
-    --train-iters 9 --lr 1e-4 --device cpu""".split()
+    --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --global-batch-size 2 --train-iters 9 --lr 1e-4 --device cpu""".split()
 
 
 # ---- the parts ----
