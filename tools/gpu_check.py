@@ -26,15 +26,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "gpu-check"
-LIMIT = 460.0  # seconds of a part
+LIMIT, OUT_OF_TIME = 460.0, 124  # seconds of a part; the exit code of one that took more
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
-PYTEST = ("-m", "pytest", "-q", "-rs", "-x", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-v", "-rs", "--tb=short", "-p", "no:cacheprovider")
 
 
 class Part(NamedTuple):
     """One call of the plan. commands: what follows the interpreter, after `prepare`.
 
-    gpu: it needs one. needs: packages, without which it is skipped.
+    gpu: it needs one. needs: packages, without which it is skipped. plain: what it runs where only
+    pytest is missing.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     gpu: bool = True
     needs: tuple[str, ...] = ()
     prepare: tuple[tuple[str, ...], ...] = ()
+    plain: tuple[tuple[str, ...], ...] = ()
 
 
 COMPILE = ("tests/gpu/overlap_cases.py",)
@@ -78,6 +80,7 @@ PARTS = {
         ((*PYTEST, "-m", "gpu", "tests/gpu/test_overlap_kernels.py"),),
         needs=("triton", "pytest"),
         prepare=(COMPILE,),
+        plain=((*COMPILE, "--run"),),
     ),
     "sanitizer": Part(
         "compute-sanitizer: memcheck and racecheck of the overlap kernels",
@@ -88,8 +91,9 @@ PARTS = {
     "trainer": Part(
         "one nccl communicator, the trainer against the CPU, two gloo ranks on one GPU, offload",
         (
-            (*PYTEST, "-m", "gpu", "tests/gpu/test_nccl.py", "tests/gpu/test_trainer.py",
-             "tests/gpu/test_offload.py"),
+            (*PYTEST, "-m", "gpu", "-k", "not fp64", "tests/gpu/test_nccl.py",
+             "tests/gpu/test_trainer.py", "tests/gpu/test_offload.py"),
+            (*PYTEST, "-m", "gpu", "-k", "fp64", "tests/gpu/test_trainer.py"),  # last: time ends
         ),
         needs=("pytest",),
     ),
@@ -162,7 +166,10 @@ def run_part(name: str, gpu: bool, prediction: Path, asked: argparse.Namespace) 
     if part.gpu and not gpu:
         return "skipped: no GPU"
     missing = [package for package in part.needs if importlib.util.find_spec(package) is None]
-    if missing:
+    if part.plain and missing == ["pytest"]:
+        print(f"without pytest: {part.plain[0][0]} runs the cases; how waits run out is not tested")
+        part = part._replace(commands=part.plain)
+    elif missing:
         return f"skipped: {sys.executable} has no {' and no '.join(missing)}"
     sanitizer = next((path for path in map(shutil.which, SANITIZERS) if path), None)
     if name == "sanitizer" and sanitizer is None:
@@ -184,7 +191,8 @@ def run_part(name: str, gpu: bool, prediction: Path, asked: argparse.Namespace) 
         if words[-1] == "PREDICTION":
             command[-1:] = [str(prediction)] if prediction.exists() else []
         if code := execute(command, deadline - time.monotonic()):
-            return f"failed: exit code {code} of {' '.join(words)}"
+            why = "out of time" if code == OUT_OF_TIME else f"exit code {code}"
+            return f"failed: {why} of {' '.join(words)}"
     return "passed" + (f", without a prediction: {told}" if told else "")
 
 
@@ -210,7 +218,7 @@ def execute(command: list[str], limit: float) -> int:
         return process.wait(timeout=max(1.0, limit))
     except subprocess.TimeoutExpired:
         print(f"gpu-check: out of time ({LIMIT:.0f} s a part)", flush=True)
-        return 124
+        return OUT_OF_TIME
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 
     python tests/gpu/overlap_cases.py                compile all of them, in a process a core
     python tests/gpu/overlap_cases.py --sample 20    every twentieth
+    python tests/gpu/overlap_cases.py --run          run all cases on a GPU, without pytest
 
 A kernel is compiled anew for each combination of dtypes, tile sizes and divisible sizes, each time
 for seconds. It needs no GPU: Triton keeps what it compiles on disk, and the GPU's run finds it.
@@ -11,8 +12,10 @@ for seconds. It needs no GPU: Triton keeps what it compiles on disk, and the GPU
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # as a script, find tests and tools
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
 
 from tests.mpu.kernels import cases as cases_module  # noqa: E402
-from tests.mpu.kernels.cases import Turns, run_cases, sample  # noqa: E402
+from tests.mpu.kernels.cases import Turns, check, run_cases, sample  # noqa: E402
 
 SIZES, LARGEST = (2, 4, 8), (60, 700)
 TRAINING_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -44,6 +49,35 @@ def every(size: int) -> list[dict]:
     """Return all cases of a world of `size` ranks."""
     cases = [case for largest in LARGEST for case in ragged(size, largest)]
     return cases + [case for dtype in TRAINING_DTYPES for case in of_training(size, dtype)]
+
+
+def workspace_on_gpu(rank: int, size: int):
+    """Return a rank's memory on the one GPU, in a process whose gloo group has `size` ranks."""
+    from mpu.comm.symmetric_cuda import CudaWorkspace
+    from mpu.grid import Grid
+    from mpu.launch import Launch
+
+    device, timeout = torch.device("cuda", 0), timedelta(seconds=60)
+    torch.cuda.set_device(device)
+    grid = Grid(size, size, 1, 1, Launch(rank, size, 0, size), "gloo")
+    return CudaWorkspace(grid.add_groups(device, timeout).tp, device, timeout)
+
+
+def play(rank: int, size: int, store: str) -> None:
+    """Be one rank of a world and run all its cases. Raises AssertionError."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    check([run_cases(Turns(workspace_on_gpu(rank, size)), every(size))])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_all() -> None:
+    """Run all cases of every world, a process a rank. Raises ProcessRaisedException."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(play, (size, f"{folder}/store"), nprocs=size)
+        print(f"kernels: {len(every(size))} cases passed between {size} processes", flush=True)
 
 
 @contextmanager
@@ -101,7 +135,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--share"]:
+    if sys.argv[1:] == ["--run"]:
+        run_all()
+    elif sys.argv[1:2] == ["--share"]:
         torch.set_num_threads(1)
         print(*compile_share(int(sys.argv[2]), int(sys.argv[3])))
     else:

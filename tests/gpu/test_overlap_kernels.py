@@ -6,15 +6,20 @@ The processes take turns on the GPU, so this tests results, not speed. torch's s
 set to let ranks share a device; the groups are gloo's.
 """
 
-from datetime import timedelta
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.conftest import World
-from tests.gpu.overlap_cases import LARGEST, SIZES, TRAINING_DTYPES, of_training, ragged
+from tests.gpu.overlap_cases import (
+    LARGEST,
+    SIZES,
+    TRAINING_DTYPES,
+    of_training,
+    ragged,
+    workspace_on_gpu,
+)
 from tests.mpu.kernels.cases import Turns, check, run_cases
 
 pytestmark = [
@@ -33,22 +38,9 @@ def ranks(request):
     world.close()
 
 
-def make(comm):
-    """Return this rank's memory on the GPU."""
-    from mpu.comm.symmetric_cuda import CudaWorkspace
-    from mpu.grid import Grid
-    from mpu.launch import Launch
-
-    device, timeout = torch.device("cuda", 0), timedelta(seconds=60)
-    torch.cuda.set_device(device)
-    launch = Launch(comm.rank, comm.size, 0, comm.size)
-    grid = Grid(comm.size, comm.size, 1, 1, launch, "gloo")
-    return Turns(CudaWorkspace(grid.add_groups(device, timeout).tp, device, timeout))
-
-
 def memory(comm):
     if not hasattr(comm, "cuda_memory"):
-        comm.cuda_memory = make(comm)
+        comm.cuda_memory = Turns(workspace_on_gpu(comm.rank, comm.size))
     return comm.cuda_memory
 
 

@@ -80,13 +80,22 @@ def test_on_a_gpu_the_five_calls_run_in_order_each_prepared_before_its_time(call
 
 
 def test_what_cannot_run_is_named_with_the_reason(calls, capsys):
-    code, ran = calls(["kernels", "sanitizer", "overlap"], gpu=True, packages=("torch", "triton"))
+    code, ran = calls(["trainer", "sanitizer", "overlap"], gpu=True, packages=("torch", "triton"))
     said = capsys.readouterr().out
     assert code == 0 and len(ran) == 1
-    assert f"kernels skipped: {sys.executable} has no pytest" in said
+    assert f"trainer skipped: {sys.executable} has no pytest" in said
     assert "sanitizer skipped: no compute-sanitizer" in said and "overlap passed" in said
     assert calls(["first"], gpu=False)[1] == []
     assert "first skipped: no GPU" in capsys.readouterr().out
+
+
+def test_the_kernels_cases_run_without_pytest_too(calls, capsys):
+    code, ran = calls(["kernels"], gpu=True, packages=("torch", "triton"))
+    assert code == 0 and [command[1:] for command in ran] == [
+        ["tests/gpu/overlap_cases.py"], ["tests/gpu/overlap_cases.py", "--run"]
+    ]  # fmt: skip
+    assert "without pytest: " in capsys.readouterr().out
+    assert calls(["kernels"], gpu=True, packages=("torch",))[1] == []
 
 
 def test_every_gpu_test_is_in_a_part_and_every_file_of_a_part_exists():
