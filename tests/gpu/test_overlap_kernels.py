@@ -78,7 +78,9 @@ def wait_in_vain(comm):
 
     space = memory(comm)
     if comm.rank == 0:
-        wait_flags(space.workspace.arrived, 1 << 30, 1000, space.workspace.error)
+        never = torch.tensor([1 << 30], dtype=torch.int32, device=space.device)
+        arrived = space.workspace.memory.slots[0].arrived
+        wait_flags(arrived, never, 1000, space.workspace.error)
         torch.cuda.synchronize()
         with pytest.raises(CommunicationError, match="did not raise its flag"):
             space.workspace.check()

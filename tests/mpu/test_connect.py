@@ -44,6 +44,15 @@ def test_on_gpus_the_group_and_its_staging_stay(monkeypatch, staged, found):
         assert grid.tp.transport.why_not == "the hosts differ" and "the hosts differ" in line
 
 
+def test_on_gpus_a_pipeline_does_without():
+    pytest.importorskip("mpu.comm.symmetric_cuda", reason="needs triton")
+    grid = Grid(4, 2, pp_size=2, launch=Launch(0, 4))
+    grid.tp = replace(grid.tp, transport=ProcessGroupTransport("the group"))
+    (line,) = connect.share_gpus(grid, torch.device("cpu"), WAIT)
+    assert not grid.tp.symmetric and "pipeline-model-parallel-size > 1" in line
+    assert grid.tp.transport.why_not in line  # which the lines about overlap repeat
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("found", [True, False])
 def test_on_a_host_the_group_and_its_staging_stay(monkeypatch, staged, found):
