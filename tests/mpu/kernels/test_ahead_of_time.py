@@ -9,6 +9,7 @@ import re
 import subprocess
 from itertools import groupby, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mpu.kernels import all_gather_matmul, matmul_reduce_scatter, signals
-from mpu.kernels.product import TYPES, blocks_for
+from mpu.kernels.product import TYPES, blocks_for, choose_blocks
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TABLES = {
@@ -174,3 +175,12 @@ def test_flags_by_themselves():
     has(raising, RELEASE)
     assert "atom." not in raising["ptx"]  # which would cross the link and back
     has(compiled(signals.wait_flags_kernel, WORLD=8, STEP=1), POLL)
+
+
+def test_a_program_for_each_sm_but_those_left(monkeypatch):
+    hopper = SimpleNamespace(major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    x, w = torch.zeros(256, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
+    for left, programs in ((0, 132), (16, 116), (200, 1)):
+        assert choose_blocks(x, w, 256, left).programs == programs
+    assert choose_blocks(x, w, 256).tma and not choose_blocks(x[:, :3], w[:, :3].t(), 256).tma
