@@ -106,7 +106,7 @@ def run(comm, cases):
 
 
 @pytest.mark.parametrize(
-    ("size", "largest", "delay"), [(2, 28, 0.0), pytest.param(4, 20, 0.05, marks=pytest.mark.prove)]
+    ("size", "largest", "delay"), [(2, 24, 0.0), pytest.param(4, 20, 0.05, marks=pytest.mark.prove)]
 )
 def test_the_kernels_between_processes(interpreted, size, largest, delay):
     check(interpreted(4).run(run, sample(8, size, size, largest, delay)))

@@ -85,7 +85,7 @@ def run_turns(comm, cases):
         early.close()
         space.end()
         assert space.workspace.memory.slot_bytes >= 12 << 20 and space.workspace.epoch == 1
-        worst |= run_cases(space, cases[:3])
+        worst |= run_cases(space, cases[:1])
     return worst
 
 
