@@ -17,6 +17,8 @@ from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
 from tools.rehearsal.record import Recorder
 
+real_gather_bytes = collectives.gather_bytes
+
 
 class Communicator:
     """The ranks that share one, and its stream."""
@@ -66,6 +68,11 @@ class Work:
         return asked
 
 
+def _same_bytes(data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+    """Stand in for gather_bytes: every rank says the same."""
+    return [data] * axis.size
+
+
 class Distributed:
     """The functions of torch.distributed that mpu calls."""
 
@@ -85,10 +92,9 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             setattr(dist, name, getattr(self, name))
-        gather_bytes = collectives.gather_bytes
         for module in list(sys.modules.values()):
-            if getattr(module, "gather_bytes", None) is gather_bytes:
-                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
+            if getattr(module, "gather_bytes", None) is real_gather_bytes:
+                module.gather_bytes = _same_bytes  # type: ignore[attr-defined]
         collectives._all_gather = self.all_gather_into_tensor
         collectives._reduce_scatter = self.reduce_scatter_tensor
         dist.P2POp = P2POp  # type: ignore[misc,assignment]
@@ -175,10 +181,6 @@ class Distributed:
             yield
         finally:
             self.batch = -1
-
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says, if all say the same."""
-        return [data] * axis.size
 
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD

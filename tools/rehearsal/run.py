@@ -41,6 +41,7 @@ class Rehearsed:
     first: int
     notes: list[str]
     run: Any
+    script: ModuleType
 
     def kinds(self) -> dict[int, str]:
         """Return what is kept from step to step: the storage's number and its kind."""
@@ -128,4 +129,4 @@ def rehearse(
     last = Action(f"iteration {steps}")
     first = len(recorder.events) - 1 - recorder.events[::-1].index(last)
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run)
+    return Rehearsed(config, grid, recorder, first, notes, run, script)
