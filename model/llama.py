@@ -24,17 +24,19 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention, document_mask
+from mpu.layers.attention import core_attention
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
 MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
+Packed = PackedSeqParams | None  # the documents in each row of tokens; None: each row is one
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 
 
@@ -110,12 +112,11 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
         qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        y = self.core(qkv, cos, sin, self.heads, self.groups, mask, cache=cache)
-        return self.proj(y)
+        return self.proj(self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache))
 
 
 class MLP(nn.Module):
@@ -145,10 +146,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, ctx)
 
     def forward(
-        self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+        self, h: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """h [s/t, b, h] -> [s/t, b, h]."""
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask, cache)
+        h = h + self.attention(self.attention_norm(h), cos, sin, packed, cache)
         return h + self.mlp(self.mlp_norm(h))
 
 
@@ -223,7 +224,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        packed_seq_params: Packed = None,
         *,
         hidden: Tensor | None = None,
         chunk: int = 0,
@@ -231,19 +232,18 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
-        document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
+        packed_seq_params keeps attention inside documents; position_ids [b, s] replaces 0, 1, 2,
         ... In a pipeline this runs the stage of `chunk`, which takes hidden [s/t, b, h] unless it
         is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1])
-        mask = None if document_ids is None else document_mask(document_ids)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
         if self.recompute.granularity == "full" and caches is None:
-            h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, mask)
+            h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)
         else:
             for i, block in enumerate(self.blocks[chunk]):
-                h = block(h, cos, sin, mask, caches and caches[i])
+                h = block(h, cos, sin, packed_seq_params, caches and caches[i])
         if not stage.loss:
             return h
         logits = self.head(self.norm(h))  # [s, b, V/t]

@@ -24,6 +24,7 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
@@ -43,7 +44,7 @@ class StagedModel(Protocol):
         tokens: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         *,
         hidden: Tensor | None = None,
         chunk: int = 0,
