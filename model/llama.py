@@ -36,8 +36,8 @@ from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
 MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
-Packed = PackedSeqParams | None  # the documents in each row of tokens; None: each row is one
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
+Packed = PackedSeqParams | None  # the documents in each row of tokens; None: each row is one
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
         qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        return self.proj(self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache))
+        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache)
+        return self.proj(y)
 
 
 class MLP(nn.Module):
@@ -370,14 +371,13 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
         raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
-    a = hf["num_attention_heads"]
     return LlamaConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_layers=hf["num_hidden_layers"],
-        num_attention_heads=a,
-        num_query_groups=hf.get("num_key_value_heads") or a,
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         kv_channels=hf.get("head_dim") or 0,
         max_position_embeddings=hf.get("max_position_embeddings", 2048),
         rotary_base=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
