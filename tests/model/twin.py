@@ -96,10 +96,11 @@ def global_batch(
     made |= {"loss_mask": None, "position_ids": None, "document_ids": None}
     if masks:
         made["loss_mask"] = (torch.rand(count, S, generator=g) > 0.3).float()
-        cut = torch.randint(1, S, (count, 1), generator=g)
+        begins = torch.rand(count, S, generator=g) < 0.3  # documents of any length
+        begins[0], begins[-1], begins[:, 0] = False, True, True  # one document; single tokens
         at = torch.arange(S).expand(count, S)
-        made["document_ids"] = (at >= cut).int()
-        made["position_ids"] = torch.where(at >= cut, at - cut, at)
+        made["document_ids"] = begins.cumsum(1)
+        made["position_ids"] = at - torch.where(begins, at, 0).cummax(1).values
     return made
 
 
