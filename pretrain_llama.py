@@ -7,11 +7,13 @@
     torchrun --nproc-per-node 2 pretrain_llama.py --tensor-model-parallel-size 2 \\
         --sequence-parallel ...
     WORLD_SIZE=512 python pretrain_llama.py --dry-run ...      what would run where
+    WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -307,6 +309,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         try:
             launch = Launch.from_env()
             argv = name_fork(sys.argv[1:] if argv is None else argv)
+            if "--rehearse" in argv:  # another program runs this one, on a device without memory
+                tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
+                return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
             own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
             config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)

@@ -15,6 +15,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
+from training.rehearse_config import RehearseConfig
 
 
 class UsageError(ValueError):
@@ -277,6 +278,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 

@@ -131,6 +131,7 @@ class Connection:
         self.sock, self.ended = sock, ""
         self._in, self._out = b"", b""
         self._keys, self._counts = (b"", b""), [0, 0]  # to read, to write
+        self._reset = False  # so a send was told, and then no read is
         self._lock = threading.Lock()  # two threads of a rank send
 
     def use_keys(self, secret: bytes, hub: bytes, own: bytes, is_hub: bool) -> None:
@@ -167,8 +168,9 @@ class Connection:
                 self._out = self._out[self.sock.send(self._out) :]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             self._out = b""  # read() will see the end
+            self._reset = self._reset or isinstance(error, ConnectionResetError)
 
     def _mac(self, way: int, line: bytes) -> bytes:
         count = b"%d" % self._counts[way]
@@ -193,7 +195,7 @@ class Connection:
             self.ended = "broken"
             return b""
         if not data:
-            self.ended = "closed"
+            self.ended = "broken" if self._reset else "closed"
         return data
 
     def read(self) -> list[Message]:

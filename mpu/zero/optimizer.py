@@ -235,19 +235,22 @@ class Optimizer:
             if master is not bucket.param_shard:
                 master.copy_(bucket.param_shard)
 
-    def memory(self) -> dict[str, int]:
-        """Return the bytes this rank keeps from step to step, each live storage counted once."""
+    def held(self) -> dict[str, list[Tensor | None]]:
+        """Return the tensors this rank keeps from step to step, by kind."""
         buckets = self.sink.buckets
         moments: list[Tensor] = []
         for adam, here in zip(self._adam_of, self._segment_of, strict=True):
             moments += (moment for _, _, segment in here for moment in adam.moments(segment))
-        kinds: dict[str, list[Tensor | None]] = {
+        return {
             "parameters": [t for b in buckets for t in (b.param_shard, b.weights)],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self.masters],
             "moments": [*moments],
         }
-        seen: set[int] = set()
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes this rank keeps from step to step, each live storage counted once."""
+        kinds, seen = self.held(), set[int]()
         bytes_of = dict.fromkeys(kinds, 0)
         for kind, tensors in kinds.items():
             for storage in (t.untyped_storage() for t in tensors if t is not None):

@@ -151,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", type=int, default=(), help="only these numbers")
     parser.add_argument("--out", type=Path, help="where to write table.md, storm.json")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's ranks would ignore it, as they should
     if args.minutes is None and args.cases is None:
         args.minutes = 20.0
     kinds = chosen(args.kinds)

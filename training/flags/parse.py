@@ -20,6 +20,7 @@ from training.fault_config import FaultConfig
 from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
 from training.flags.table import Flag
 from training.plan import batch_size, pipeline
+from training.rehearse_config import RehearseConfig
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -33,6 +34,7 @@ _SECTIONS = {
     "log": config.LogConfig,
     "run": config.RunConfig,
     "fault": FaultConfig,
+    "rehearse": RehearseConfig,
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]

@@ -177,6 +177,14 @@ LIVE = """
 --peer-timeout | float[0.001,1000000] | seconds | how long a rank may give no sign of life before the run ends and names it (ours, not Megatron's)
 --hang-timeout | float[5,1000000] | seconds; off: left out, --distributed-timeout-minutes | how long a rank may stand still after set-up before the run ends and names it: more than the longest save, first step and micro-batch (ours, not Megatron's)
 --empty-unused-memory-level | one of 0,1,2 | off: 0 | give CUDA's unused memory back before each update and in evaluations (1), after each update too (2)
+[rehearse] The rehearsal
+--rehearse | switch | off: left out | run the steps of one rank of this WORLD_SIZE on a device without memory, on any machine: what it launches, keeps, sends and waits for (ours, not Megatron's)
+--rehearse-rank | int>=0 | rank in the world; default: 0 | the rank that is rehearsed (ours, not Megatron's)
+--rehearse-device | text | a name in tools/rehearsal/devices, a file like those, or cpu; default: h100 | device whose memory and speed are assumed (ours, not Megatron's)
+--rehearse-steps | int[1,3] | steps; default: 2 | steps that run; the last one is reported (ours, not Megatron's)
+--rehearse-full | switch | off: left out | run every micro-batch of the last step, and replay none (ours, not Megatron's)
+--rehearse-json | text | file; off: left out | write what was found (ours, not Megatron's)
+--rehearse-trace | text | file; off: left out | write the step's predicted timeline, for Perfetto or chrome://tracing (ours, not Megatron's)
 """  # noqa: E501
 
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"

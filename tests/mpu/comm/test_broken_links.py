@@ -2,6 +2,7 @@
 """The link between a rank and the coordinator breaks, while the processes at both ends live."""
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from mpu.comm import coordinator, failure_monitor, hang_judge
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.links import Links
 from mpu.comm.transport import CommunicationError
+from mpu.comm.wire import Connection
 from tests.proxy import Proxy
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
@@ -82,6 +84,21 @@ def test_a_rank_comes_back_after_resets(linked: Callable[..., Linked], capsys: A
     for monitor in reversed(three.monitors):
         monitor.__exit__(None, None, None)
     assert not three.hub.is_alive() and capsys.readouterr().err == ""
+
+
+def test_a_reset_that_a_send_was_told_is_no_orderly_end() -> None:
+    """The kernel tells a reset once: a read after the send that was told finds an end of file."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there = listener.accept()[0]
+    connection = Connection(here)
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    there.close()  # with a reset
+    connection.wait(PATIENCE)
+    connection.send_raw(b"x")
+    connection.read()
+    assert connection.ended == "broken"
+    here.close()
 
 
 def test_what_was_said_into_a_broken_link_is_said_again(linked: Callable[..., Linked]) -> None:

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA device that does nothing, for a torch that was built without CUDA: the rehearsal's.
+//
+// With it torch accepts tensors of device "cuda" that have no memory (FakeTensorMode) in all of
+// autograd. tools/rehearsal/device.py builds it and loads it before torch is imported, since torch
+// asks for its hooks once, while it is imported.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getDefaultStream(Device device) const override { return getStream(device); }
+  Stream getNewStream(Device device, int) const override { return getStream(device); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
+  Stream exchangeStream(Stream stream) const override { return stream; }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+}  // namespace
+
+namespace at {
+
+// torch looks its hooks up by this name
+struct CUDAHooks final : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+}  // namespace at

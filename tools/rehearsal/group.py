@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand in for torch.distributed over NCCL: communicators whose transfers a Recorder sees.
+
+A group has a communicator with a stream of its own. A message that is not part of a batch has,
+as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.comm import collectives
+from mpu.comm.transport import sent_bytes
+from tools.rehearsal.record import Recorder
+
+
+class Communicator:
+    """The ranks that share one, and its stream."""
+
+    def __init__(self, ranks: tuple[int, ...], stream: int) -> None:
+        self.ranks, self.stream = ranks, stream
+
+
+class Group:
+    """A process group. number: counts the groups of this rank."""
+
+    def __init__(self, ranks: tuple[int, ...], number: int) -> None:
+        self.ranks, self.number = ranks, number
+        self.pairs: dict[tuple[int, ...], Communicator] = {}
+        self.whole: Communicator | None = None
+
+    def size(self) -> int:
+        """Return how many ranks it has."""
+        return len(self.ranks)
+
+
+class P2POp(NamedTuple):
+    """dist.P2POp."""
+
+    op: Any
+    tensor: Tensor
+    peer: int
+    group: Any = None
+
+
+class Work:
+    """What a start returns. `wait` orders the current stream, as NCCL's does."""
+
+    def __init__(self, recorder: Recorder, transfer: int, keep: tuple[Tensor, ...]) -> None:
+        self.recorder, self.transfer, self._keep = recorder, transfer, keep
+        self._asked = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait."""
+        self.recorder.wait(self.recorder.stream, transfer=self.transfer)
+        self._keep = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer is over: from the second question on."""
+        self._asked, asked = True, self._asked
+        return asked
+
+
+class Distributed:
+    """The functions of torch.distributed that mpu calls."""
+
+    def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
+        self.recorder, self.rank = recorder, rank
+        self.groups = 0
+        self.batches = 0
+        self.batch = -1
+        self.axes: dict[tuple[int, ...], str] = {}
+        self.trace_axis, self.trace_label = "", ""
+
+    def install(self) -> None:
+        """Replace them, for the whole process."""
+        for name in (
+            "init_process_group", "new_group", "is_initialized", "destroy_process_group",
+            "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+            "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
+        ):  # fmt: skip
+            setattr(dist, name, getattr(self, name))
+        gather_bytes = collectives.gather_bytes
+        for module in list(sys.modules.values()):
+            if getattr(module, "gather_bytes", None) is gather_bytes:
+                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
+        collectives._all_gather = self.all_gather_into_tensor
+        collectives._reduce_scatter = self.reduce_scatter_tensor
+        dist.P2POp = P2POp  # type: ignore[misc,assignment]
+
+    def init_process_group(
+        self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any
+    ) -> None:
+        """Make the group of the world."""
+        from torch.distributed.distributed_c10d import GroupMember
+
+        GroupMember.WORLD = self._group(tuple(range(world_size)))  # type: ignore[assignment]
+
+    def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Group:
+        """Make a group."""
+        world: Any = dist.group.WORLD
+        return self._group(tuple(ranks) if ranks is not None else world.ranks)
+
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        self.groups += 1
+        return Group(ranks, self.groups - 1)
+
+    def is_initialized(self) -> bool:
+        """Return that the world is there."""
+        return True
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave."""
+
+    def get_rank(self, group: Any = None) -> int:
+        """Return this rank."""
+        return self.rank
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Any:
+        """Note an all-reduce."""
+        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op)
+
+    def all_gather_into_tensor(
+        self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        """Note an all-gather."""
+        return self._collective("all_gather", group, (input,), (output,), input, async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        """Note a reduce-scatter."""
+        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
+        """Note an all-to-all."""
+        return self._collective("all_to_all", group, (input,), (output,), input, async_op)
+
+    def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
+        """Note a message that leaves."""
+        return self._message("send", tensor, dst, group)
+
+    def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Work:
+        """Note a message that comes."""
+        return self._message("receive", tensor, src, group)
+
+    def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+        """Note a message, and wait."""
+        self.isend(tensor, dst, group).wait()
+
+    def recv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> None:
+        """Note a message, and wait."""
+        self.irecv(tensor, src, group).wait()
+
+    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> list[Work]:
+        """Note messages that start together, on the group's own communicator."""
+        with self._batched():
+            return [op.op(op.tensor, op.peer, op.group) for op in ops]
+
+    @contextmanager
+    def _batched(self) -> Any:
+        self.batch = self.batches
+        self.batches += 1
+        try:
+            yield
+        finally:
+            self.batch = -1
+
+    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+        """Return what every rank says, if all say the same."""
+        return [data] * axis.size
+
+    def _of(self, group: Any) -> Group:
+        found: Any = group if group is not None else dist.group.WORLD
+        return found
+
+    def _collective(
+        self, verb: str, group: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
+        tensor: Tensor, async_op: bool,
+    ) -> Work | None:  # fmt: skip
+        group = self._of(group)
+        group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
+        work = self._start(verb, group.whole, -1, read, written, tensor)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _message(self, verb: str, tensor: Tensor, peer: int, group: Any) -> Work:
+        group = self._of(group)
+        if self.batch >= 0:
+            group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
+            over = group.whole
+        else:
+            pair = tuple(sorted((self.rank, peer)))
+            if pair not in group.pairs:
+                group.pairs[pair] = Communicator(pair, self.recorder.new_stream())
+            over = group.pairs[pair]
+        read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
+        return self._start(verb, over, peer, read, written, tensor)
+
+    def _start(
+        self, verb: str, over: Communicator, peer: int, read: tuple[Tensor, ...],
+        written: tuple[Tensor, ...], tensor: Tensor,
+    ) -> Work:  # fmt: skip
+        recorder = self.recorder
+        where = recorder.where()
+        like = "reduce_scatter" if verb == "all_to_all" else verb
+        sent = sent_bytes(like, tensor, len(over.ranks))
+        number = recorder.transfer(
+            verb=verb,
+            axis=self.trace_axis,
+            group=over.ranks,
+            peer=peer,
+            bytes=tensor.numel() * tensor.element_size(),
+            sent=sent,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            stream=over.stream,
+            origin=recorder.stream,
+            read=recorder.numbers(read, where),
+            written=recorder.numbers(written, where),
+            batch=self.batch,
+            label=self.trace_label,
+        )
+        return Work(recorder, number, (*read, *written))
+
+    # a trace of the grid's axes: it names the axis and the label of what is about to start
+
+    def issued(
+        self, verb: str, axis: Any, tensor: Tensor, sent: int, is_async: bool, label: Any
+    ) -> None:
+        """Keep who starts the next transfer, and on which axis."""
+        self.trace_axis, self.trace_label = axis.name, ""
+        if label is not None:
+            who = label.who if isinstance(label.who, str) else type(label.who).__name__
+            self.trace_label = f"{who}: {label.phase}"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a rehearsed rank: every storage on a timeline, and the peak by kind.
+
+A storage that the optimizer or the model keeps is of that kind. Another is of the part of the step
+in which it began: forward's are activations, the loss's logits, and so on.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.rehearsal.events import Alloc, Event, Free, Where
+
+ROUND = 512  # bytes: the CUDA allocator's smallest block
+SMALL, LARGE = 1 << 20, 2 << 20  # blocks above 1 MiB are cut from segments of 2 MiB
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device at the fullest moment. at: the index of the event that reached it.
+
+    rounding: what CUDA's allocator adds to the requests that live then. largest: the storages that
+    live then, largest first, as (bytes, kind, place).
+    """
+
+    peak: int
+    by_kind: dict[str, int]
+    rounding: int
+    at: int
+    largest: list[tuple[int, str, str]]
+
+
+def memory(
+    events: Sequence[Event], kinds: Mapping[int, str], device: str, first: int = 0
+) -> Memory:
+    """Return the peak from event `first` on. kinds: of the storages that are kept, by number."""
+    live: dict[int, Alloc] = {}
+    now = peak = 0
+    at = -1
+    for i, event in enumerate(events):
+        if type(event) is Alloc and event.device == device:
+            live[event.storage] = event
+            now += event.bytes
+            if now > peak and i >= first:
+                peak, at = now, i
+        elif type(event) is Free and event.storage in live:
+            now -= live.pop(event.storage).bytes
+        if i + 1 == first:
+            peak, at = now, i
+    fullest = living(events[: at + 1], device)
+    by_kind: dict[str, int] = defaultdict(int)
+    for alloc in fullest:
+        by_kind[kind_of(alloc, kinds)] += alloc.bytes
+    largest = sorted(
+        ((a.bytes, kind_of(a, kinds), a.where.place) for a in fullest), reverse=True
+    )
+    rounding = sum(-a.bytes % ROUND for a in fullest)
+    order = dict(sorted(by_kind.items(), key=lambda item: -item[1]))
+    return Memory(peak, order, rounding, at, largest[:20])
+
+
+def living(events: Iterable[Event], device: str) -> list[Alloc]:
+    """Return the storages that live after these events."""
+    live: dict[int, Alloc] = {}
+    for event in events:
+        if type(event) is Alloc and event.device == device:
+            live[event.storage] = event
+        elif type(event) is Free:
+            live.pop(event.storage, None)
+    return list(live.values())
+
+
+def kind_of(alloc: Alloc, kinds: Mapping[int, str]) -> str:
+    """Return the kind of a storage."""
+    return alloc.kind or kinds.get(alloc.storage) or of_where(alloc.where)
+
+
+def of_where(where: Where) -> str:
+    """Return the kind of a storage by where it began."""
+    if where.part == "loss":
+        return "logits"
+    if where.phase in ("forward", "recompute"):
+        return "activations"
+    if where.phase in ("backward", "wgrad"):
+        return "gradients of activations"
+    if where.phase in ("grad sum", "update"):
+        return "buffers of sums and updates"
+    return "other"

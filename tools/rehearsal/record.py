@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record what a rank asks of its device: operations, storages, streams, transfers, host reads.
+
+`Recorder` keeps the events; `Watch` is the dispatch mode through which torch's operations come. The
+same two record a run on fake tensors (a rehearsal) and one on real tensors, which tests compare.
+What the fake device and the fake communicators do comes through `Recorder`'s methods.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mpu.comm.failure_monitor import FailureMonitor
+from tools.explain_ops import Layers
+from tools.rehearsal.events import (
+    Action,
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Launch,
+    Record,
+    RecordStream,
+    Transfer,
+    Wait,
+    Where,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("mpu", "model", "training", "pretrain_llama.py")
+CARRIERS = "mpu/comm/"
+SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
+PARTS = {  # of a file, or of a function in it
+    "mpu/layers/rope.py": "rope",
+    "mpu/layers/cross_entropy.py": "loss",
+    "mpu/layers/attention.py": "attention",
+    "mpu/layers/attention_blocks.py": "attention",
+    "mpu/layers/embedding.py": "embedding",
+    "mpu/layers/linear.py": "linear",
+}
+FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
+NO_KERNEL = {  # they make or change tensors, and launch nothing
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_",
+    "detach", "detach_", "alias", "lift_fresh", "requires_grad_", "record_stream", "is_pinned",
+    "_reshape_alias", "_unsafe_view", "is_same_size",
+    "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+COPIES = ("_to_copy", "copy_", "clone")
+UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+
+
+class Recorder:
+    """The events of one rank, in order; and which storages, streams and transfers there are.
+
+    device: "cuda" or "cpu", whose storages count. fork: the model's file, if it is not Weft's own.
+    """
+
+    def __init__(self, device: str, fork: str = "") -> None:
+        self.device, self.fork = device, fork
+        self.events: list[Event] = []
+        self.stream = 0  # the current one
+        self.layers: Layers | None = None
+        self.monitor: FailureMonitor | None = None
+        self.action = ""
+        self.kinds: dict[int, str] = {}  # storage -> what it was named later
+        self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
+        self.sizes: dict[int, int] = {}  # number -> bytes
+        self._storages = self._events = self._transfers = 0
+        self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
+        self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
+        self.streams = 1
+        self.paused = False
+        self.lock = threading.RLock()
+
+    # where
+
+    def where(self) -> Where:
+        """Return which part of the step runs, from the action, the layers and the Python stack."""
+        call, use, function = self._site()
+        layers, action = self.layers, self.action
+        layer = layers.running() if layers else ""
+        back = layers is not None and layers.in_backward
+        phase = _phase(action)
+        part = "glue"
+        if use:
+            file = use.partition(":")[0]
+            part = PARTS.get(file, "glue")
+            if file == "mpu/layers/fused.py":
+                part = next((p for f, p in FUNCTIONS.items() if f in function.lower()), "glue")
+        if phase in ("forward", "backward") and layers is not None:
+            if back:
+                phase = "recompute" if layers._modules else "backward"
+            if layers._works or "wgrad" in function.lower():
+                phase = part = "wgrad"
+        if phase in ("grad sum", "update"):
+            part = "optimizer"
+        elif call.startswith("mpu/zero/") and part == "linear":
+            part = "wgrad"
+        return Where(phase, layer, part, call or use)
+
+    def _site(self) -> tuple[str, str, str]:
+        """Return the innermost line outside of mpu/comm, that of a layer or above, its function."""
+        call = use = function = ""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            path = _path(frame.f_code.co_filename, self.fork)
+            if path and not path.startswith(CARRIERS):
+                here = f"{path}:{frame.f_lineno}"
+                call = call or here
+                if not path.startswith(SERVANTS):
+                    return call, here, frame.f_code.co_qualname
+            frame = frame.f_back
+        return call, use, function
+
+    def place(self) -> str:
+        """Return the innermost line of the product, mpu/comm included."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if path := _path(frame.f_code.co_filename, self.fork):
+                return f"{path}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    # storages
+
+    def number(self, tensor: Tensor, where: Where | None = None, kind: str = "") -> int:
+        """Return the number of a tensor's storage, which begins here if it is new; -1: not ours."""
+        if tensor.device.type == "meta" or (tensor.device.type != self.device and not kind):
+            return -1
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self.live.get(key)
+        if found is not None:
+            return found[0]
+        number = self.new_storage(storage.nbytes())
+        self.live[key] = number, weakref.ref(storage, lambda _: self._freed(key, number))
+        if not self.paused:
+            where = where or self.where()
+            device = tensor.device.type
+            self.events.append(
+                Alloc(number, storage.nbytes(), kind, self.stream, device, where)
+            )
+        return number
+
+    def _freed(self, key: int, number: int) -> None:
+        if self.live.get(key, (None,))[0] == number:
+            del self.live[key]
+        if self.replay is not None:
+            number = self.replay.freed(number)
+        if not self.paused and number >= 0:
+            self.events.append(Free(number, ""))
+
+    def new_storage(self, nbytes: int) -> int:
+        """Return the number of a storage that no tensor has."""
+        self._storages += 1
+        self.sizes[self._storages - 1] = nbytes
+        return self._storages - 1
+
+    def new_transfer(self, stream: int) -> tuple[int, int]:
+        """Return a transfer's number, and its place among those of its communicator."""
+        place = self.counts[stream] = self.counts.get(stream, -1) + 1
+        self._transfers += 1
+        return self._transfers - 1, place
+
+    def resized(self, tensor: Tensor, where: Where) -> None:
+        """Note that a storage has another size now: it ends, and another begins."""
+        storage = tensor.untyped_storage()
+        found = self.live.get(storage._cdata)
+        if found is None or self.sizes[found[0]] == storage.nbytes():
+            return
+        number = found[0]
+        self.events.append(Free(number, where.place))
+        new, key = self.new_storage(storage.nbytes()), storage._cdata
+        self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
+        self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
+
+    def numbers(self, tensors: Iterable[Tensor], where: Where) -> tuple[int, ...]:
+        """Return the numbers of several tensors' storages, without those that do not count."""
+        found = (self.number(tensor, where) for tensor in tensors)
+        return tuple(number for number in found if number >= 0)
+
+    # what the fake device and the fake communicators tell
+
+    def new_stream(self) -> int:
+        """Return a new stream's number."""
+        self.streams += 1
+        return self.streams - 1
+
+    def new_event(self) -> int:
+        """Return a new event's number."""
+        self._events += 1
+        return self._events - 1
+
+    def record(self, event: int, stream: int) -> None:
+        """Note that an event marks a stream."""
+        self.events.append(Record(event, stream, self.place()))
+
+    def wait(self, stream: int, event: int = -1, transfer: int = -1) -> None:
+        """Note that a stream waits."""
+        if self.replay is not None and transfer >= 0:
+            transfer = self.replay.latest(transfer)
+        self.events.append(Wait(event, stream, self.place(), transfer))
+
+    def host_wait(self, event: int = -1, stream: int = -1, reads: str = "") -> None:
+        """Note that the host waits."""
+        self.events.append(HostWait(event, stream, reads, self.where()))
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Note that a stream uses a storage."""
+        self.events.append(RecordStream(self.number(tensor), stream, self.place()))
+
+    def transfer(self, **fields: Any) -> int:
+        """Note a collective or a message; return its number."""
+        number, place = self.new_transfer(fields["stream"])
+        self.events.append(Transfer(id=number, number=place, where=self.where(), **fields))
+        return number
+
+    def acts(self, words: str) -> None:
+        """Note that the rank begins something else."""
+        self.action = words
+        if self.layers is not None:
+            self.layers.new_action()
+        if not self.paused:
+            self.events.append(Action(words))
+
+
+class Actions(FailureMonitor):
+    """A FailureMonitor without a connection that tells a recorder each action."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        super().__init__()
+
+    @property
+    def action(self) -> str:
+        """The action of the rank, in words."""
+        return self._action
+
+    @action.setter
+    def action(self, words: str) -> None:
+        self._action = words
+        self._recorder.acts(words)
+
+
+class Watch(TorchDispatchMode):
+    """See every operation of torch. `fake`: values are not there, so reads on the host give 0."""
+
+    def __init__(self, recorder: Recorder, fake: bool) -> None:
+        super().__init__()
+        self.recorder, self.fake = recorder, fake
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and record it."""
+        kwargs, recorder = kwargs or {}, self.recorder
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if self.fake:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return self._read(args[0])
+            if func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
+                recorder.host_wait(stream=recorder.stream, reads=name_of(func))
+                columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
+                kind = torch.long if columns else args[0].dtype
+                return args[0].new_empty((0, *columns), dtype=kind)
+        if recorder.paused:
+            return func(*args, **kwargs)
+        inputs = tensors_of(args) + tensors_of(kwargs.values())
+        before = [t.untyped_storage()._cdata for t in inputs]
+        out = func(*args, **kwargs)
+        if not inputs and not isinstance(out, Tensor):
+            return out
+        outputs = tensors_of((out,))
+        if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
+            return out
+        device = recorder.device
+        if all(t.device.type != device for t in (*outputs, *inputs)):
+            return out
+        where, name = recorder.where(), func._schema.name
+        if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
+            where = where._replace(part="attention")
+        short = name.rpartition("::")[2]
+        read = recorder.numbers(inputs, where)
+        fresh = recorder.numbers(outputs, where)
+        if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
+            recorder.resized(inputs[0], where)
+        if short in NO_KERNEL or name.startswith("c10d"):
+            return out
+        written = tuple(dict.fromkeys(fresh + self._changed(func, args, kwargs, where)))
+        if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
+            self._between(inputs, outputs, short, kwargs, args, where, read, written)
+            return out
+        involved = {id(t): t for t in (*inputs, *outputs)}.values()
+        seen: dict[tuple[int, int], int] = {}
+        for t in involved:
+            if t.device.type == device:
+                where_it_lies = (t.untyped_storage()._cdata, int(t.storage_offset()))
+                seen[where_it_lies] = t.numel() * t.element_size()
+        recorder.events.append(
+            Launch(
+                name,
+                recorder.stream,
+                tuple(tuple(t.shape) for t in (*inputs, *outputs)),
+                str((outputs or inputs)[0].dtype).removeprefix("torch."),
+                read,
+                written,
+                sum(seen.values()),
+                flops_of(func, args, kwargs, out),
+                where,
+            )
+        )
+        return out
+
+    def _changed(self, func: Any, args: Any, kwargs: Any, where: Where) -> tuple[int, ...]:
+        """Return the storages of arguments that an operation writes."""
+        changed = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                changed += tensors_of((value,))
+        return self.recorder.numbers(changed, where)
+
+    def _between(
+        self, inputs: Any, outputs: Any, short: str, kwargs: Any, args: Any, where: Where,
+        read: tuple[int, ...], written: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Record a copy between host and device, and whether the host waits for it."""
+        recorder = self.recorder
+        source, target = inputs[-1] if short == "copy_" else inputs[0], (outputs or inputs)[0]
+        down = target.device.type == "cpu"
+        host = target if down else source
+        third = short == "copy_" and len(args) > 2 and args[2]
+        nowait = kwargs.get("non_blocking", third)
+        name = "memcpy DtoH" if down else "memcpy HtoD"
+        nbytes = target.numel() * target.element_size()
+        dtype = str(target.dtype).removeprefix("torch.")
+        shapes = (tuple(source.shape), tuple(target.shape))
+        recorder.events.append(
+            Launch(name, recorder.stream, shapes, dtype, read, written, nbytes, 0.0, where)
+        )
+        if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
+            how = "a copy to the host" if down else "a copy from pageable host memory"
+            recorder.events.append(HostWait(-1, recorder.stream, how, where))
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Note that the host reads a number, and give it one."""
+        if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
+            self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
+        kind = tensor.dtype
+        return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists and tuples of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0.0
+    flops = float(count(*args, **kwargs, out_val=out))
+    if "attention" in func._schema.name and _causal(func, args, kwargs):
+        flops /= 2
+    return flops
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            default = kwargs.get("is_causal", argument.default_value)
+            return bool(args[i] if i < len(args) else default)
+    return False
+
+
+def name_of(func: Any) -> str:
+    """Return an operation's name."""
+    return str(func._schema.name)
+
+
+@cache
+def _phase(action: str) -> str:
+    """Return the phase that an action's words begin."""
+    for begin, phase in (
+        ("F ", "forward"),
+        ("B ", "backward"),
+        ("BW ", "backward"),
+        ("W ", "wgrad"),
+        ("the output layer's deferred", "wgrad"),
+        ("the gradient sums", "grad sum"),
+        ("the update", "update"),
+    ):
+        if action.startswith(begin):
+            return phase
+    return "start" if not action else "step"
+
+
+@cache
+def _path(file: str, fork: str) -> str:
+    """Return a file's path in the repository, or "" for one that is not the trainer's."""
+    if fork and file == fork:
+        return fork
+    try:
+        path = Path(file).resolve().relative_to(ROOT)
+    except ValueError:
+        return ""
+    return path.as_posix() if path.parts[0] in OURS else ""

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rehearsal found, as text and as JSON."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from tools.rehearsal.events import Event, Launch, Transfer
+from tools.rehearsal.memory import Memory
+
+
+def launches(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Add up the launches of a step by operation, part, phase and layer."""
+    found: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for event in events:
+        if type(event) is Launch:
+            key = (event.op, event.where.part, event.where.phase, event.where.layer)
+            row = found[key]
+            row[0] += 1
+            row[1] += event.bytes
+            row[2] += event.flops
+    return [
+        {
+            "op": op, "part": part, "phase": phase, "layer": layer,
+            "count": int(count), "bytes": int(nbytes), "flops": flops,
+        }
+        for (op, part, phase, layer), (count, nbytes, flops) in found.items()
+    ]  # fmt: skip
+
+
+def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return the transfers of a step in their order."""
+    return [
+        {
+            "verb": e.verb, "axis": e.axis, "ranks": list(e.group), "peer": e.peer,
+            "stream": e.stream, "number": e.number, "bytes": e.bytes, "sent": e.sent,
+            "dtype": e.dtype, "shape": list(e.shape), "label": e.label, "phase": e.where.phase,
+            "layer": e.where.layer, "place": e.where.place,
+        }
+        for e in events
+        if type(e) is Transfer
+    ]  # fmt: skip
+
+
+def size(value: float) -> str:
+    """Return bytes as text in decimal units."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 1000 or unit == "TB":
+            return f"{value:.4g} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def text(made: dict[str, Any], memory: Memory, heading: str) -> str:
+    """Return the report that is printed."""
+    lines = [heading, "", "Launches of the step, by part"]
+    parts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in made["launches"]:
+        parts[row["part"]].update(
+            count=row["count"], bytes=row["bytes"], flops=round(row["flops"])
+        )
+    for part, sums in sorted(parts.items(), key=lambda item: -item[1]["count"]):
+        lines.append(
+            f"  {part:<10} {sums['count']:>9,} launches  {size(sums['bytes']):>9} read and written"
+            f"  {sums['flops']:.3g} FLOPs"
+        )
+    lines += ["", f"Memory at the fullest moment: {size(made['memory']['peak_bytes'])}"]
+    for kind, nbytes in made["memory"]["by_kind"].items():
+        lines.append(f"  {kind:<28} {size(nbytes):>9}")
+    lines += ["", "Collectives and messages of the step"]
+    rows: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for row in made["collectives"]:
+        key = (row["axis"], row["verb"])
+        rows[key] += 1
+        sent[key] += row["sent"]
+    for (axis, verb), count in sorted(rows.items()):
+        nbytes = size(sent[axis, verb])
+        lines.append(f"  {axis:<12} {verb:<15} {count:>7,}  this rank sends {nbytes}")
+    if not rows:
+        lines.append("  none: one rank")
+    time = made["time"]
+    if time:
+        lines += ["", "Time, as the device's file predicts it"]
+        lines += [f"  {line}" for line in time.pop("lines", [])]
+    lines += ["", f"Findings: {len(made['findings'])}"]
+    lines += [f"  {f['place']}: {f['what']}" for f in made["findings"]]
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearse a run: one rank of any world, its real steps, on a device that has no memory.
+
+    WORLD_SIZE=512 python pretrain_llama.py --rehearse --rehearse-rank 17 FLAG...
+    make rehearse WORLD=8 ARGS="..."
+
+pretrain_llama.py --rehearse starts this with its own path, so that a changed copy is rehearsed
+itself. It exits with 0 where nothing was found, 1 with findings, 2 for a mistake in the flags.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # as a script, find mpu
+
+
+def main(path: str, argv: list[str]) -> int:
+    """Rehearse the program at `path` with these flags; return the exit code."""
+    from tools.rehearsal import guard
+
+    fake = flag(argv, "--rehearse-device") != "cpu"
+    try:
+        if fake:
+            guard.load()
+        from tools.rehearsal import main as rehearsal  # with torch, so after the guard
+
+        return rehearsal.main(load(path), argv)
+    except guard.GuardError as error:
+        print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
+        return 2
+
+
+def flag(argv: list[str], name: str) -> str:
+    """Return the value of a flag, before all flags are read."""
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return ""
+
+
+def load(path: str) -> ModuleType:
+    """Return the program as a module."""
+    if Path(path).resolve() == ROOT / "pretrain_llama.py":
+        import pretrain_llama
+
+        return pretrain_llama
+    sys.path.insert(0, os.path.dirname(path))
+    module = ModuleType("pretrain_llama_fork")
+    module.__dict__.update(runpy.run_path(path, run_name="pretrain_llama_fork"))
+    return module
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(code)  # threads of the trainer may still wait
