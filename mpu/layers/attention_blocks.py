@@ -29,7 +29,7 @@ class Block(NamedTuple):
     part: Part
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def blocks(queries: range, documents: tuple[int, ...], window: int = 0) -> tuple[Block, ...]:
     """Return what queries look at: each allowed pair of query and key is in one block, no other.
 

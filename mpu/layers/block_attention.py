@@ -34,7 +34,8 @@ def block_attention(
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
         raise ValueError(f"the packed documents have {sum(documents)} tokens, the batch {keys}")
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 256:  # what flash takes
         return _flash_attention(q, k, v, packed, window)
     return _BlockAttention.apply(q, k, v, blocks(range(keys - s, keys), documents, window))
 
