@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys a query looks at, as a list of rectangles: there is no mask.
 
-    one document      two documents     a window of 3
-    \\                 \\                 \\              \\  a block of part "tril"
-    # \\               # \\               # \\            #  a block of part "all"
-    # # \\                 \\             - # \\          -  a block of part "triu"
-    # # # \\               # \\               - # \\
+    two documents,    a window of 3     queries 2 and 3,
+    of 2 and 3                          keys 0 to 3
+
+    l . . . .         l . . . . .       a a l .          queries down, keys to the right
+    l l . . .         l l . . . .       a a l l          a    in a block of part "all"
+    . . l . .         l l l . . .                        l    "tril"
+    . . l l .         . u u l . .                        u    "triu"
+    . . l l l         . . u l l .                        .    not looked at
+                      . . . l l l
 """
 
 from collections.abc import Iterator
@@ -33,10 +37,10 @@ class Block(NamedTuple):
 def blocks(queries: range, documents: tuple[int, ...], window: int = 0) -> tuple[Block, ...]:
     """Return what queries look at: each allowed pair of query and key is in one block, no other.
 
-    queries: positions of those that a rank has, one after another. documents: lengths, the first
-    begins at position 0. window: a query looks at itself and the window - 1 tokens before it; 0:
-    at all before it. A query's first block is its "tril": it looks at itself there, so no row of
-    a block is empty. Squares and whole rectangles are all that a kernel need know.
+    queries: positions, one after another; for several ranges call it several times. documents:
+    lengths, the first begins at position 0. window: a query looks at itself and the window - 1
+    tokens before it; 0: at all before it. A query's first block is its "tril": it looks at itself
+    there, so no row of a block is empty. A kernel need know whole rectangles and squares alone.
     """
     return tuple(_blocks(queries, documents, window))
 
@@ -45,8 +49,8 @@ def _blocks(queries: range, documents: tuple[int, ...], window: int) -> Iterator
     begin = 0
     for length in documents:
         last = min(begin + length, queries.stop)
-        # parts of a window's length, cut from where the document begins: the first part sees all
-        # before it, each other one ends where the window of its last query begins a new part
+        # cut in steps of the window from where the document begins: then a window that begins
+        # before its part begins inside the document, and each "triu" is a whole triangle
         cuts = [*range(begin, last, window or length), last]
         for first, end in pairwise(cuts):
             first = max(first, queries.start)

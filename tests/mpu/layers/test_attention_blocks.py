@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpu.layers import attention_blocks
 from mpu.layers.attention_blocks import Block, blocks
 
 LENGTHS = st.lists(st.integers(1, 12) | st.just(1), min_size=1, max_size=8).map(tuple)
@@ -48,17 +49,23 @@ def test_each_allowed_pair_is_in_one_block(documents, window, first, count):
         seen |= set(block.q)
 
 
-def test_documents_alone_are_squares():
-    assert blocks(range(6), (1, 5)) == (
-        Block(range(1), range(1), "tril"),
-        Block(range(1, 6), range(1, 6), "tril"),
-    )
+def drawn(queries: range, documents: tuple[int, ...], window: int) -> list[str]:
+    rows = [["."] * sum(documents) for _ in range(sum(documents))]
+    for q, kv, part in blocks(queries, documents, window):
+        for i, query in enumerate(q):
+            for j, key in enumerate(kv):
+                if part == "all" or (j <= i if part == "tril" else j >= i):
+                    rows[query][key] = {"all": "a", "tril": "l", "triu": "u"}[part]
+    return [" ".join(rows[query]) for query in queries]
 
 
-def test_a_window_costs_its_own_pairs():
-    """8 queries of a row of 8, window 4: two triangles for each 4 queries, but for the first."""
-    assert [(b.q, b.kv, b.part) for b in blocks(range(8), (8,), 4)] == [
-        (range(4), range(4), "tril"),
-        (range(4, 8), range(4, 8), "tril"),
-        (range(4, 7), range(1, 4), "triu"),
+def test_the_picture_is_what_the_function_returns():
+    lines = attention_blocks.__doc__.split("\n")
+    first = lines.index("    of 2 and 3                          keys 0 to 3") + 2
+    cut = [
+        (drawn(range(5), (2, 3), 0), slice(4, 13)),
+        (drawn(range(6), (6,), 3), slice(22, 33)),
+        (drawn(range(2, 4), (4,), 0), slice(40, 47)),
     ]
+    for rows, columns in cut:
+        assert [line[columns] for line in lines[first : first + len(rows)]] == rows
