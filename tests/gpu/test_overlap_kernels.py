@@ -60,6 +60,27 @@ def test_the_blocks_that_training_takes(ranks, dtype):
     check(ranks.run(run, of_training(ranks.size, dtype)))
 
 
+def copy_beside(comm):
+    """Send rows by copy engines while this stream multiplies; return the ranks that arrived."""
+    space, came = memory(comm).workspace, []
+    for step in range(6):
+        x = torch.full((300, 77), 10.0 * step + comm.rank, device=space.device)
+        turn = space.begin(x.nbytes)
+        turn.send(x)
+        torch.mm(x.t(), x)
+        turn.arrive()
+        whole = turn.whole((300, 77), x.dtype).view(comm.size, -1) - 10.0 * step
+        came.append((whole.amin(1).tolist(), whole.amax(1).tolist()))
+        turn.close()
+    space.check()
+    return came
+
+
+def test_rows_that_copy_engines_copy(ranks):
+    every = list(map(float, range(ranks.size)))
+    assert ranks.run(copy_beside) == [[(every, every)] * 6] * ranks.size
+
+
 def wait_in_vain(comm):
     """Rank 0 waits for a flag that nobody raises; the process, and its GPU, live on."""
     from mpu.comm.transport import CommunicationError
@@ -67,7 +88,9 @@ def wait_in_vain(comm):
 
     space = memory(comm)
     if comm.rank == 0:
-        wait_flags(space.workspace.arrived, 1 << 30, 1000, space.workspace.error)
+        never = torch.tensor([1 << 30], dtype=torch.int32, device=space.device)
+        arrived = space.workspace.memory.slots[0].arrived
+        wait_flags(arrived, never, 1000, space.workspace.error)
         torch.cuda.synchronize()
         with pytest.raises(CommunicationError, match="did not raise its flag"):
             space.workspace.check()
