@@ -131,8 +131,9 @@ def time_of(seen: Rehearsed, device: Device) -> Timing:
     step = seen.recorder.events[seen.first :]
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
-        return time_record(step, device, flops, dtype, grid.rank, trace)
+        return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
     return time_pipeline(
-        step, device, schedule, grid.pp.rank, work, flops, dtype, grid.rank, trace
-    )
+        step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
+        trace=trace,
+    )  # fmt: skip
