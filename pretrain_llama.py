@@ -133,7 +133,7 @@ def run_schedule(
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
-        ids = (batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
+        ids = (batch.tokens, batch.labels, batch.position_ids, batch.packed_seq_params)
         out = run.model(*ids, hidden=hidden, chunk=chunk)
         if not run.model.stages[chunk].loss:
             return out
