@@ -62,7 +62,10 @@ PARTS = {
     ),
     "interpret": Part(
         "overlap kernels between processes, in Triton's interpreter",
-        ((*PYTEST, "tests/mpu/kernels/test_overlap_kernels.py"),),
+        (
+            (*PYTEST, "tests/mpu/kernels/test_overlap_kernels.py",
+             "tests/mpu/kernels/test_symmetric_cuda.py"),
+        ),
         gpu=False,
         needs=("triton", "pytest"),
     ),
