@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find mistakes in the record of a rehearsed rank: what would fail, wait or be wrong on a GPU."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tools.rehearsal.events import HostWait, Launch
+from tools.rehearsal.order import Finding, order
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -15,18 +16,11 @@ ALLOWED = {
 }
 
 
-class Finding(NamedTuple):
-    """One mistake. place: file:line. also: the other place of two that do not fit together."""
-
-    kind: str
-    place: str
-    what: str
-    also: str = ""
-
-
 def findings(seen: "Rehearsed") -> list[Finding]:
     """Return what is wrong, in the order in which it came, each place once."""
     found: dict[tuple[str, str], Finding] = {}
+    if seen.failure is not None:
+        found["", ""] = seen.failure
     for event in seen.recorder.events[seen.first :]:
         if type(event) is HostWait:
             file = event.where.place.partition(":")[0]
@@ -39,7 +33,7 @@ def findings(seen: "Rehearsed") -> list[Finding]:
                 what = f"{event.op} computes in float64"
                 one = Finding("float64", event.where.place, what)
                 found.setdefault((one.kind, one.place), one)
-    return list(found.values())
+    return [*found.values(), *order(seen.recorder.events, seen.recorder.chains)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

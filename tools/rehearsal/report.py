@@ -83,6 +83,12 @@ def text(made: dict[str, Any], memory: Memory, heading: str) -> str:
     if time:
         lines += ["", "Time, as the device's file predicts it"]
         lines += [f"  {line}" for line in time.pop("lines", [])]
-    lines += ["", f"Findings: {len(made['findings'])}"]
-    lines += [f"  {f['place']}: {f['what']}" for f in made["findings"]]
     return "\n".join(lines)
+
+
+def findings(made: dict[str, Any]) -> list[str]:
+    """Return the lines that name what was found."""
+    lines = ["", f"Findings: {len(made['findings'])}"]
+    for found in made["findings"]:
+        lines.append(f"  {found['place']}: {found['kind']}: {found['what']}")
+    return lines
