@@ -17,7 +17,7 @@ from torch import Tensor
 from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
 from mpu.pipeline.engine import Parcel
-from tools.rehearsal.record import Recorder, birthplace
+from tools.rehearsal.record import Recorder
 
 
 class Communicator:
@@ -93,6 +93,7 @@ class Distributed:
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
+        self.exchange: Any = None  # tools/rehearsal/world.py, where all ranks are rehearsed
 
     def install(self) -> None:
         """Replace them, for the whole process."""
@@ -194,8 +195,10 @@ class Distributed:
             self.batch = -1
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says, if all say the same."""
-        return [data] * axis.size
+        """Return what every rank says; if only one is rehearsed, as if all said the same."""
+        if self.exchange is None or axis.size == 1:
+            return [data] * axis.size
+        return self.exchange.gather(data, axis)
 
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD
@@ -227,7 +230,7 @@ class Distributed:
         recorder = self.recorder
         for x in (*read, *written):
             if x.device.type != recorder.device:
-                made = birthplace(x)
+                made = recorder.birthplace(x)
                 raise RuntimeError(
                     f"NCCL carries no tensor in host memory ({verb} over {self.trace_axis})"
                     + (f"; it was made at {made}" if made else "")

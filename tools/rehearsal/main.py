@@ -18,7 +18,7 @@ from tools.rehearsal.group import Distributed
 from tools.rehearsal.memory import memory
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, rehearse
-from tools.rehearsal.world import MOST_RANKS, all_ranks
+from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
 
 GPUS_A_NODE = 8
@@ -67,7 +67,7 @@ def read(script: ModuleType, argv: list[str]) -> Config:
     return config
 
 
-def run(script: ModuleType, config: Config) -> Rehearsed:
+def run(script: ModuleType, config: Config, exchange: Exchange | None = None) -> Rehearsed:
     """Rehearse a rank, for which this process must be new. Raises UsageError."""
     world, asked = Launch.from_env().world, config.rehearse
     here = min(GPUS_A_NODE, world)
@@ -75,6 +75,7 @@ def run(script: ModuleType, config: Config) -> Rehearsed:
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network = Distributed(recorder, launch.rank)
+    network.exchange = exchange
     if recorder.device == "cuda":
         install(recorder, {
             "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132,

@@ -84,6 +84,7 @@ class Recorder:
         self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
         self.streams = 1
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
+        self.born: dict[int, str] = {}  # storage -> the line that asked for it
         self.abroad: set[int] = set()  # storages that another stream has used
         self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
         self._spans: dict[Any, Any] = {}
@@ -158,6 +159,7 @@ class Recorder:
         if not self.paused and ours:
             self.homes[number] = self.stream
             where = where or self.where()
+            self.born[number] = where.place
             device = tensor.device.type
             self.events.append(
                 Alloc(number, storage.nbytes(), kind, self.stream, device, where)
@@ -228,6 +230,12 @@ class Recorder:
             frame = frame.f_back  # type: ignore[assignment]
         found = tuple(lines)
         self.chains[len(self.events)] = self._spans.setdefault(found, found)
+
+    def birthplace(self, x: Tensor) -> str:
+        """Return the line of the product at which a tensor's storage was made, if it is known."""
+        storage = x.untyped_storage()
+        number = self.live.get(storage._cdata, (-1,))[0]
+        return getattr(storage, "_weft_born", "") or self.born.get(number, "")
 
     # what the fake device and the fake communicators tell
 
@@ -341,7 +349,12 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
         before = [t.untyped_storage()._cdata for t in inputs]
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
+            error.add_note(f"its inputs were made at {', '.join(made)}")
+            raise
         if not inputs and not isinstance(out, Tensor):
             return out
         outputs = tensors_of((out,))
@@ -389,7 +402,7 @@ class Watch(TorchDispatchMode):
                 where,
                 spans,
                 tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
-                tuple(birthplace(t) for t in inputs if t.device.type != device),
+                tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
             )
         )
         return out
@@ -443,11 +456,6 @@ def span(x: Tensor) -> tuple[int, int]:
     return low * size, (low + last + 1) * size
 
 
-def birthplace(x: Tensor) -> str:
-    """Return the line of the product at which a tensor in host memory was made, if it is known."""
-    return getattr(x.untyped_storage(), "_weft_born", "")
-
-
 def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
     """Return the product's lines in the tracebacks of an exception and its causes, innermost first.
 
@@ -463,7 +471,7 @@ def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
                 here.append(f"{path}:{trace.tb_lineno}")
             trace = trace.tb_next
         lines = [*here[::-1], *lines]
-        words += f" {cause}"
+        words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
         cause = cause.__cause__ or cause.__context__
     named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
     return tuple(dict.fromkeys([*lines, *named]))
