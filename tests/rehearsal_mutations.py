@@ -35,7 +35,7 @@ FILES = (
     "mpu/zero/adam.py", "mpu/zero/bucket.py", "mpu/zero/offload.py", "mpu/zero/optimizer.py",
     "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/weights.py",
 )  # fmt: skip
-COPIED = ("mpu", "model", "training", "tools", "csrc", "docs", "pretrain_llama.py", "pyproject.toml")
+COPIED = ("mpu", "model", "training", "tools", "csrc", "docs", "pretrain_llama.py")
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 64
     --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 96
@@ -103,7 +103,8 @@ def sites_of(file: str, text: str) -> list[tuple[Site, ast.stmt]]:
             for value in call.args:
                 if isinstance(value, ast.Attribute) and value.attr in ("dtype", "wire_dtype"):
                     for wide in ("float64", "float32"):
-                        add("dtype", value, f'__import__("torch").{wide}', at, ast.unparse(value), wide)
+                        new = f'__import__("torch").{wide}'
+                        add("dtype", value, new, at, ast.unparse(value), wide)
         if name in ("float", "double") and isinstance(call.func, ast.Attribute) and not call.args:
             other = "double" if name == "float" else "float"
             new = f"{ast.unparse(call.func.value)}.{other}()"
@@ -145,8 +146,8 @@ def sites_of(file: str, text: str) -> list[tuple[Site, ast.stmt]]:
         if isinstance(at, ast.Assign) and isinstance(at.targets[0], ast.Name):
             name = at.targets[0].id
             if isinstance(at.value, (ast.Call, ast.BinOp)) and at.lineno == at.end_lineno:
-                end = at.end_col_offset
-                site = Site("host read", file, at.lineno, end, end, f"; {name}.tolist()", name, "gpu")
+                end, read = at.end_col_offset or 0, f"; {name}.tolist()"
+                site = Site("host read", file, at.lineno, end, end, read, name, "gpu")
                 found.append((site, at))
     return found
 

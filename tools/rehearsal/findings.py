@@ -92,12 +92,14 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
         return
     if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[:2]:
         yield "dtype", f"{op} multiplies in float32 in a {narrow} run"
-    elif place and "float32" in floats and not place.startswith(SINGLE):
-        if "attention" not in op:
-            yield "dtype", f"{op} computes in float32 in a {narrow} run"
-    elif len(floats) > 1 and op not in WIDER and "attention" not in op:
-        # a number alone takes the dtype of the tensor that it meets
-        sizes = zip(event.dtypes, event.shapes, strict=True)
-        if len({d for d, shape in sizes if d in FLOATS and shape}) > 1:
-            if op not in MIXES.get(place.partition(":")[0], ()):
-                yield "dtype", f"{op} mixes {' and '.join(sorted(floats))}"
+        return
+    # a number alone takes the dtype of the tensor that it meets
+    shaped = zip(event.dtypes, event.shapes, strict=False)
+    floats = {dtype for dtype, shape in shaped if dtype in FLOATS and shape}
+    if not place or "attention" in op:
+        return
+    if "float32" in floats and not place.startswith(SINGLE):
+        yield "dtype", f"{op} computes in float32 in a {narrow} run"
+    elif len(floats) > 1 and op not in WIDER:
+        if op not in MIXES.get(place.partition(":")[0], ()):
+            yield "dtype", f"{op} mixes {' and '.join(sorted(floats))}"
