@@ -19,6 +19,8 @@ from mpu.comm.transport import sent_bytes
 from mpu.pipeline.engine import Parcel
 from tools.rehearsal.record import Recorder
 
+real_gather_bytes = collectives.gather_bytes
+
 
 class Communicator:
     """The ranks that share one, and its stream. name: the same on all of them."""
@@ -83,8 +85,20 @@ class Work:
         return asked
 
 
+def _gather_bytes(data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+    """Stand in for gather_bytes: every rank says the same, unless all are rehearsed."""
+    if Distributed.exchange is None or axis.size == 1:
+        return [data] * axis.size
+    return list(Distributed.exchange.gather(data, axis))
+
+
 class Distributed:
-    """The functions of torch.distributed that mpu calls."""
+    """The functions of torch.distributed that mpu calls.
+
+    exchange: what carries bytes between the ranks, where all are rehearsed (world.py).
+    """
+
+    exchange: Any = None
 
     def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
         self.recorder, self.rank = recorder, rank
@@ -93,7 +107,6 @@ class Distributed:
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
-        self.exchange: Any = None  # tools/rehearsal/world.py, where all ranks are rehearsed
 
     def install(self) -> None:
         """Replace them, for the whole process."""
@@ -103,10 +116,9 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             setattr(dist, name, getattr(self, name))
-        gather_bytes = collectives.gather_bytes
         for module in list(sys.modules.values()):
-            if getattr(module, "gather_bytes", None) is gather_bytes:
-                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
+            if getattr(module, "gather_bytes", None) is real_gather_bytes:
+                module.gather_bytes = _gather_bytes  # type: ignore[attr-defined]
         collectives._all_gather = self.all_gather_into_tensor
         collectives._reduce_scatter = self.reduce_scatter_tensor
         dist.P2POp = P2POp  # type: ignore[misc,assignment]
@@ -193,12 +205,6 @@ class Distributed:
             yield
         finally:
             self.batch = -1
-
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says; if only one is rehearsed, as if all said the same."""
-        if self.exchange is None or axis.size == 1:
-            return [data] * axis.size
-        return self.exchange.gather(data, axis)
 
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD

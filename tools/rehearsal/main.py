@@ -12,14 +12,21 @@ from typing import Any
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from tools.rehearsal import replay, report
+from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
+from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.memory import memory
+from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, rehearse
+from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
+from training.plan import pipeline
+from training.plan.batch_size import global_batch_size
+from training.plan.model_profile import model_profile
 
 GPUS_A_NODE = 8
 
@@ -75,21 +82,31 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network = Distributed(recorder, launch.rank)
-    network.exchange = exchange
+    Distributed.exchange = exchange
     if recorder.device == "cuda":
+        device = read_device(asked.rehearse_device)
         install(recorder, {
-            "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132,
-            "total_memory": 80 * 10**9, "uuid": "",
+            "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
+            "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         })  # fmt: skip
     network.install()
-    replay.install(recorder, asked.rehearse_full)
+    some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
+    replay.install(recorder, asked.rehearse_full or some)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
+
+
+def _major(device: Device) -> int:
+    """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
+    if not device["peak.float8"]:
+        return 8
+    return 10 if " B" in f" {device.name}" else 9
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
     recorder, step = seen.recorder, seen.recorder.events[seen.first :]
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
+    told: list[str] = []
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,
@@ -108,5 +125,31 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
     }
+    if recorder.device == "cuda" and seen.failure is None:
+        device = read_device(seen.config.rehearse.rehearse_device)
+        timing = time_of(seen, device)
+        made["time"] = as_json(timing)
+        told = lines(timing, device)
+        if path := seen.config.rehearse.rehearse_trace:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(chrome_trace(timing), file)
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
-    return made, report.text(made, fullest, heading)
+    return made, report.text(made, heading, told)
+
+
+def time_of(seen: Rehearsed, device: Device) -> Timing:
+    """Time the last step on a device."""
+    config, grid, provider = seen.config, seen.grid, seen.script.model_provider
+    b = config.batch.micro_batch_size * grid.dp.size
+    batches = global_batch_size(config, seen.run.consumed - config.batch.global_batch_size) // b
+    tokens = batches * b * config.model.seq_length
+    flops = model_profile(config, provider).flops * tokens / grid.world_size
+    dtype = str(config.run.dtype).removeprefix("torch.")
+    step = seen.recorder.events[seen.first :]
+    trace = bool(config.rehearse.rehearse_trace)
+    if grid.pp.size == 1:
+        return time_record(step, device, flops, dtype, grid.rank, trace)
+    schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
+    return time_pipeline(
+        step, device, schedule, grid.pp.rank, work, flops, dtype, grid.rank, trace
+    )

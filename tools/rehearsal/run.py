@@ -45,6 +45,7 @@ class Rehearsed:
     first: int
     notes: list[str]
     run: Any
+    script: ModuleType
     failure: Finding | None = None
 
     def kinds(self) -> dict[int, str]:
@@ -142,7 +143,7 @@ def rehearse(
     last, events = Action(f"iteration {steps}"), recorder.events
     first = len(events) - 1 - events[::-1].index(last) if last in events else 0
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run, failure)
+    return Rehearsed(config, grid, recorder, first, notes, run, script, failure)
 
 
 def failed(error: BaseException, fork: str) -> Finding:

@@ -80,6 +80,8 @@ def all_ranks(
             turns.acquire()
             exchange = Exchange(folder, rank, turns)
             asked = replace(config.rehearse, rehearse_rank=rank)
+            if rank != config.rehearse.rehearse_rank:
+                asked = replace(asked, rehearse_trace=None)
             told: Any
             try:
                 seen = run(replace(config, rehearse=asked), exchange)
