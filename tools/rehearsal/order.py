@@ -52,7 +52,7 @@ class Use(NamedTuple):
     low: int
     high: int
     tick: int
-    index: int  # of the event
+    event: int  # its index
 
 
 class Storage:
@@ -109,11 +109,11 @@ class Order:
                     self._race(earlier, wrote, other, use, writes)
 
     def _race(self, earlier: Use, wrote: bool, other: int, use: Use, writes: bool) -> None:
-        first, second = self.events[earlier.index], self.events[use.index]
+        first, second = self.events[earlier.event], self.events[use.event]
         verb = "writes" if writes else "reads"
         did = "writes" if wrote else "reads"
         what = f"{who(second)} {verb} what {who(first)} {did} at {place_of(first)}, without a wait"
-        self._note("order", what, use.index, earlier.index)
+        self._note("order", what, use.event, earlier.event)
 
     def end(self, index: int, event: Free) -> None:
         """Note that a storage ends, and whether a timeline may still use it."""
@@ -127,50 +127,52 @@ class Order:
                 continue
             uses = [storage.uses.get((other, w), {}).values() for w in (True, False)]
             latest = max((use for some in uses for use in some), key=lambda use: use.tick)
-            user = self.events[latest.index]
+            user = self.events[latest.event]
             what = (
                 f"memory that {who(user)} uses at {place_of(user)} is freed for the stream that "
                 "allocated it, which has not waited for that"
             )
-            self._note("free", what, index, latest.index)
+            self._note("free", what, index, latest.event)
 
     def _note(self, kind: str, what: str, index: int, other: int) -> None:
         place, also = place_of(self.events[index]), place_of(self.events[other])
         through = (*self.chains.get(index, ()), *self.chains.get(other, ()))
         self.found.setdefault((kind, place, also), Finding(kind, place, what, also, through))
 
+    def _host_waits(self, event: HostWait) -> None:
+        if event.event >= 0:
+            self.join(HOST, self.marks.get(event.event))
+            return
+        for timeline in [event.stream] if event.stream >= 0 else list(self.clocks):
+            self.join(HOST, self.clock(timeline))
+
     def read(self) -> list[Finding]:
         """Read the record; return what is wrong, each pair of places once."""
         for index, event in enumerate(self.events):
-            kind = type(event)
-            if kind is Launch:
+            if isinstance(event, Launch):
                 self.join(event.stream, self.clocks[HOST])
                 self.use(index, event.stream, event)
-            elif kind is Alloc:
+            elif isinstance(event, Alloc):
                 self.storages[event.storage] = Storage(event.stream)
-            elif kind is Free:
+            elif isinstance(event, Free):
                 self.end(index, event)
-            elif kind is Transfer:
+            elif isinstance(event, Transfer):
                 self.join(event.stream, self.clocks[HOST])
                 self.join(event.stream, self.clock(event.origin))
                 self.use(index, event.stream, event)
                 self.ends[event.id] = dict(self.clocks[event.stream])
-            elif kind is Record:
+            elif isinstance(event, Record):
                 self.join(event.stream, self.clocks[HOST])
                 self.marks[event.event] = dict(self.clock(event.stream))
-            elif kind in (Wait, Polled):
-                timeline = event.stream if kind is Wait else HOST
+            elif isinstance(event, Wait | Polled):
+                timeline = event.stream if isinstance(event, Wait) else HOST
                 known = self.ends if event.event < 0 else self.marks
                 self.join(timeline, known.get(max(event.event, event.transfer)))
-            elif kind is HostWait:
-                if event.event >= 0:
-                    self.join(HOST, self.marks.get(event.event))
-                else:
-                    for timeline in [event.stream] if event.stream >= 0 else list(self.clocks):
-                        self.join(HOST, self.clock(timeline))
-            elif kind is HostUse:
+            elif isinstance(event, HostWait):
+                self._host_waits(event)
+            elif isinstance(event, HostUse):
                 self.use(index, HOST, event)
-            elif kind is RecordStream and event.storage in self.storages:
+            elif isinstance(event, RecordStream) and event.storage in self.storages:
                 self.storages[event.storage].recorded.add(event.stream)
         return list(self.found.values())
 
