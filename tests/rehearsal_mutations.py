@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,7 +255,9 @@ def in_child(folder: Path, world: int, flags: str, rank: int | None, hits: bool)
             read = json.loads(Path(f"{out}.json").read_text()) if code < 2 else None
             out.write_bytes(pickle.dumps((read and read["findings"], found if hits else None)))
         except BaseException as error:
-            out.write_bytes(pickle.dumps((f"{type(error).__name__}: {error}", None)))
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            out.write_bytes(pickle.dumps((said, None)))
         os._exit(0)
     late = time.monotonic() + LIMIT
     while os.waitpid(pid, os.WNOHANG)[0] == 0:

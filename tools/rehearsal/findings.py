@@ -2,10 +2,11 @@
 """Find mistakes in the record of a rehearsed rank: what would fail, wait or be wrong on a GPU."""
 
 import linecache
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tools.rehearsal.events import Alloc, HostWait, Launch, Transfer
+from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.record import ROOT
@@ -19,13 +20,22 @@ HOST_MAY_WAIT = {
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     "mpu/zero/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
-# Where float64 is meant: sums of the loss, the gradient norm, and what the update takes of them.
-DOUBLE = ("pretrain_llama.py", "mpu/zero/optimizer.py", "mpu/zero/adam.py", "mpu/zero/offload.py")
+# Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
+# blocks, and what the update takes of them.
+DOUBLE = {
+    "pretrain_llama.py": 2, "mpu/zero/optimizer.py": 1 << 40, "mpu/zero/adam.py": 1,
+    "mpu/zero/offload.py": 2,
+}  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters; no matmul.
 SINGLE = (
     "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/fused.py",
     "mpu/layers/linear.py", "mpu/layers/rope.py", "mpu/zero/", "pretrain_llama.py",
     "training/run/", "training/data/batch.py",
+)  # fmt: skip
+# Where tensors are made in host memory: tables that are copied once, and what the host updates.
+ON_HOST = (
+    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/zero/offload.py", "mpu/zero/adam.py",
+    "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {"mpu/layers/fused.py": ("aten::mul_",)}
@@ -48,21 +58,20 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
     recorder, narrow = seen.recorder, str(seen.config.run.dtype).removeprefix("torch.")
     if recorder.device == "cpu":
         return
-    made: dict[int, str] = {}  # storage -> where it was made
-    for index, event in enumerate(recorder.events):
-        if type(event) is Alloc:
-            made[event.storage] = event.where.place
-        if index < seen.first:
-            continue
+    for place in recorder.host_made:
+        if not place.startswith(ON_HOST):
+            yield Finding("device", place, "a tensor is made in host memory")
+    for index in range(seen.first, len(recorder.events)):
+        event = recorder.events[index]
         if type(event) is HostWait and not may_wait(event.where.place):
             what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
             through = recorder.chains.get(index, ())
             yield Finding("host read", event.where.place, what, "", through)
         elif type(event) is Launch:
             for kind, what in wrong(event, narrow):
-                also = next((made[n] for n in event.read if n in made), "")
-                through = tuple(made.get(n, "") for n in event.read)
-                yield Finding(kind, event.where.place, what, also, (*through, *event.host))
+                made = [recorder.born.get(n, "") for n in (*event.read, *event.written)]
+                also, through = (*made, "")[0], (*made, *event.host)
+                yield Finding(kind, event.where.place, what, also, through)
         elif type(event) is Transfer and event.label.endswith((": forward", ": backward")):
             if event.dtype in FLOATS and event.dtype != narrow and event.axis != "world":
                 if not event.where.place.startswith(SINGLE):
@@ -86,8 +95,12 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
     if event.host and op not in ("aten::fill_", "aten::index_put_", "aten::_fused_adamw_"):
         yield "device", f"{op} takes a tensor in host memory (made at {event.host[0]})"
     floats = {dtype for dtype in event.dtypes if dtype in FLOATS}
-    if "float64" in floats and narrow != "float64" and not place.startswith(DOUBLE):
+    doubles = zip(event.dtypes, event.shapes, strict=False)
+    count = max((math.prod(shape) for dtype, shape in doubles if dtype == "float64"), default=0)
+    if count > DOUBLE.get(place.partition(":")[0], 0) and narrow != "float64":
         yield "float64", f"{op} computes in float64"
+    if op.startswith("aten::_fused_adam") and len(floats) > 1:
+        yield "dtype", f"{op} takes its tensors and its scale in one dtype"
     if narrow not in ("bfloat16", "float16"):
         return
     if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[:2]:

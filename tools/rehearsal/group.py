@@ -224,6 +224,8 @@ class Distributed:
 
     def _message(self, verb: str, tensor: Tensor, peer: int, group: Any) -> Work:
         group = self._of(group)
+        if peer == self.rank or peer not in group.ranks:
+            raise RuntimeError(f"rank {self.rank}: {verb} with rank {peer} in {group.ranks}")
         pair = () if self.batch >= 0 else tuple(sorted((self.rank, peer)))
         over = group.communicator(self.recorder, pair)
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))

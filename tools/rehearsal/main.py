@@ -3,6 +3,7 @@
 
 import json
 import sys
+import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from tools.rehearsal.group import Distributed
 from tools.rehearsal.memory import memory
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, rehearse
+from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
+from tools.rehearse import flag
 from training.config import Config, UsageError
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size
@@ -34,6 +36,7 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    path = flag(argv, "--rehearse-json")
     try:
         config = read(script, argv)
         if config.rehearse.rehearse_all_ranks:
@@ -43,8 +46,11 @@ def main(script: ModuleType, argv: list[str]) -> int:
     except (UsageError, PlacementError, ValueError, OSError) as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # while the flags were read: the plan runs the model, too
+        made, text = {"findings": [failed(error, "")._asdict()]}, ""
+        traceback.print_exc()
     print(text, *report.findings(made), sep="\n")
-    if path := config.rehearse.rehearse_json:
+    if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(made, file, indent=1)
     return 1 if made["findings"] else 0
@@ -125,7 +131,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
     }
-    if recorder.device == "cuda" and seen.failure is None:
+    if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
         timing = time_of(seen, device)
         made["time"] = as_json(timing)

@@ -85,6 +85,7 @@ class Recorder:
         self.streams = 1
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
         self.born: dict[int, str] = {}  # storage -> the line that asked for it
+        self.host_made: dict[str, None] = {}  # lines that make tensors in host memory
         self.abroad: set[int] = set()  # storages that another stream has used
         self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
         self._spans: dict[Any, Any] = {}
@@ -156,10 +157,11 @@ class Recorder:
             return found[0]
         number = self.new_storage(storage.nbytes() if ours else 0)
         self.live[key] = number, weakref.ref(storage, lambda _: self._freed(key, number))
+        if not self.paused:
+            self.born[number] = getattr(storage, "_weft_born", "") or self.place()
         if not self.paused and ours:
-            self.homes[number] = self.stream
             where = where or self.where()
-            self.born[number] = where.place
+            self.homes[number] = self.stream
             device = tensor.device.type
             self.events.append(
                 Alloc(number, storage.nbytes(), kind, self.stream, device, where)
@@ -230,6 +232,11 @@ class Recorder:
             frame = frame.f_back  # type: ignore[assignment]
         found = tuple(lines)
         self.chains[len(self.events)] = self._spans.setdefault(found, found)
+
+    def made_on_host(self) -> None:
+        """Note that a tensor is made in host memory, out of nothing, and where."""
+        if place := self.place():
+            self.host_made[place] = None
 
     def birthplace(self, x: Tensor) -> str:
         """Return the line of the product at which a tensor's storage was made, if it is known."""
@@ -364,6 +371,8 @@ class Watch(TorchDispatchMode):
         if all(t.device.type != device for t in (*outputs, *inputs)):
             if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
                 recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
+            if not inputs:
+                recorder.made_on_host()
             for x in outputs:
                 storage = x.untyped_storage()
                 if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
@@ -432,7 +441,10 @@ class Watch(TorchDispatchMode):
         dtype = str(target.dtype).removeprefix("torch.")
         shapes = (tuple(source.shape), tuple(target.shape))
         recorder.events.append(
-            Launch(name, recorder.stream, shapes, dtype, read, written, nbytes, 0.0, where, spans)
+            Launch(
+                name, recorder.stream, shapes, dtype, read, written, nbytes, 0.0, where, spans,
+                tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
+            )  # fmt: skip
         )
         if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
             how = "a copy to the host" if down else "a copy from pageable host memory"

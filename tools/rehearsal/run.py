@@ -31,6 +31,8 @@ from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.plan.model_profile import model_profile
 
+STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
+
 
 @dataclass
 class Rehearsed:
@@ -51,7 +53,7 @@ class Rehearsed:
     def kinds(self) -> dict[int, str]:
         """Return what is kept from step to step: the storage's number and its kind."""
         found: dict[int, str] = {}
-        if self.run is None:
+        if self.run is None or self.failure is not None:
             return found
         for kind, tensors in self.run.optimizer.held().items():
             for tensor in tensors:
@@ -140,8 +142,9 @@ def rehearse(
             except Exception as error:  # of any kind: it would end the run on a GPU too
                 failure = failed(error, recorder.fork)
         recorder.paused = True
-    last, events = Action(f"iteration {steps}"), recorder.events
-    first = len(events) - 1 - events[::-1].index(last) if last in events else 0
+    events = recorder.events
+    steps_begin = [i for i, event in enumerate(events) if event in STEPS]
+    first = steps_begin[-1] if steps_begin else len(events)
     notes += out.getvalue().splitlines()
     return Rehearsed(config, grid, recorder, first, notes, run, script, failure)
 
