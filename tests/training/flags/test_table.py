@@ -36,8 +36,8 @@ LIVE = """
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
---rehearse --rehearse-rank --rehearse-device --rehearse-steps --rehearse-full --rehearse-json
---rehearse-trace
+--rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device --rehearse-steps
+--rehearse-full --rehearse-json --rehearse-trace
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
 --num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
@@ -57,8 +57,8 @@ LIVE = """
 """.split()
 OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
-    "--spike-z-score --rehearse --rehearse-rank --rehearse-device --rehearse-steps "
-    "--rehearse-full --rehearse-json --rehearse-trace "
+    "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
+    "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
