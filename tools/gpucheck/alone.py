@@ -32,8 +32,8 @@ def as_rank(rank: int, size: int, device: torch.device) -> Iterator[Any]:
         return torch.zeros(nbytes, dtype=dtype, device=device)
 
     def rendezvous(memory: Tensor, group: Any) -> Any:
-        def get_buffer(rank: int, shape: Any, dtype: Any, offset: int) -> Tensor:
-            return memory
+        def get_buffer(rank: int, sizes: tuple[int], dtype: torch.dtype, first: int) -> Tensor:
+            return memory[first : first + sizes[0]]
 
         return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * size, get_buffer=get_buffer)
 
@@ -42,21 +42,26 @@ def as_rank(rank: int, size: int, device: torch.device) -> Iterator[Any]:
     with (
         mock.patch.object(symmetric_cuda, "symmetric_memory", lone),
         mock.patch.object(symmetric_cuda, "gather_bytes", lambda data, *about: [data] * size),
-        mock.patch.object(torch.cuda, "synchronize", _or_nothing(device, "synchronize")),
-        mock.patch.object(torch.cuda, "Stream", _or_nothing(device, "Stream")),
+        mock.patch.object(torch.cuda, "synchronize", _synchronize(device)),
+        mock.patch.object(torch.cuda, "Stream", _stream(device)),
     ):
         yield symmetric_cuda.CudaWorkspace(axis, device, timedelta(seconds=20))
 
 
-def _or_nothing(device: torch.device, name: str) -> Any:
-    """Return a function of torch.cuda, or one that does nothing where there is no GPU."""
-    return getattr(torch.cuda, name) if device.type == "cuda" else lambda *about, **more: None
+def _synchronize(device: torch.device) -> Any:
+    """Return torch.cuda.synchronize, or nothing where there is no GPU."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda *about: None
+
+
+def _stream(device: torch.device) -> Any:
+    """Return torch.cuda.Stream, or what stands for it where there is no GPU."""
+    return torch.cuda.Stream if device.type == "cuda" else lambda *about, **more: None
 
 
 def raise_all(workspace: Any) -> None:
     """Set every flag of this process's memory, so that no wait lasts."""
-    flags = workspace.memory.own[: workspace.memory.slots[0].start]
-    flags.view(torch.int32).fill_(FAR)
+    memory = workspace.memory
+    memory.own[: memory.control].view(torch.int32).fill_(FAR)
 
 
 class _Driver:

@@ -6,6 +6,7 @@ as in torch, a communicator for its pair of ranks in that group. Nothing arrives
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,25 +16,37 @@ from torch import Tensor
 
 from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
+from mpu.pipeline.engine import Parcel
 from tools.rehearsal.record import Recorder
 
 real_gather_bytes = collectives.gather_bytes
 
 
 class Communicator:
-    """The ranks that share one, and its stream."""
+    """The ranks that share one, and its stream. name: the same on all of them."""
 
-    def __init__(self, ranks: tuple[int, ...], stream: int) -> None:
-        self.ranks, self.stream = ranks, stream
+    def __init__(self, ranks: tuple[int, ...], stream: int, name: str) -> None:
+        self.ranks, self.stream, self.name = ranks, stream, name
 
 
 class Group:
-    """A process group. number: counts the groups of this rank."""
+    """A process group. number: counts the groups of these ranks."""
 
     def __init__(self, ranks: tuple[int, ...], number: int) -> None:
         self.ranks, self.number = ranks, number
         self.pairs: dict[tuple[int, ...], Communicator] = {}
         self.whole: Communicator | None = None
+
+    def communicator(self, recorder: Recorder, pair: tuple[int, ...] = ()) -> Communicator:
+        """Return the group's own communicator, or that of a pair in it."""
+        name = f"{self.number} of {self.ranks} {pair}"
+        if pair and pair not in self.pairs:
+            self.pairs[pair] = Communicator(pair, recorder.new_stream(), name)
+        elif not pair and self.whole is None:
+            self.whole = Communicator(self.ranks, recorder.new_stream(), name)
+        found = self.pairs[pair] if pair else self.whole
+        assert found is not None
+        return found
 
     def size(self) -> int:
         """Return how many ranks it has."""
@@ -50,21 +63,25 @@ class P2POp(NamedTuple):
 
 
 class Work:
-    """What a start returns. `wait` orders the current stream, as NCCL's does."""
+    """What a start returns. `wait` orders the current stream, as NCCL's does.
 
-    def __init__(self, recorder: Recorder, transfer: int, keep: tuple[Tensor, ...]) -> None:
-        self.recorder, self.transfer, self._keep = recorder, transfer, keep
+    torch's own keeps the tensors until then, this one does not: that is for Weft's Handle to do.
+    """
+
+    def __init__(self, recorder: Recorder, transfer: int) -> None:
+        self.recorder, self.transfer = recorder, transfer
         self._asked = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait."""
         self.recorder.wait(self.recorder.stream, transfer=self.transfer)
-        self._keep = ()
         return True
 
     def is_completed(self) -> bool:
         """Return whether the transfer is over: from the second question on."""
         self._asked, asked = True, self._asked
+        if asked:
+            self.recorder.polled(transfer=self.transfer)
         return asked
 
 
@@ -76,12 +93,15 @@ def _is_gather_bytes(value: Any) -> bool:
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
-    said: what each rank of an axis says where this one says some bytes; None: the same.
+    said: what each rank of an axis says where this one says some bytes; None: the same. exchange:
+    what carries bytes between the ranks, where all are rehearsed (world.py).
     """
+
+    exchange: Any = None
 
     def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
         self.recorder, self.rank = recorder, rank
-        self.groups = 0
+        self.groups: Counter[tuple[int, ...]] = Counter()
         self.batches = 0
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
@@ -117,8 +137,8 @@ class Distributed:
         return self._group(tuple(ranks) if ranks is not None else world.ranks)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
-        self.groups += 1
-        return Group(ranks, self.groups - 1)
+        self.groups[ranks] += 1
+        return Group(ranks, self.groups[ranks] - 1)
 
     def is_initialized(self) -> bool:
         """Return that the world is there."""
@@ -135,7 +155,7 @@ class Distributed:
         self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
         """Note an all-reduce."""
-        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op)
+        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
@@ -148,7 +168,7 @@ class Distributed:
         async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Note a reduce-scatter."""
-        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op)
+        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op, op)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
@@ -158,6 +178,8 @@ class Distributed:
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
         """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
+        if Distributed.exchange is not None and axis.size > 1:
+            return list(Distributed.exchange.gather(data, axis))
         said = self.said(data, axis) if self.said is not None else None
         return said if said is not None else [data] * axis.size
 
@@ -197,11 +219,11 @@ class Distributed:
 
     def _collective(
         self, verb: str, group: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-        tensor: Tensor, async_op: bool,
+        tensor: Tensor, async_op: bool, op: Any = None,
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
-        group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
-        work = self._start(verb, group.whole, -1, read, written, tensor)
+        name = str(op).removeprefix("RedOpType.") if op is not None else ""
+        work = self._start(verb, group.communicator(self.recorder), -1, read, written, tensor, name)
         if async_op:
             return work
         work.wait()
@@ -209,23 +231,28 @@ class Distributed:
 
     def _message(self, verb: str, tensor: Tensor, peer: int, group: Any) -> Work:
         group = self._of(group)
-        if self.batch >= 0:
-            group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
-            over = group.whole
-        else:
-            pair = tuple(sorted((self.rank, peer)))
-            if pair not in group.pairs:
-                group.pairs[pair] = Communicator(pair, self.recorder.new_stream())
-            over = group.pairs[pair]
+        if peer == self.rank or peer not in group.ranks:
+            raise RuntimeError(f"rank {self.rank}: {verb} with rank {peer} in {group.ranks}")
+        pair = () if self.batch >= 0 else tuple(sorted((self.rank, peer)))
+        over = group.communicator(self.recorder, pair)
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
         return self._start(verb, over, peer, read, written, tensor)
 
     def _start(
         self, verb: str, over: Communicator, peer: int, read: tuple[Tensor, ...],
-        written: tuple[Tensor, ...], tensor: Tensor,
+        written: tuple[Tensor, ...], tensor: Tensor, op: str = "",
     ) -> Work:  # fmt: skip
         recorder = self.recorder
+        for x in (*read, *written):
+            if x.device.type != recorder.device:
+                made = recorder.birthplace(x)
+                raise RuntimeError(
+                    f"NCCL carries no tensor in host memory ({verb} over {self.trace_axis})"
+                    + (f"; it was made at {made}" if made else "")
+                )
         where = recorder.where()
+        reads, writes, spans = recorder.uses(read, written, where, over.stream)
+        recorder.chain()
         like = "reduce_scatter" if verb == "all_to_all" else verb
         sent = sent_bytes(like, tensor, len(over.ranks))
         number = recorder.transfer(
@@ -239,12 +266,15 @@ class Distributed:
             shape=tuple(tensor.shape),
             stream=over.stream,
             origin=recorder.stream,
-            read=recorder.numbers(read, where),
-            written=recorder.numbers(written, where),
+            read=reads,
+            written=writes,
             batch=self.batch,
             label=self.trace_label,
+            spans=spans,
+            op=op,
+            communicator=over.name,
         )
-        return Work(recorder, number, (*read, *written))
+        return Work(recorder, number)
 
     # a trace of the grid's axes: it names the axis and the label of what is about to start
 
@@ -255,4 +285,6 @@ class Distributed:
         self.trace_axis, self.trace_label = axis.name, ""
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
+            if isinstance(label.who, Parcel):  # the same at both ends
+                who = f"{label.who.kind} of stage {label.who.stage}, {label.who.micro_batch}"
             self.trace_label = f"{who}: {label.phase}"

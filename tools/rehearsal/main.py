@@ -3,8 +3,10 @@
 
 import json
 import sys
+import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +21,10 @@ from tools.rehearsal.group import Distributed
 from tools.rehearsal.memory import memory
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, rehearse
+from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
+from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
+from tools.rehearse import flag
 from training.config import Config, UsageError
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size
@@ -32,25 +36,31 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    path = flag(argv, "--rehearse-json")
     try:
-        seen = run(script, argv)
+        config = read(script, argv)
+        if config.rehearse.rehearse_all_ranks:
+            made, text = all_ranks(partial(run, script), describe, config)
+        else:
+            made, text = describe(run(script, config))
     except (UsageError, PlacementError, ValueError, OSError) as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
-    made, text = describe(seen)
-    print(text)
-    if path := seen.config.rehearse.rehearse_json:
+    except Exception as error:  # while the flags were read: the plan runs the model, too
+        made, text = {"findings": [failed(error, "")._asdict()]}, ""
+        traceback.print_exc()
+    print(text, *report.findings(made), sep="\n")
+    if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(made, file, indent=1)
     return 1 if made["findings"] else 0
 
 
-def run(script: ModuleType, argv: list[str]) -> Rehearsed:
-    """Read the flags and rehearse. Raises UsageError."""
+def read(script: ModuleType, argv: list[str]) -> Config:
+    """Read the flags. Raises UsageError."""
     world = Launch.from_env().world
     argv = script.name_fork(argv)
-    file = script.load_model_file(script.model_file(argv))
-    own = getattr(file, "extra_args_provider", None)
+    own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
     # a plan's rules: the files of the data need not be on this machine
     config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
     config = replace(config, run=replace(config.run, dry_run=False))
@@ -62,10 +72,23 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
         )
     if config.model.vocab_size is None and not config.data.tokenizer_model:
         raise UsageError("--rehearse needs --vocab-size where no tokenizer's file is given")
+    if asked.rehearse_all_ranks and world > MOST_RANKS:
+        raise UsageError(
+            f"--rehearse-all-ranks: {world} ranks (WORLD_SIZE); at most {MOST_RANKS} are rehearsed "
+            "together"
+        )
+    return config
+
+
+def run(script: ModuleType, config: Config, exchange: Exchange | None = None) -> Rehearsed:
+    """Rehearse a rank, for which this process must be new. Raises UsageError."""
+    world, asked = Launch.from_env().world, config.rehearse
     here = min(GPUS_A_NODE, world)
     launch = Launch(asked.rehearse_rank, world, asked.rehearse_rank % here, here)
+    file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network = Distributed(recorder, launch.rank)
+    Distributed.exchange = exchange
     if recorder.device == "cuda":
         device = read_device(asked.rehearse_device)
         install(recorder, {
@@ -108,7 +131,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
     }
-    if recorder.device == "cuda":
+    if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
         timing = time_of(seen, device)
         made["time"] = as_json(timing)
@@ -131,8 +154,9 @@ def time_of(seen: Rehearsed, device: Device) -> Timing:
     step = seen.recorder.events[seen.first :]
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
-        return time_record(step, device, flops, dtype, grid.rank, trace)
+        return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
     return time_pipeline(
-        step, device, schedule, grid.pp.rank, work, flops, dtype, grid.rank, trace
-    )
+        step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
+        trace=trace,
+    )  # fmt: skip

@@ -80,6 +80,12 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
         lines.append("  none: one rank")
     if time:
         lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
-    lines += ["", f"Findings: {len(made['findings'])}"]
-    lines += [f"  {f['place']}: {f['what']}" for f in made["findings"]]
     return "\n".join(lines)
+
+
+def findings(made: dict[str, Any]) -> list[str]:
+    """Return the lines that name what was found."""
+    lines = ["", f"Findings: {len(made['findings'])}"]
+    for found in made["findings"]:
+        lines.append(f"  {found['place']}: {found['kind']}: {found['what']}")
+    return lines

@@ -18,13 +18,14 @@ from torch.nn import Parameter
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.param import draw_normal, placement_of
+from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explain_ops import Layers
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
-from tools.rehearsal.record import Actions, Recorder, Watch
-from training.config import Config
+from tools.rehearsal.order import Finding
+from tools.rehearsal.record import CARRIERS, Actions, Recorder, Watch, lines_of
+from training.config import Config, UsageError
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
 from training.data.loader import Loader
@@ -33,10 +34,15 @@ from training.data.tokenizer import tokenizer_for
 from training.plan import rank_memory
 from training.plan.model_profile import ModelProvider, model_profile
 
+STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
+
 
 @dataclass
 class Rehearsed:
-    """What a rehearsal of one rank saw. first: the index of the last step's first event."""
+    """What a rehearsal of one rank saw. first: the index of the last step's first event.
+
+    failure: the exception that ended it before, if one did; run is None where it was not built yet.
+    """
 
     config: Config
     grid: Grid
@@ -45,10 +51,13 @@ class Rehearsed:
     notes: list[str]
     run: Any
     script: ModuleType
+    failure: Finding | None = None
 
     def kinds(self) -> dict[int, str]:
         """Return what is kept from step to step: the storage's number and its kind."""
         found: dict[int, str] = {}
+        if self.run is None or self.failure is not None:
+            return found
         for kind, tensors in self.run.optimizer.held().items():
             for tensor in tensors:
                 if tensor is not None:
@@ -141,14 +150,30 @@ def rehearse(
     script.GradientCheck = lambda grid, note: None  # type: ignore[attr-defined]  # of values
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     notes: list[str] = []
+    run, failure = None, None
     with fake, Watch(recorder, fake=True), Reads(recorder, fake):
-        script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
-        run = script.build(config, grid, device, monitor)
-        recorder.layers = Layers(run.model, run.engine.queue)
-        with script.StopSignal() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
-            script.work(run, loaders, {}, stop)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
+                run = script.build(config, grid, device, monitor)
+                recorder.layers = Layers(run.model, run.engine.queue)
+                with script.StopSignal() as stop:
+                    script.work(run, loaders, {}, stop)
+            except (UsageError, PlacementError, OSError):
+                raise
+            except Exception as error:  # of any kind: it would end the run on a GPU too
+                failure = failed(error, recorder.fork)
         recorder.paused = True
-    last = Action(f"iteration {steps}")
-    first = len(recorder.events) - 1 - recorder.events[::-1].index(last)
+    events = recorder.events
+    steps_begin = [i for i, event in enumerate(events) if event in STEPS]
+    first = steps_begin[-1] if steps_begin else len(events)
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run, script)
+    return Rehearsed(config, grid, recorder, first, notes, run, script, failure)
+
+
+def failed(error: BaseException, fork: str) -> Finding:
+    """Return the finding that an exception is: at the innermost line of the product."""
+    lines = lines_of(error, fork)
+    place = next((line for line in lines if not line.startswith(CARRIERS)), (*lines, "")[0])
+    text = " ".join(str(error).split())
+    return Finding("exception", place, f"{type(error).__name__}: {text}"[:600], "", lines)
