@@ -238,7 +238,7 @@ class Reads(TorchFunctionMode):
             return int(address)
         number = self.recorder.number(x)
         start = number << 36 if number >= 0 else x.untyped_storage()._cdata
-        return start + x.storage_offset() * x.element_size()
+        return int(start + x.storage_offset() * x.element_size())
 
     def _pin(self, x: Tensor, *args: Any) -> Tensor:
         if not isinstance(x, self.fake_mode_tensor):

@@ -40,12 +40,13 @@ class Shared:
 
 def install(recorder: Recorder, rank: int) -> None:
     """Replace them, for the whole process, where Triton is installed."""
-    symmetric_memory.empty = lambda *size, dtype, device: torch.empty(  # type: ignore[assignment]
-        *size, dtype=dtype, device=device
-    )
-    symmetric_memory.rendezvous = lambda own, group: Shared(  # type: ignore[assignment]
-        own, group.ranks.index(rank), len(group.ranks)
-    )
+
+
+    def rendezvous(own: Tensor, group: Any) -> Shared:
+        return Shared(own, group.ranks.index(rank), len(group.ranks))
+
+    memory: Any = symmetric_memory
+    memory.empty, memory.rendezvous = torch.empty, rendezvous
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime.jit import JITFunction
