@@ -65,8 +65,8 @@ same-bits: setup ## compare losses, norms, checkpoints and resumes with another 
 bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
-gpu-check: setup ## test the trainer, the overlap kernels and offload on one GPU
-	$(RUN) -m pytest tests/gpu -q -rs -m gpu
+gpu-check: ## check the GPU path on one GPU with PYTHON and its own torch, in parts of under 8 minutes; without a GPU, what needs none (PART="first kernels" PREDICTION=file.json)
+	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,PREDICTION,--prediction) $(call flag,DEVICE,--device)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tools/slurm_check.py

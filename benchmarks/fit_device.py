@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit the few constants of the device files on a part of the published runs, and say how well.
 
-    python benchmarks/fit_device.py --runs FOLDER [--device h100] [--write]
+    python benchmarks/fit_device.py --runs FOLDER --device h100 [--write]
 
 Runs of some groups (a model on a number of nodes; a hidden size and layers on a number of GPUs) are
 fitted on, the others never: `is_fitted` draws the groups by a hash of their names. Of these, runs
-of several nodes that reach less than LEAST_MFU are not used. Each constant
-has a meaning and a range that what is known of it allows. The mean of |log(predicted / measured)|,
-capped, is made small by going through the constants in turn. --folds parts of the groups are left
-out in turn, to tell what fits of groups never seen give. --write puts the constants into the device
-file and into host_seconds.json.
+of several nodes that reach less than LEAST_MFU are not used. Each constant has a meaning and a
+range that what is known of it allows. The mean of |log(predicted / measured)|, capped, is made
+small by going through the constants in turn. --folds parts of the groups are left out in turn, to
+tell what fits of groups never seen give. --write puts the constants into the device file and into
+host_seconds.json.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.rehearsal.analytic import Layout, Model, Passes, Recipe
+from tools.rehearsal.analytic_sizes import Layout, Model, Passes, Recipe
 from tools.rehearsal.analytic_step import StepClock, even_cut
 from tools.rehearsal.device_file import Device
 

@@ -10,112 +10,21 @@ T tokens of a micro-batch, h hidden, f ffn, t tp ranks, V vocabulary; [m, n, k] 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from tools.rehearsal.analytic_sizes import Layout, Model, Passes, Recipe
 from tools.rehearsal.events import Event, Launch, Transfer, Wait, Where
 
 NOWHERE = Where()
 COMPUTE, TP_STREAM, DP_STREAM = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a transformer. gated: the MLP has a gate beside its first matmul."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sequence: int
-    gated: bool
-    tied: bool = False
-
-    @property
-    def qkv(self) -> int:
-        """Return the outputs of the fused QKV projection."""
-        return self.hidden + 2 * self.kv_heads * (self.hidden // self.heads)
-
-    @property
-    def up(self) -> int:
-        return self.ffn * (2 if self.gated else 1)
-
-    @property
-    def layer_parameters(self) -> int:
-        return self.hidden * (self.qkv + self.hidden + self.up + self.ffn)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run is cut: ranks with tp fastest, then dp, then pp. recompute: "none" or "full"."""
-
-    tp: int
-    dp: int
-    pp: int
-    micro_batch: int
-    micro_batches: int
-    zero: int = 0
-    virtual: int = 1
-    schedule: str = "1f1b"
-    recompute: str = "none"
-    sequence_parallel: bool = True
-    dtype: str = "bfloat16"
-
-    @property
-    def tp_group(self) -> tuple[int, ...]:
-        return tuple(range(self.tp))
-
-    @property
-    def dp_group(self) -> tuple[int, ...]:
-        return tuple(range(0, self.tp * self.dp, self.tp))
-
-
-class Passes(NamedTuple):
-    """Kernels that only move memory: launches, and bytes for each token.
-
-    hidden: in units of 2 h bytes, of the rank's tokens (T / t under sequence parallelism). inner:
-    of 2 (h / t). ffn: of 2 (f / t). scores: of 2 (heads / t) sequence, unfused attention's.
-    """
-
-    launches: int
-    hidden: float = 0.0
-    inner: float = 0.0
-    ffn: float = 0.0
-    scores: float = 0.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a framework does around the matmuls: data about it, the same for all of its runs.
-
-    attention: "flash", "cudnn" or "unfused". causal: its fused attention skips what is masked.
-    logit_bytes: forward and backward traffic of each logit after its matmul; logit_launches: of
-    both. accumulate_bytes: a parameter and micro-batch, to add its gradient to the main one;
-    update_bytes: a parameter, clip and optimizer. update_launches: for each weight tensor.
-    gradient_bytes, parameter_bytes: of a number sent. overlap_gradients: under the last backward.
-    overlap_tp: a backward's reduce-scatter runs under its weight gradient. message_syncs: times
-    that the host waits for each message. host_seconds: of a layer's forward, and of its backward,
-    beside its launches. float8_bytes: of casts and transposes, an element of an operand.
-    """
-
-    name: str
-    forward: Passes
-    backward: Passes
-    attention: str = "flash"
-    causal: bool = True
-    logit_bytes: tuple[float, float] = (24.0, 16.0)
-    logit_launches: int = 20
-    accumulate_bytes: float = 0.0
-    update_bytes: float = 30.0
-    update_launches: float = 1.0
-    gradient_bytes: int = 4
-    parameter_bytes: int = 2
-    overlap_gradients: bool = True
-    overlap_tp: bool = False
-    message_syncs: int = 0
-    host_seconds: float = 0.0
-    float8_bytes: float = 0.0
+Shapes = tuple[tuple[int, ...], ...]
+EMPTY = Launch(
+    op="", stream=COMPUTE, shapes=(), dtype="", read=(), written=(), bytes=0, flops=0.0,
+    where=NOWHERE,
+)  # fmt: skip
+SILENT = Transfer(
+    id=0, verb="", axis="", group=(), peer=-1, number=0, bytes=0, sent=0, dtype="bfloat16",
+    shape=(), stream=0, origin=COMPUTE, read=(), written=(), batch=-1, label="", where=NOWHERE,
+)  # fmt: skip
 
 
 @dataclass
@@ -150,12 +59,15 @@ class Writer:
         moved = 2 * batch * (m * k + k * n + m * n)
         flops = 2.0 * batch * m * n * k
         op = "aten::bmm" if batch > 1 else "aten::mm"
-        self.events.append(Launch(op, COMPUTE, shapes, dtype, (), (), moved, flops, NOWHERE))
+        self.launch(op, dtype, moved, flops, shapes)
+
+    def launch(self, op: str, dtype: str, moved: float, flops: float, shapes: Shapes = ()) -> None:
+        kernel = EMPTY._replace(op=op, shapes=shapes, dtype=dtype, bytes=int(moved), flops=flops)
+        self.events.append(kernel)
 
     def memory(self, launches: int, moved: float) -> None:
         for _ in range(launches):
-            each = int(moved / launches)
-            self.events.append(Launch("pass", COMPUTE, (), "bfloat16", (), (), each, 0.0, NOWHERE))
+            self.launch("pass", "bfloat16", moved / launches, 0.0)
 
     def passes(self, passes: Passes) -> None:
         model, t = self.model, self.layout.tp
@@ -175,8 +87,10 @@ class Writer:
         leaves *= 2 if verb == "all_reduce" else 1
         number = self.transfers = self.transfers + 1
         self.events.append(
-            Transfer(number, verb, axis, group, -1, number, int(sent), int(leaves), "bfloat16", (),
-                     stream, COMPUTE, (), (), -1, "", NOWHERE)
+            SILENT._replace(
+                id=number, verb=verb, axis=axis, group=group, number=number, bytes=int(sent),
+                sent=int(leaves), stream=stream,
+            )
         )  # fmt: skip
         if wait:
             self.wait(number)
@@ -200,7 +114,7 @@ class Writer:
         op = f"aten::_{self.recipe.attention}_attention{'_backward' if backward else ''}"
         if backward:
             flops, moved = 2.5 * flops, 2 * moved
-        self.events.append(Launch(op, COMPUTE, (), "bfloat16", (), (), int(moved), flops, NOWHERE))
+        self.launch(op, "bfloat16", moved, flops)
 
     def enter(self, backward: bool = False) -> None:
         """Write what makes the input of a column-parallel matmul whole, or sums its gradient."""

@@ -7,7 +7,8 @@ from functools import cached_property
 
 from mpu.pipeline import schedules
 from mpu.pipeline.simulate import Costs, simulate
-from tools.rehearsal.analytic import Layout, Model, Recipe, Writer, stage
+from tools.rehearsal.analytic import Writer, stage
+from tools.rehearsal.analytic_sizes import Layout, Model, Recipe
 from tools.rehearsal.clock import Clock
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.links import collective_seconds, message_seconds

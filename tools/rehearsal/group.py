@@ -7,7 +7,7 @@ as in torch, a communicator for its pair of ranks in that group. Nothing arrives
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,20 +85,17 @@ class Work:
         return asked
 
 
-def _gather_bytes(data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-    """Stand in for gather_bytes: every rank says the same, unless all are rehearsed."""
-    if Distributed.exchange is None or axis.size == 1:
-        return [data] * axis.size
-    return list(Distributed.exchange.gather(data, axis))
+def _is_gather_bytes(value: Any) -> bool:
+    """Return whether this is the real one, or that of an earlier rehearsal."""
+    return value is real_gather_bytes or isinstance(getattr(value, "__self__", None), Distributed)
 
 
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
-    exchange: what carries bytes between the ranks, where all are rehearsed (world.py).
+    said: what each rank of an axis says where this one says some bytes; None: the same.
+    exchange: asks them, where all ranks are rehearsed (world.py).
     """
-
-    exchange: Any = None
 
     def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
         self.recorder, self.rank = recorder, rank
@@ -107,6 +104,8 @@ class Distributed:
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
+        self.exchange: Any = None
+        self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
 
     def install(self) -> None:
         """Replace them, for the whole process."""
@@ -117,8 +116,8 @@ class Distributed:
         ):  # fmt: skip
             setattr(dist, name, getattr(self, name))
         for module in list(sys.modules.values()):
-            if getattr(module, "gather_bytes", None) is real_gather_bytes:
-                module.gather_bytes = _gather_bytes  # type: ignore[attr-defined]
+            if _is_gather_bytes(vars(module).get("gather_bytes")):
+                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
         collectives._all_gather = self.all_gather_into_tensor
         collectives._reduce_scatter = self.reduce_scatter_tensor
         dist.P2POp = P2POp  # type: ignore[misc,assignment]
@@ -175,6 +174,13 @@ class Distributed:
     ) -> Any:
         """Note an all-to-all."""
         return self._collective("all_to_all", group, (input,), (output,), input, async_op)
+
+    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+        """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
+        if self.exchange is not None and axis.size > 1:
+            return list(self.exchange.gather(data, axis))
+        said = self.said(data, axis) if self.said is not None else None
+        return said if said is not None else [data] * axis.size
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
         """Note a message that leaves."""

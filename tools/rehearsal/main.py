@@ -88,7 +88,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network = Distributed(recorder, launch.rank)
-    Distributed.exchange = exchange
+    network.exchange = exchange
     if recorder.device == "cuda":
         device = read_device(asked.rehearse_device)
         install(recorder, {

@@ -48,6 +48,8 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/attention.py": "attention",
     "mpu/layers/attention_blocks.py": "attention",
+    "mpu/layers/block_attention.py": "attention",
+    "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",
 }

@@ -102,7 +102,7 @@ def launch_seconds(device: Device, launch: Launch, sms: float = 0.0) -> float:
     if op in MATMULS:
         a, b = launch.shapes[MATMULS[op] :][:2]
         batch = prod(a[:-2])
-        return matmul_seconds(device, a[-2], b[-1], a[-1], dtype, batch, sms)
+        return matmul_seconds(device, a[-2], b[-1], a[-1], dtype, batch=batch, sms=sms)
     if "attention" in op or "flash" in op:
         kernel = "cudnn" if "cudnn" in op else "flash"
         backward = "backward" in op

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
+from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import PlacementError, draw_normal, placement_of
@@ -29,7 +31,8 @@ from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
-from training.plan.model_profile import model_profile
+from training.plan import rank_memory
+from training.plan.model_profile import ModelProvider, model_profile
 
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
@@ -95,6 +98,24 @@ def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: in
         torch.empty(shape, dtype=torch.float32, device=param.device).normal_(0.0, std)
 
 
+def of_stages(
+    config: Config, provider: ModelProvider, data: bytes, axis: Axis
+) -> list[bytes] | None:
+    """Return what each pipeline rank says of its parameters: how many elements, or the names.
+
+    None where `data`, which this rank says, is neither, or the axis is another.
+    """
+    if axis.name != "pp":
+        return None
+    own = rank_memory.parameters(config, provider, axis.rank)
+    every = [rank_memory.parameters(config, provider, rank) for rank in range(axis.size)]
+    if data == str(sum(p.entry.numel for p in own.values())).encode():
+        return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
+    if set(data.decode().split("\n")) <= own.keys():
+        return ["\n".join(each).encode() for each in every]
+    return None
+
+
 def loader(config: Config, grid: Grid) -> Loader:
     """Return a loader of made-up samples, whose last token of the vocabulary ends documents."""
     data, vocabulary = config.data, config.model.vocab_size
@@ -123,6 +144,7 @@ def rehearse(
     grid: Grid = script.make_grid(config, launch)
     loaders = Loaders(loader(config, grid), None, None)
     grid.traced(network)
+    network.said = partial(of_stages, config, script.model_provider)
     monitor = Actions(recorder)
     quick_weights()
     script.GradientCheck = lambda grid, note: None  # type: ignore[attr-defined]  # of values

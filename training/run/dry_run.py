@@ -23,7 +23,7 @@ NO_VOCABULARY = (
     "tokenizer is here; give --vocab-size"
 )
 REHEARSAL = (
-    "--rehearse in place of --dry-run runs one rank's steps on a device without memory: each launch "
+    "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step

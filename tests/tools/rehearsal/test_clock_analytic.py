@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.published_rows import RECIPES, Left, playbook_cut, predicted, read_runs
 from tests.tools.rehearsal.clock_device import device
-from tools.rehearsal.analytic import Layout, Model, Passes, Recipe, Writer, stage
+from tools.rehearsal.analytic import Writer, stage
+from tools.rehearsal.analytic_sizes import Layout, Model, Passes, Recipe
 from tools.rehearsal.analytic_step import StepClock, even_cut
 from tools.rehearsal.clock import Clock
 from tools.rehearsal.device_file import read_device
