@@ -546,10 +546,8 @@ def _phase(action: str) -> str:
 @cache
 def _path(file: str, fork: str) -> str:
     """Return a file's path in the repository, or "" for one that is not the trainer's."""
-    if fork and file == fork:
-        return fork
     try:
         path = Path(file).resolve().relative_to(ROOT)
     except ValueError:
-        return ""
-    return path.as_posix() if path.parts[0] in OURS else ""
+        return fork if file == fork else ""
+    return path.as_posix() if path.parts[0] in OURS or file == fork else ""
