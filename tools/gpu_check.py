@@ -62,7 +62,10 @@ PARTS = {
     ),
     "interpret": Part(
         "overlap kernels between processes, in Triton's interpreter",
-        ((*PYTEST, "tests/mpu/kernels/test_overlap_kernels.py"),),
+        (
+            (*PYTEST, "tests/mpu/kernels/test_overlap_kernels.py",
+             "tests/mpu/kernels/test_symmetric_cuda.py"),
+        ),
         gpu=False,
         needs=("triton", "pytest"),
     ),
@@ -92,7 +95,8 @@ PARTS = {
         "one nccl communicator, the trainer against the CPU, two gloo ranks on one GPU, offload",
         (
             (*PYTEST, "-m", "gpu", "-k", "not fp64", "tests/gpu/test_nccl.py",
-             "tests/gpu/test_trainer.py", "tests/gpu/test_offload.py"),
+             "tests/gpu/test_trainer.py", "tests/gpu/test_offload.py",
+             "tests/gpu/test_attention.py"),
             (*PYTEST, "-m", "gpu", "-k", "fp64", "tests/gpu/test_trainer.py"),  # last: time ends
         ),
         needs=("pytest",),

@@ -119,7 +119,7 @@ class _Memory:
         me, size = axis.rank, axis.size
         flags, closed = CHUNKS * LINE, size * CHUNKS * LINE
         per_slot = closed + size * LINE
-        control = SLOTS * per_slot
+        self.control = control = SLOTS * per_slot  # bytes of flags
         nbytes, offset, why = control + SLOTS * slot_bytes, 0, ""
         try:
             self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)

@@ -32,7 +32,10 @@ def as_rank(rank: int, size: int, device: torch.device) -> Iterator[Any]:
         return torch.zeros(nbytes, dtype=dtype, device=device)
 
     def rendezvous(memory: Tensor, group: Any) -> Any:
-        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * size, offset=0)
+        def get_buffer(rank: int, sizes: tuple[int], dtype: torch.dtype, first: int) -> Tensor:
+            return memory[first : first + sizes[0]]
+
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * size, get_buffer=get_buffer)
 
     lone = SimpleNamespace(empty=empty, rendezvous=rendezvous)
     axis = Axis("tp", rank, size, tuple(range(size)), ProcessGroupTransport(None))
@@ -40,6 +43,7 @@ def as_rank(rank: int, size: int, device: torch.device) -> Iterator[Any]:
         mock.patch.object(symmetric_cuda, "symmetric_memory", lone),
         mock.patch.object(symmetric_cuda, "gather_bytes", lambda data, *about: [data] * size),
         mock.patch.object(torch.cuda, "synchronize", _synchronize(device)),
+        mock.patch.object(torch.cuda, "Stream", _stream(device)),
     ):
         yield symmetric_cuda.CudaWorkspace(axis, device, timedelta(seconds=20))
 
@@ -49,9 +53,15 @@ def _synchronize(device: torch.device) -> Any:
     return torch.cuda.synchronize if device.type == "cuda" else lambda *about: None
 
 
+def _stream(device: torch.device) -> Any:
+    """Return torch.cuda.Stream, or what stands for it where there is no GPU."""
+    return torch.cuda.Stream if device.type == "cuda" else lambda *about, **more: None
+
+
 def raise_all(workspace: Any) -> None:
     """Set every flag of this process's memory, so that no wait lasts."""
-    workspace._memory[: workspace._control].view(torch.int32).fill_(FAR)
+    memory = workspace.memory
+    memory.own[: memory.control].view(torch.int32).fill_(FAR)
 
 
 class _Driver:

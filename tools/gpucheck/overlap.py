@@ -62,8 +62,7 @@ def operations(
             else:
                 method.matmul_reduce_scatter(whole, weight, product, None)[1].wait()
 
-        raise_all(workspace)
-        overlapped()  # the slots grow now, and their flags with them
+        workspace.begin(rows * max(k, n) * whole.itemsize).close()  # grows the slots; flags are 0
         raise_all(workspace)
         overlapped()
     return overlapped, lambda: (product(whole, weight), None)[1]

@@ -36,9 +36,10 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    path = flag(argv, "--rehearse-json")
+    path: str | None = flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
         config = read(script, argv)
+        path = config.rehearse.rehearse_json
         if config.rehearse.rehearse_all_ranks:
             made, text = all_ranks(partial(run, script), describe, config)
         else:
@@ -154,8 +155,9 @@ def time_of(seen: Rehearsed, device: Device) -> Timing:
     step = seen.recorder.events[seen.first :]
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
-        return time_record(step, device, flops, dtype, grid.rank, trace)
+        return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
     return time_pipeline(
-        step, device, schedule, grid.pp.rank, work, flops, dtype, grid.rank, trace
-    )
+        step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
+        trace=trace,
+    )  # fmt: skip

@@ -145,6 +145,7 @@ def test_every_setting_is_read_by_the_run():
         "model_profile places rank_profile rules traffic zero"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
+    files += (root / "tools/rehearsal").glob("*.py")
     nodes = [
         node
         for file in files
@@ -156,7 +157,8 @@ def test_every_setting_is_read_by_the_run():
         if isinstance(node, ast.Attribute) and node.attr == "split":
             if isinstance(node.value, ast.Constant):
                 read |= set(node.value.value.split())
-    through = {  # properties of the config
+    through = {  # properties of the config; --rehearse starts another program
+        "rehearse": "rehearse_rank",
         "pipeline_schedule": "schedule",
         "num_virtual_stages_per_pipeline_rank": "virtual_stages",
         "use_distributed_optimizer": "zero",
