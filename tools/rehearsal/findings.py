@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
 from tools.rehearsal.order import Finding, order
-from tools.rehearsal.record import ROOT
+from tools.rehearsal.places import ROOT
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed

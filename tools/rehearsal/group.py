@@ -154,7 +154,7 @@ class Distributed:
         self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
         """Note an all-reduce."""
-        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op)
+        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op=op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
@@ -167,7 +167,8 @@ class Distributed:
         async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Note a reduce-scatter."""
-        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op, op)
+        verb = "reduce_scatter"
+        return self._collective(verb, group, (input,), (output,), input, async_op, op=op)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
@@ -222,7 +223,8 @@ class Distributed:
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
-        work = self._start(verb, group.communicator(self.recorder), -1, read, written, tensor, name)
+        over = group.communicator(self.recorder)
+        work = self._start(verb, over, -1, read, written, tensor, op=name)
         if async_op:
             return work
         work.wait()

@@ -18,13 +18,13 @@ from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
+from tools.rehearsal.guard import flag
 from tools.rehearsal.memory import memory
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
-from tools.rehearse import flag
 from training.config import Config, UsageError
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size
