@@ -86,7 +86,11 @@ class Watch(TorchDispatchMode):
         changed = outputs + self._changed(func, args, kwargs)
         read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
-            self._between(inputs, outputs, short, kwargs, args, where, read, written, spans)
+            third = short == "copy_" and len(args) > 2 and args[2]
+            nowait = kwargs.get("non_blocking", third)
+            source = inputs[-1] if short == "copy_" else inputs[0]
+            target, uses = (outputs or inputs)[0], (read, written, spans)
+            self._between(source, target, nowait, where, uses)
             return out
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}
@@ -98,16 +102,16 @@ class Watch(TorchDispatchMode):
             Launch(
                 name,
                 recorder.stream,
-                tuple(tuple(t.shape) for t in (*inputs, *outputs)),
-                str((outputs or inputs)[0].dtype).removeprefix("torch."),
-                read,
-                written,
-                sum(seen.values()),
-                flops_of(func, args, kwargs, out),
-                where,
-                spans,
-                tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
-                tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
+                shapes=tuple(tuple(t.shape) for t in (*inputs, *outputs)),
+                dtype=str((outputs or inputs)[0].dtype).removeprefix("torch."),
+                read=read,
+                written=written,
+                bytes=sum(seen.values()),
+                flops=flops_of(func, args, kwargs, out),
+                where=where,
+                spans=spans,
+                dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
+                host=tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
             )
         )
         return out
@@ -122,25 +126,30 @@ class Watch(TorchDispatchMode):
         return changed
 
     def _between(
-        self, inputs: Any, outputs: Any, short: str, kwargs: Any, args: Any, where: Where,
-        read: tuple[int, ...], written: tuple[int, ...], spans: Any,
-    ) -> None:  # fmt: skip
+        self, source: Tensor, target: Tensor, nowait: bool, where: Where, uses: Any
+    ) -> None:
         """Record a copy between host and device, and whether the host waits for it."""
-        recorder = self.recorder
-        source, target = inputs[-1] if short == "copy_" else inputs[0], (outputs or inputs)[0]
+        recorder, (read, written, spans) = self.recorder, uses
         down = target.device.type == "cpu"
         host = target if down else source
-        third = short == "copy_" and len(args) > 2 and args[2]
-        nowait = kwargs.get("non_blocking", third)
         name = "memcpy DtoH" if down else "memcpy HtoD"
         nbytes = target.numel() * target.element_size()
         dtype = str(target.dtype).removeprefix("torch.")
         shapes = (tuple(source.shape), tuple(target.shape))
         recorder.events.append(
             Launch(
-                name, recorder.stream, shapes, dtype, read, written, nbytes, 0.0, where, spans,
-                tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
-            )  # fmt: skip
+                name,
+                recorder.stream,
+                shapes=shapes,
+                dtype=dtype,
+                read=read,
+                written=written,
+                bytes=nbytes,
+                flops=0.0,
+                where=where,
+                spans=spans,
+                dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
+            )
         )
         if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
             how = "a copy to the host" if down else "a copy from pageable host memory"
