@@ -12,7 +12,7 @@ from typing import Any
 
 from mpu.launch import Launch
 from mpu.param import PlacementError
-from tools.rehearsal import replay, report
+from tools.rehearsal import replay, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
@@ -97,6 +97,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         })  # fmt: skip
     network.install()
+    triton_kernels.install(recorder, launch.rank)
     some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
     replay.install(recorder, asked.rehearse_full or some)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)

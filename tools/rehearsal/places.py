@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mpu", "model", "training", "pretrain_llama.py")
-CARRIERS = "mpu/comm/"
-SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
+CARRIERS = ("mpu/comm/", "mpu/kernels/")  # what carries or multiplies is not who asks
+SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
 PARTS = {  # of a file, or of a function in it
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
