@@ -14,6 +14,7 @@ from tools.rehearsal import report
 from tools.rehearsal.device import install
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
+from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, rehearse
@@ -64,6 +65,8 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
             "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132,
             "total_memory": 80 * 10**9, "uuid": "",
         })  # fmt: skip
+    else:
+        Host(recorder).install()
     network.install()
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
 
