@@ -13,6 +13,7 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             argv = name_fork(sys.argv[1:] if argv is None else argv)
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
-                os.execv(sys.executable, [sys.executable, tool, os.path.abspath(__file__), *argv])
+                return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
             own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
             config = parse(argv, launch.world, own, of_checkpoint)
             grid = make_grid(config, launch)

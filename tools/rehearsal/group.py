@@ -19,10 +19,10 @@ from tools.rehearsal.record import Recorder
 
 
 class Communicator:
-    """The ranks that share one, its stream, and how many transfers it has begun."""
+    """The ranks that share one, and its stream."""
 
     def __init__(self, ranks: tuple[int, ...], stream: int) -> None:
-        self.ranks, self.stream, self.count = ranks, stream, 0
+        self.ranks, self.stream = ranks, stream
 
 
 class Group:
@@ -222,7 +222,6 @@ class Distributed:
             axis=self.trace_axis,
             group=over.ranks,
             peer=peer,
-            number=over.count,
             bytes=tensor.numel() * tensor.element_size(),
             sent=sent,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -234,7 +233,6 @@ class Distributed:
             batch=self.batch,
             label=self.trace_label,
         )
-        over.count += 1
         return Work(recorder, number, (*read, *written))
 
     # a trace of the grid's axes: it names the axis and the label of what is about to start

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpu.launch import Launch
 from mpu.param import PlacementError
-from tools.rehearsal import report
+from tools.rehearsal import replay, report
 from tools.rehearsal.device import install
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
@@ -68,13 +68,14 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
     else:
         Host(recorder).install()
     network.install()
+    replay.install(recorder, asked.rehearse_full)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
     recorder, step = seen.recorder, seen.recorder.events[seen.first :]
-    fullest = memory(recorder.events, seen.kinds(), recorder.device)
+    fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,

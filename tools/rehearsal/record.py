@@ -76,6 +76,8 @@ class Recorder:
         self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
+        self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
+        self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
         self.streams = 1
         self.paused = False
         self.lock = threading.RLock()
@@ -140,11 +142,8 @@ class Recorder:
         found = self.live.get(key)
         if found is not None:
             return found[0]
-        number = self._storages
-        self._storages += 1
-        reference = weakref.ref(storage, lambda _: self._freed(key, number))
-        self.live[key] = number, reference
-        self.sizes[number] = storage.nbytes()
+        number = self.new_storage(storage.nbytes())
+        self.live[key] = number, weakref.ref(storage, lambda _: self._freed(key, number))
         if not self.paused:
             where = where or self.where()
             device = tensor.device.type
@@ -156,8 +155,22 @@ class Recorder:
     def _freed(self, key: int, number: int) -> None:
         if self.live.get(key, (None,))[0] == number:
             del self.live[key]
-            if not self.paused:
-                self.events.append(Free(number, ""))
+        if self.replay is not None:
+            number = self.replay.freed(number)
+        if not self.paused and number >= 0:
+            self.events.append(Free(number, ""))
+
+    def new_storage(self, nbytes: int) -> int:
+        """Return the number of a storage that no tensor has."""
+        self._storages += 1
+        self.sizes[self._storages - 1] = nbytes
+        return self._storages - 1
+
+    def new_transfer(self, stream: int) -> tuple[int, int]:
+        """Return a transfer's number, and its place among those of its communicator."""
+        place = self.counts[stream] = self.counts.get(stream, -1) + 1
+        self._transfers += 1
+        return self._transfers - 1, place
 
     def resized(self, tensor: Tensor, where: Where) -> None:
         """Note that a storage has another size now: it ends, and another begins."""
@@ -165,13 +178,10 @@ class Recorder:
         found = self.live.get(storage._cdata)
         if found is None or self.sizes[found[0]] == storage.nbytes():
             return
-        number, reference = found
+        number = found[0]
         self.events.append(Free(number, where.place))
-        new = self._storages
-        self._storages += 1
-        key = storage._cdata
+        new, key = self.new_storage(storage.nbytes()), storage._cdata
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
-        self.sizes[new] = storage.nbytes()
         self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
 
     def numbers(self, tensors: Iterable[Tensor], where: Where) -> tuple[int, ...]:
@@ -197,6 +207,8 @@ class Recorder:
 
     def wait(self, stream: int, event: int = -1, transfer: int = -1) -> None:
         """Note that a stream waits."""
+        if self.replay is not None and transfer >= 0:
+            transfer = self.replay.latest(transfer)
         self.events.append(Wait(event, stream, self.place(), transfer))
 
     def host_wait(self, event: int = -1, stream: int = -1, reads: str = "") -> None:
@@ -209,9 +221,8 @@ class Recorder:
 
     def transfer(self, **fields: Any) -> int:
         """Note a collective or a message; return its number."""
-        number = self._transfers
-        self._transfers += 1
-        self.events.append(Transfer(id=number, where=self.where(), **fields))
+        number, place = self.new_transfer(fields["stream"])
+        self.events.append(Transfer(id=number, number=place, where=self.where(), **fields))
         return number
 
     def acts(self, words: str) -> None:

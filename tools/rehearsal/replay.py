@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay micro-batches that repeat, rather than run them: a step of 256 costs as much as one of 4.
+
+The first three micro-batches of a step run, and the last one. By the third a step has settled: its
+buffers exist, and what it does is what every later one does. Its record is the pattern for those
+between: each action's events are written again, with new numbers for what begins in them.
+
+    what the pattern names                          what its copy for micro-batch i names
+    begun in an action of micro-batch 2             the same, begun in that action of i
+    begun in an action of micro-batch 1             the same, begun in that action of i - 1
+    anything else: weights, buffers, streams        the same thing
+
+Messages between stages are not replayed: they are sent, received and waited for as in every step.
+A storage that the last micro-batch frees in earnest was begun by the third one. Its copies have
+handed it on, so it is the newest of its line that ends.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpu.gradients import run_deferred
+from mpu.pipeline import engine
+from mpu.pipeline.plan import Step
+from tools.rehearsal.events import (
+    Action,
+    Alloc,
+    Event,
+    Free,
+    HostWait,
+    Launch,
+    Record,
+    RecordStream,
+    Transfer,
+    Wait,
+)
+from tools.rehearsal.record import Recorder
+
+PATTERN = 2  # the micro-batch that is copied
+STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
+
+
+class Place(NamedTuple):
+    """Where something began: in an action of a micro-batch, as its k-th of that sort."""
+
+    action: str  # F, B, W
+    chunk: int
+    micro_batch: int
+    sort: str
+    k: int
+
+    @property
+    def line(self) -> tuple[str, int, str, int]:
+        """Return what its copies in other micro-batches share with it."""
+        return self.action, self.chunk, self.sort, self.k
+
+
+class Pattern(NamedTuple):
+    """The events of an action. out: the storage that it hands on, given: that it took, or -1."""
+
+    events: list[Event]
+    out: int
+    given: int
+
+
+class Replay:
+    """What has begun in which action of the step that runs, and the patterns."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.count = 0  # micro-batches of the step
+        self.patterns: dict[tuple[str, int], Pattern] = {}
+        self.begun: dict[Place, int] = {}
+        self.place: dict[tuple[str, int], Place] = {}
+        self.newest: dict[tuple[str, int, str, int], int] = {}  # line -> micro-batch
+        self.over: set[int] = set()  # storages that the copies have ended
+        self.held: dict[tuple[int, int], Tensor] = {}  # what a copied forward took
+        self.given: dict[int, int] = {}  # chunk -> storage that the pattern's forward took
+
+    def begin(self, micro_batches: int, copies: bool) -> None:
+        """Begin a schedule's execution. copies: whether micro-batches may be replayed."""
+        self.count = micro_batches if copies else 0
+        for table in (self.patterns, self.begun, self.place, self.newest, self.held, self.given):
+            table.clear()
+        self.over.clear()
+
+    def copied(self, micro_batch: int) -> bool:
+        """Return whether a micro-batch is replayed."""
+        return PATTERN < micro_batch < self.count - 1
+
+    def run(
+        self, action: str, chunk: int, i: int, work: Callable[[], Any], given: Tensor | None = None
+    ) -> Any:
+        """Do the work of an action in earnest, and keep what it did."""
+        if not self.count:
+            return work()
+        recorder = self.recorder
+        first = len(recorder.events)
+        out = work()
+        events = recorder.events[first:]
+        counts = {STORAGE: 0, TRANSFER: 0, EVENT: 0}
+        for event in events:
+            if found := begins(event):
+                sort, number = found
+                self._note(Place(action, chunk, i, sort, counts[sort]), number)
+                counts[sort] += 1
+        if i == PATTERN:
+            took = recorder.number(given) if given is not None else -1
+            if action == "F":
+                self.given[chunk] = took
+            made = recorder.number(out) if isinstance(out, Tensor) else -1
+            self.patterns[action, chunk] = Pattern(events, made, took)
+        return out
+
+    def _note(self, place: Place, number: int) -> None:
+        self.begun[place] = number
+        self.place[place.sort, number] = place
+        self.newest[place.line] = max(self.newest.get(place.line, 0), place.micro_batch)
+
+    def copy(self, action: str, chunk: int, i: int, make: Callable[[], Tensor] | None) -> Any:
+        """Write the events of an action again, for micro-batch i; return what it hands on.
+
+        make: makes the tensor that is handed on, where one is.
+        """
+        pattern, recorder = self.patterns[action, chunk], self.recorder
+        counts = {STORAGE: 0, TRANSFER: 0, EVENT: 0}
+        out: Tensor | None = None
+        batches: dict[int, int] = {}
+
+        def begin(sort: str, number: int) -> int:
+            self._note(Place(action, chunk, i, sort, counts[sort]), number)
+            counts[sort] += 1
+            return number
+
+        def now(sort: str, number: int) -> int:
+            place = self.place.get((sort, number))
+            if place is None:
+                return number
+            moved = place._replace(micro_batch=place.micro_batch + i - PATTERN)
+            return self.begun.get(moved, number)
+
+        def all_now(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(now(STORAGE, number) for number in numbers)
+
+        event: Any
+        for event in pattern.events:
+            kind = type(event)
+            if kind is Alloc:
+                if event.storage == pattern.out and make is not None:
+                    out = make()
+                    number = begin(STORAGE, recorder.number(out))
+                    recorder.events[-1] = event._replace(storage=number)  # where the pattern was
+                    continue
+                event = event._replace(storage=begin(STORAGE, recorder.new_storage(event.bytes)))
+            elif kind is Free:
+                if event.storage == self.given.get(chunk):
+                    self.held.pop((chunk, i), None)  # which frees it in earnest
+                    continue
+                number = now(STORAGE, event.storage)
+                if number in self.over:
+                    continue
+                self.over.add(number)
+                event = Free(number, event.place)
+            elif kind is Launch:
+                event = event._replace(read=all_now(event.read), written=all_now(event.written))
+            elif kind is Transfer:
+                number, place = recorder.new_transfer(event.stream)
+                if event.batch >= 0:
+                    event = event._replace(batch=batches.setdefault(event.batch, -2 - number))
+                event = event._replace(
+                    id=begin(TRANSFER, number), number=place, read=all_now(event.read),
+                    written=all_now(event.written),
+                )  # fmt: skip
+            elif kind is Record:
+                event = event._replace(event=begin(EVENT, recorder.new_event()))
+            elif kind is Wait:
+                event = event._replace(
+                    event=now(EVENT, event.event), transfer=now(TRANSFER, event.transfer)
+                )
+            elif kind is HostWait:
+                event = event._replace(event=now(EVENT, event.event))
+            elif kind is RecordStream:
+                event = event._replace(storage=now(STORAGE, event.storage))
+            elif kind is Action:
+                event = Action(event.words.replace(f"micro-batch {PATTERN} ", f"micro-batch {i} "))
+            recorder.events.append(event)
+        if make is not None and out is None:
+            out = make()
+        return out
+
+    def freed(self, number: int) -> int:
+        """Return which storage ends where the tensor of `number` does in earnest; -1: none."""
+        if number not in self.over:
+            return number
+        found = self._newest(STORAGE, number)
+        if found in self.over:
+            return -1
+        self.over.add(found)
+        return found
+
+    def latest(self, transfer: int) -> int:
+        """Return which transfer is waited for where `transfer` is in earnest."""
+        return self._newest(TRANSFER, transfer)
+
+    def _newest(self, sort: str, number: int) -> int:
+        place = self.place.get((sort, number))
+        if place is None or place.micro_batch != PATTERN:
+            return number
+        return self.begun[place._replace(micro_batch=self.newest[place.line])]
+
+
+def begins(event: Event) -> tuple[str, int] | None:
+    """Return what begins with an event: its sort and its number."""
+    if isinstance(event, Alloc):
+        return STORAGE, event.storage
+    if isinstance(event, Transfer):
+        return TRANSFER, event.id
+    return (EVENT, event.event) if isinstance(event, Record) else None
+
+
+def install(recorder: Recorder, full: bool) -> None:
+    """Let the engine replay micro-batches. full: run them all."""
+    replay = recorder.replay = Replay(recorder)
+
+    class Run(engine._Run):
+        """The engine's execution of a schedule, which replays what repeats."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            actions = self.schedule.ranks[self.rank]
+            count = 1 + max(action.micro_batch for action in actions)
+            partly = 0 < self.schedule.deferred < count  # then the first ones are unlike the rest
+            replay.begin(count, self.training and not full and not partly)
+
+        def _make(self) -> Tensor:
+            return torch.empty(self.shape, dtype=self.engine.dtype, device=self.engine.device)
+
+        def _forward(self, step: Step, hidden: Tensor | None) -> Tensor | None:
+            _, chunk, i = step.action
+            if not replay.copied(i):
+                forward = super()._forward
+                return replay.run("F", chunk, i, lambda: forward(step, hidden), hidden)
+            if hidden is not None:
+                replay.held[chunk, i] = hidden
+            return replay.copy("F", chunk, i, None if step.stage == self.last else self._make)
+
+        def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
+            _, chunk, i = step.action
+            if not replay.copied(i):
+                backward = super()._backward
+                out = replay.run("B", chunk, i, lambda: backward(step, dy, fused))
+                if (chunk, i) in self.deferred:
+                    works = self.deferred[chunk, i]
+                    last = partial(replay.run, "W", chunk, i, partial(run_deferred, works))
+                    self.deferred[chunk, i] = deque([last])
+                return out
+            out = replay.copy("B", chunk, i, None if step.stage == 0 else self._make)
+            if not fused or (step.stage == self.last and i < self.schedule.deferred):
+                self.deferred[chunk, i] = deque([partial(replay.copy, "W", chunk, i, None)])
+            return out
+
+    engine._Run = Run  # type: ignore[misc, assignment]
