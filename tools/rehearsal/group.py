@@ -5,7 +5,6 @@ A group has a communicator with a stream of its own. A message that is not part 
 as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
 """
 
-import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
 
@@ -76,22 +76,22 @@ class Distributed:
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
+        self.starts: Any = None
+        self.peers: Any = None  # set by run.rehearse
 
-    def install(self) -> None:
-        """Replace them, for the whole process."""
+    def install(self, patches: Patches) -> None:
+        """Replace them."""
+        self.patches = patches
         for name in (
             "init_process_group", "new_group", "is_initialized", "destroy_process_group",
             "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
-            setattr(dist, name, getattr(self, name))
-        gather_bytes = collectives.gather_bytes
-        for module in list(sys.modules.values()):
-            if getattr(module, "gather_bytes", None) is gather_bytes:
-                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
-        collectives._all_gather = self.all_gather_into_tensor
-        collectives._reduce_scatter = self.reduce_scatter_tensor
-        dist.P2POp = P2POp  # type: ignore[misc,assignment]
+            patches.replace(dist, name, getattr(self, name))
+        patches.everywhere(collectives.gather_bytes, self.gather_bytes)
+        patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
+        patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
+        patches.replace(dist, "P2POp", P2POp)
 
     def init_process_group(
         self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any
@@ -99,7 +99,7 @@ class Distributed:
         """Make the group of the world."""
         from torch.distributed.distributed_c10d import GroupMember
 
-        GroupMember.WORLD = self._group(tuple(range(world_size)))  # type: ignore[assignment]
+        self.patches.replace(GroupMember, "WORLD", self._group(tuple(range(world_size))))
 
     def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Group:
         """Make a group."""
@@ -177,8 +177,8 @@ class Distributed:
             self.batch = -1
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says, if all say the same."""
-        return [data] * axis.size
+        """Return what every rank says."""
+        return self.peers.say(data, axis) if self.peers else [data] * axis.size
 
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD
@@ -235,6 +235,14 @@ class Distributed:
         )
         return Work(recorder, number, (*read, *written))
 
+    def through_memory(self) -> None:
+        """Note that what the trace has just heard of goes through memory, on no stream of its own.
+
+        Its ranks write and read there in the order of their own work.
+        """
+        verb, ranks, tensor = self.starts
+        self._start(verb, Communicator(ranks, 0), -1, (tensor,), (), tensor)
+
     # a trace of the grid's axes: it names the axis and the label of what is about to start
 
     def issued(
@@ -242,6 +250,7 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label = axis.name, ""
+        self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
             self.trace_label = f"{who}: {label.phase}"

@@ -7,7 +7,6 @@ tensor of the kind `shared memory`, whose flags are always up. A recorded run on
 through the same functions, which then call the library too: `real`.
 """
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm import p2p, shared_memory, symmetric, workspace
+from mpu.comm import p2p, symmetric, workspace
 from mpu.comm.transport import Axis, Handle
 from mpu.layers import fused
 from tools.rehearsal.events import Launch
+from tools.rehearsal.group import Distributed
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
 SHARED = "shared memory"
@@ -39,28 +40,22 @@ class Host:
 
     def __init__(self, recorder: Recorder, real: bool = False) -> None:
         self.recorder, self.real = recorder, real
-        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def install(self) -> None:
-        """Replace them, until `restore`."""
-        for old, new in ((fused.call, self.call(fused.call)), (symmetric.copy, self.copy)):
-            name = old.__name__
-            for module in list(sys.modules.values()):
-                if getattr(module, name, None) is old:
-                    self._replace(module, name, new)
-        self._replace(p2p.Outbox, "put", put)
-        if not self.real:
-            self._replace(workspace, "SymmetricBuffer", self.buffer)
+    def install(self, patches: Patches, network: Distributed) -> None:
+        """Replace them. network: hears of what goes through shared memory."""
+        begin = workspace.Workspace.begin
 
-    def restore(self) -> None:
-        """Put back what `install` replaced."""
-        for owner, name, old in reversed(self._replaced):
-            setattr(owner, name, old)
-        self._replaced.clear()
+        def begun(space: workspace.Workspace, part_bytes: int) -> workspace.Turn:
+            network.through_memory()
+            return begin(space, part_bytes)
 
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
+        patches.replace(workspace.Workspace, "begin", begun)
+        patches.everywhere(fused.call, self.call(fused.call))
+        patches.everywhere(symmetric.copy, self.copy)
+        patches.replace(p2p.Outbox, "put", put)
+        if not self.real:  # a function mode is not there in a backward inside a backward
+            patches.replace(Tensor, "data_ptr", address)
+        patches.replace(workspace, "SymmetricBuffer", self.buffer)
 
     def call(self, native: Callable[..., None]) -> Callable[..., None]:
         """Return what takes the place of mpu.layers.fused.call."""
@@ -104,21 +99,28 @@ class Host:
             )
         )
 
-    def buffer(self, axis: Axis, nbytes: int, timeout: timedelta) -> "FakeBuffer":
+    def buffer(self, axis: Axis, nbytes: int, timeout: timedelta) -> Any:
         """Take the place of mpu.comm.symmetric.SymmetricBuffer."""
-        return FakeBuffer(self.recorder, axis, nbytes)
+        recorder = self.recorder
+        paused, recorder.paused = recorder.paused, True
+        made = (
+            symmetric.SymmetricBuffer(axis, nbytes, timeout)
+            if self.real
+            else FakeBuffer(axis, nbytes)
+        )
+        recorder.paused = paused
+        recorder.number(made.data, kind=SHARED)
+        return made
 
 
 class FakeBuffer:
     """Shared memory of a rank whose peers are not there: every flag is up, every wait is over."""
 
-    def __init__(self, recorder: Recorder, axis: Axis, nbytes: int) -> None:
+    def __init__(self, axis: Axis, nbytes: int) -> None:
         self.axis, self.rank, self.size = axis, axis.rank, axis.size
         lines = 4 + self.size + self.size * self.size
         control = -(-lines * symmetric.LINE // 4096) * 4096
-        region = torch.empty(control + nbytes, dtype=torch.uint8)
-        recorder.number(region, kind=SHARED)
-        self.data = region[control:]
+        self.data = torch.empty(control + nbytes, dtype=torch.uint8)[control:]
 
     def ready(self, epoch: int) -> bool:
         """Return that every rank has signalled."""
@@ -128,6 +130,11 @@ class FakeBuffer:
         """Neither signal nor wait."""
 
     signal = signal_all = wait = wait_all = close = wait_closed = barrier = refuse_fork = _nothing
+
+
+def address(x: Tensor) -> int:
+    """Take the place of Tensor.data_ptr: two tensors at one address have one storage."""
+    return (x.untyped_storage()._cdata << 40) + x.storage_offset() * x.element_size()
 
 
 def put(outbox: p2p.Outbox, handle: Handle) -> None:

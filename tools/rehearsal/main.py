@@ -16,6 +16,7 @@ from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, rehearse
 from training.config import Config, UsageError
@@ -42,12 +43,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
 def run(script: ModuleType, argv: list[str]) -> Rehearsed:
     """Read the flags and rehearse. Raises UsageError."""
     world = Launch.from_env().world
-    argv = script.name_fork(argv)
-    file = script.load_model_file(script.model_file(argv))
-    own = getattr(file, "extra_args_provider", None)
-    # a plan's rules: the files of the data need not be on this machine
-    config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
-    config = replace(config, run=replace(config.run, dry_run=False))
+    config = config_of(script, argv, world)
     asked = config.rehearse
     if asked.rehearse_rank >= world:
         raise UsageError(
@@ -58,18 +54,29 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
         raise UsageError("--rehearse needs --vocab-size where no tokenizer's file is given")
     here = min(GPUS_A_NODE, world)
     launch = Launch(asked.rehearse_rank, world, asked.rehearse_rank % here, here)
-    recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
-    network = Distributed(recorder, launch.rank)
+    fork = str(script.load_model_file(config.model.model_file).__file__)
+    recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", fork)
+    network, patches = Distributed(recorder, launch.rank), Patches()
     if recorder.device == "cuda":
         install(recorder, {
             "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132,
             "total_memory": 80 * 10**9, "uuid": "",
         })  # fmt: skip
     else:
-        Host(recorder).install()
-    network.install()
+        Host(recorder).install(patches, network)
+    network.install(patches)
     replay.install(recorder, asked.rehearse_full)
-    return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
+    return rehearse(script, config, launch, recorder, network, asked.rehearse_steps, patches)
+
+
+def config_of(script: ModuleType, argv: list[str], world: int) -> Config:
+    """Return the config of these flags. Raises UsageError."""
+    argv = script.name_fork(argv)
+    file = script.load_model_file(script.model_file(argv))
+    own = getattr(file, "extra_args_provider", None)
+    # a plan's rules: the files of the data need not be on this machine
+    config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
+    return replace(config, run=replace(config.run, dry_run=False))
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:

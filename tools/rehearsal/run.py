@@ -2,8 +2,8 @@
 """Run the trainer's own start and loop as one rank of any world, on fake tensors, and record it."""
 
 import contextlib
+import gc
 import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +21,8 @@ from tools.explain_ops import Layers
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
+from tools.rehearsal.patches import Patches
+from tools.rehearsal.peers import Peers
 from tools.rehearsal.record import Actions, Recorder, Watch
 from training.config import Config
 from training.data.batch import DocumentRules
@@ -69,15 +71,9 @@ def rehearsable(config: Config, steps: int) -> Config:
     return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault)
 
 
-def quick_weights() -> None:
-    """Draw one block of each part of a weight, since the numbers are not there in any case."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "draw_normal", None) is draw_normal:
-            module.draw_normal = _draw_one_block  # type: ignore[attr-defined]
-
-
 @torch.no_grad()
 def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: int) -> None:
+    # in place of draw_normal: one block of each part, as the numbers are not there in any case
     param.zero_()
     for piece in placement_of(param).pieces(names):
         rows = max(1, (1 << 20) // max(1, torch.Size(piece.shape[1:]).numel()))
@@ -101,10 +97,19 @@ def loader(config: Config, grid: Grid) -> Loader:
 
 
 def rehearse(
-    script: ModuleType, config: Config, launch: Launch, recorder: Recorder, network: Distributed,
+    script: ModuleType,
+    config: Config,
+    launch: Launch,
+    recorder: Recorder,
+    network: Distributed,
     steps: int,
+    patches: Patches,
+    real: bool = False,
 ) -> Rehearsed:
-    """Run `steps` steps of the script's `work` on the rank of `launch`."""
+    """Run `steps` steps of the script's `work` on the rank of `launch`.
+
+    real: in earnest, on tensors that have memory, beside the other ranks of a world that has met.
+    """
     config = rehearsable(config, steps)
     device = torch.device(recorder.device)
     if config.model.vocab_size is None:
@@ -113,12 +118,21 @@ def rehearse(
     grid: Grid = script.make_grid(config, launch)
     loaders = Loaders(loader(config, grid), None, None)
     grid.traced(network)
+    network.peers = Peers(config, script.model_provider)
     monitor = Actions(recorder)
-    quick_weights()
-    script.GradientCheck = lambda grid, note: None  # type: ignore[attr-defined]  # of values
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    patches.replace(script, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
-    with fake, Watch(recorder, fake=True), Reads(recorder, fake):
+    gc.collect()
+    gc.disable()  # what lives until it runs lives to the end; when it runs is not the product's
+    with contextlib.ExitStack() as modes:
+        modes.callback(gc.enable)
+        if real:
+            modes.enter_context(Watch(recorder, fake=False))
+        else:
+            patches.everywhere(draw_normal, _draw_one_block)
+            fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(Watch(recorder, fake=True))
+            modes.enter_context(Reads(recorder, fake))
         script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
         run = script.build(config, grid, device, monitor)
         recorder.layers = Layers(run.model, run.engine.queue)
