@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove chaos explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: help setup train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ prove: setup ## run every test in its long form, part by part, each timed (PART=
 chaos: setup ## play a seeded storm of faults of every kind on real runs, as root on Linux, 20 minutes (CASES=300 SEED=7 MINUTES=5 KINDS="kill disk" OUT=runs/chaos)
 	@OMP_NUM_THREADS=1 $(RUN) tests/chaos/storm.py $(call flag,CASES,--cases) $(call flag,SEED,--seed) $(call flag,MINUTES,--minutes) \
 	  $(call flag,KINDS,--kinds) $(call flag,ONLY,--only) $(call flag,OUT,--out)
+
+rehearse: setup ## run one rank's steps of an example on a GPU without memory: launches, memory, traffic, time, mistakes (WORLD=8 RANK=0 DEVICE=h100 EXAMPLE=llama3_8b_one_node.sh ARGS="--more-flags")
+	@WORLD_SIZE=$(or $(call given,WORLD),8) LAUNCH=$(RUN) bash examples/$(or $(call given,EXAMPLE),llama3_8b_one_node.sh) --rehearse $(call flag,RANK,--rehearse-rank) $(call flag,DEVICE,--rehearse-device) $(call given,ARGS)
 
 explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
@@ -62,8 +65,8 @@ same-bits: setup ## compare losses, norms, checkpoints and resumes with another 
 bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
-gpu-check: setup ## test the trainer, the overlap kernels and offload on one GPU
-	$(RUN) -m pytest tests/gpu -q -rs -m gpu
+gpu-check: ## check the GPU path on one GPU with PYTHON and its own torch, in parts of under 8 minutes; without a GPU, what needs none (PART="first kernels" PREDICTION=file.json)
+	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,PREDICTION,--prediction) $(call flag,DEVICE,--device)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tools/slurm_check.py

@@ -22,7 +22,9 @@ from datetime import timedelta
 from functools import cache, partial
 from inspect import getfile
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are 20 lines of C++ frames
+from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
+
+os.environ.update(environment_defaults(os.environ))
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,7 +41,6 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.launch import Launch, launched_by, shares_cores
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
@@ -75,6 +76,7 @@ from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.supervised import SupervisedSaver
+from training.run.warm_up import warm_up
 from training.untrusted import printable
 
 
@@ -131,7 +133,7 @@ def run_schedule(
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
-        ids = (batch.tokens, batch.labels, batch.position_ids, batch.document_ids)
+        ids = (batch.tokens, batch.labels, batch.position_ids, batch.packed_seq_params)
         out = run.model(*ids, hidden=hidden, chunk=chunk)
         if not run.model.stages[chunk].loss:
             return out
@@ -318,9 +320,6 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if config.run.dry_run:
                 print(printable(report(config, model_provider), lines=True))
                 return 0
-            if config.run.deterministic_mode:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                torch.use_deterministic_algorithms(True)
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
@@ -371,6 +370,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     run.monitor.action = "measuring what overlaps"
     overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = overlap.chosen.choices
+    warm_up(run, model_provider, run_schedule, overlap.chosen, note)
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(
         config.log, rank=grid.rank, world_size=grid.world_size,

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention, document_mask
+from mpu.layers.attention import core_attention
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
@@ -36,6 +37,7 @@ from mpu.recompute import Recompute
 
 MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
+Packed = PackedSeqParams | None  # the documents in each row of tokens; None: each row is one
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,11 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
         qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        y = self.core(qkv, cos, sin, self.heads, self.groups, mask, cache=cache)
+        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache)
         return self.proj(y)
 
 
@@ -145,10 +147,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, ctx)
 
     def forward(
-        self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+        self, h: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """h [s/t, b, h] -> [s/t, b, h]."""
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask, cache)
+        h = h + self.attention(self.attention_norm(h), cos, sin, packed, cache)
         return h + self.mlp(self.mlp_norm(h))
 
 
@@ -223,7 +225,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        packed_seq_params: Packed = None,
         *,
         hidden: Tensor | None = None,
         chunk: int = 0,
@@ -231,19 +233,18 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens, labels [b, s] -> loss of each token [b, s]; without labels -> logits [s, b, V/t].
 
-        document_ids [b, s] keeps attention inside a document; position_ids [b, s] replaces 0, 1, 2,
+        packed_seq_params keeps attention inside documents; position_ids [b, s] replaces 0, 1, 2,
         ... In a pipeline this runs the stage of `chunk`, which takes hidden [s/t, b, h] unless it
         is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1])
-        mask = None if document_ids is None else document_mask(document_ids)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
         if self.recompute.granularity == "full" and caches is None:
-            h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, mask)
+            h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)
         else:
             for i, block in enumerate(self.blocks[chunk]):
-                h = block(h, cos, sin, mask, caches and caches[i])
+                h = block(h, cos, sin, packed_seq_params, caches and caches[i])
         if not stage.loss:
             return h
         logits = self.head(self.norm(h))  # [s, b, V/t]
@@ -370,14 +371,13 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
         raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
-    a = hf["num_attention_heads"]
     return LlamaConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_layers=hf["num_hidden_layers"],
-        num_attention_heads=a,
-        num_query_groups=hf.get("num_key_value_heads") or a,
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         kv_channels=hf.get("head_dim") or 0,
         max_position_embeddings=hf.get("max_position_embeddings", 2048),
         rotary_base=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),

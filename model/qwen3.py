@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import Cache, LlamaConfig, hf_names, parameter_group
+from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
 from mpu.param import Region
@@ -34,7 +34,7 @@ class Attention(llama.Attention):
         self.k_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]."""
         a, g = self.heads, self.groups
@@ -42,7 +42,7 @@ class Attention(llama.Attention):
         q, k, v = qkv.split([a, g, g], dim=2)
         q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # as csrc/fused.cpp asks
         qkv = torch.cat([q, k, v], dim=2).flatten(2)
-        return self.proj(self.core(qkv, cos, sin, a, g, mask, cache=cache))
+        return self.proj(self.core(qkv, cos, sin, a, g, packed, cache=cache))
 
 
 class Block(llama.Block):

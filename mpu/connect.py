@@ -57,16 +57,24 @@ def checksum(grid: Grid) -> list[str]:
 
 
 def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:
-    """Give the tp axis the GPU memory that its overlap kernels share. Collective over tp."""
+    """Give the tp axis the GPU memory that its overlap kernels share. Collective over tp.
+
+    Not in a pipeline: a kernel that waits for a peer's rows keeps its SMs, and the message that the
+    peer waits for may need them. The kernels leave SMs for NCCL, but that this is enough has not
+    been measured (training/flags/rules.py refuses `symmetric` there).
+    """
     if grid.tp.size == 1:
         return []
     try:
-        from mpu.comm.symmetric_cuda import CudaSymmetricTransport, CudaWorkspace  # needs triton
+        if grid.pp.size > 1:
+            raise Unavailable("on GPUs it is not for --pipeline-model-parallel-size > 1")
+        from mpu.comm.symmetric_cuda import SMS_LEFT, CudaSymmetricTransport, CudaWorkspace
 
-        workspace = CudaWorkspace(grid.tp, device, timeout)
+        left = SMS_LEFT if grid.world_size > grid.tp.size else 1
+        workspace = CudaWorkspace(grid.tp, device, timeout, left)
         transport = CudaSymmetricTransport(group_of(grid.tp), workspace, grid.tp.staged)
         grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
-    except (ImportError, Unavailable) as error:
+    except (ImportError, Unavailable) as error:  # ImportError: there is no triton
         grid.tp = by_process_group(grid.tp, why_not=str(error))
         carrier = f"not to be had; {error}"
     return [f"overlap kernels of tp ({grid.tp.size} ranks): {carrier}"]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpu.comm.collectives import ProcessGroupTransport, group_of
+from mpu.comm.collectives import ProcessGroupTransport, barrier, group_of
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
 from mpu.launch import Launch, bind_loopback
@@ -121,6 +121,8 @@ class Grid:
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
         if self.backend == "gloo":
             bind_loopback()
+        # Without a device_id: with one, all messages of a group share the group's one communicator,
+        # where a receive that waits holds up every message behind it. Each pair has its own now.
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
@@ -147,9 +149,25 @@ class Grid:
             if axis.ranks in groups:
                 transport = ProcessGroupTransport(groups[axis.ranks], staged)
             setattr(self, name, replace(axis, transport=transport, waits=self.waits))
-        if self.backend == "nccl" and self.pp.size > 1:
-            self._meet_neighbours(device)
+        if self.backend == "nccl":
+            self._meet(device)
+            if self.pp.size > 1:
+                self._meet_neighbours(device)
+            torch.cuda.synchronize(device)
         return self
+
+    def _meet(self, device: torch.device) -> None:
+        """Sum one number over each group, in the order of AXES, which is the same on every rank.
+
+        NCCL makes a group's communicator at its first collective, and all its ranks must be there.
+        In a step one of them may wait meanwhile for a rank that waits for the communicator.
+        """
+        met = set[int]()
+        for name in self.AXES:
+            axis: Axis = getattr(self, name)
+            if axis.size > 1 and name != "pp_back" and id(group_of(axis)) not in met:
+                met.add(id(group_of(axis)))
+                barrier(axis, device)
 
     def _meet_neighbours(self, device: torch.device) -> None:
         """Exchange one number with each pipeline neighbour, each way, edge by edge in one order.
@@ -166,7 +184,6 @@ class Grid:
                     dist.send(number, axis.ranks[receiver], group=group_of(axis))
                 elif self.pp.rank == receiver:
                     dist.recv(number, axis.ranks[sender], group=group_of(axis))
-        torch.cuda.synchronize(device)
 
     def add_background(self, timeout: timedelta) -> None:
         """Give `background`, the world again for another thread than the trainer's, a gloo group.

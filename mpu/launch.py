@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read what the launcher (torchrun, srun, tools/supervise.py) says in the environment: who this
-process is, and where the ranks meet.
+process is, and where the ranks meet. Set there what CUDA, its libraries and torch read when they
+start, unless the user has.
 """
 
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mpu.comm.secret import run_secret
 
+# torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
+# torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
 
@@ -152,3 +157,35 @@ def bind_loopback() -> None:
     """
     if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def environment_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add before torch is imported, for torch, CUDA and torch's allocator on it.
+
+    EAGER: all kernels are loaded when CUDA starts. By default each is at its first launch, which
+    may wait for kernels that run, such as a receive whose sender waits for this rank. Expandable
+    segments grow in place, so freed memory of another size is not lost to them; torch's symmetric
+    memory does not come from that allocator. What the user has set stays.
+    """
+    wanted = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
+    wanted["CUDA_MODULE_LOADING"] = "EAGER"
+    if not any(name in environ for name in ALLOCATOR):
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def set_deterministic() -> None:
+    """Choose, before CUDA starts, a cuBLAS workspace and an NCCL algorithm whose bits repeat.
+
+    Ring, as in Megatron: its order of additions is that of the ranks on the ring. NVLS adds in the
+    switch, and the choice between algorithms may differ between runs. What the user has set stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def cuda_settings() -> list[str]:
+    """Return the line that tells what of this the environment says now."""
+    names = ("CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+    told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"environment of CUDA: {', '.join(told)}"] if told else []

@@ -90,6 +90,7 @@ def test_manual_gc_and_determinism_change_no_number(tmp_path):
     finally:
         gc.enable()
         torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
     assert [r["loss"] for r in more] == [r["loss"] for r in plain]
 
 

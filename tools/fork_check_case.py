@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import Run, run_schedule, train_step
@@ -163,18 +164,24 @@ def batches_of(run: Run, step: int) -> list[Batch]:
     rows, s, size = b.global_batch_size, m.seq_length, b.micro_batch_size
     g = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, m.vocab_size, (rows, s + 1), generator=g)
-    masks: dict[str, Tensor | None] = dict.fromkeys(("loss_mask", "position_ids", "document_ids"))
+    masks: dict[str, Tensor | None] = dict.fromkeys(("loss_mask", "position_ids"))
     if step == 1:
         at, first = torch.arange(s).expand(rows, s), torch.randint(1, s, (rows, 1), generator=g)
         masks["loss_mask"] = (torch.rand(rows, s, generator=g) > 0.3).float()
-        masks["document_ids"] = (at >= first).int()
         masks["position_ids"] = torch.where(at >= first, at - first, at)
     made = []
     for low in range(run.grid.dp.rank * size, rows, run.grid.dp.size * size):
         own = {k: None if t is None else t[low : low + size] for k, t in masks.items()}
         count = size * s if own["loss_mask"] is None else int(own["loss_mask"].sum())
         part = ids[low : low + size]
-        made.append(Batch(part[:, :-1], part[:, 1:], **own, first_sample=low, token_count=count))
+        packed = None
+        if step == 1:  # two documents a row
+            cuts = first[low : low + size, 0].tolist()
+            packed = PackedSeqParams.of([length for cut in cuts for length in (cut, s - cut)])
+        made.append(
+            Batch(part[:, :-1], part[:, 1:], **own, packed_seq_params=packed,
+                  first_sample=low, token_count=count)
+        )  # fmt: skip
     return made
 
 

@@ -10,6 +10,7 @@ class RehearseConfig:
 
     rehearse: bool = False
     rehearse_rank: int = 0
+    rehearse_all_ranks: bool = False
     rehearse_device: str = "h100"  # or another file of tools/rehearsal/devices, a path, "cpu"
     rehearse_steps: int = 2
     rehearse_full: bool = False

@@ -4,7 +4,7 @@
     gather       own rows are pushed and multiplied first; tiles of other ranks' rows wait for them
     scatter      tiles of other ranks' rows come first and are stored where their owner reads them;
                  the owner adds them, in rank order, when the handle is waited for
-    beside       these rows are not multiplied now, so a plain all-gather runs beside dgrad
+    beside       these rows are not multiplied now: copy engines copy them while dgrad multiplies
 
 The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
 The recipe must multiply plain tensors of one dtype, since the product is the kernels' own.
@@ -45,9 +45,35 @@ class _Pushed(Gathering):
 
     def whole(self) -> Tensor:
         """Return x of all ranks, for which `multiply` has waited."""
-        return self._turn.whole(self.x)
+        shape, dtype = tuple(self.x.shape), self.x.dtype
+        self._turn.part(self.axis.rank, shape, dtype).copy_(self.x)
+        return self._turn.whole(shape, dtype)
 
     def close(self) -> None:
+        self._turn.close()
+
+
+class _Copied(Gathering):
+    """x of all ranks by copy engines, on a stream of its own.
+
+    The stream of the kernels waits for the copies before it launches a kernel that waits for a peer
+    (in `whole`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
+        super().__init__(x.contiguous(), axis)
+        self._turn, self._arrived = workspace.begin(x.nbytes), False
+        self._turn.send(self.x)
+
+    def whole(self) -> Tensor:
+        if not self._arrived:
+            self._turn.arrive()
+            self._arrived = True
+        return self._turn.whole(tuple(self.x.shape), self.x.dtype)
+
+    def close(self) -> None:
+        if not self._arrived:
+            self._turn.arrive()
         self._turn.close()
 
 
@@ -65,7 +91,7 @@ class KernelOverlap(OverlapMethod):
         return _Pushed(x, self.axis, self.workspace)
 
     def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        return NoOverlap(self.axis).all_gather(x, label)
+        return _Copied(x, self.axis, self.workspace)
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None

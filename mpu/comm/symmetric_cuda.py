@@ -4,13 +4,24 @@
     in the memory of every rank:   flags | slot 0 | slot 1
     a slot:                        a piece from rank 0 | a piece from rank 1 | ...
 
-As on the CPU (mpu/comm/workspace.py) there are two slots, used in turn and counted in epochs, and
-flags are never reset. Unlike there a rank writes into the reader's memory, so that data crosses the
-link once, while something is multiplied. torch's symmetric memory allocates the memory and maps it
-in all processes; the flags are our own. All waits are on the GPU, in the order of the current
-stream, which must be the same for all turns. It needs triton.
+As on the CPU (mpu/comm/workspace.py) there are two slots, used in turn, and flags are never reset.
+Unlike there a rank writes into the reader's memory, so that data crosses the link once, while
+something is multiplied. torch's symmetric memory allocates the memory and maps it in all processes;
+the flags are our own. All waits are on the GPU, in the order of the current stream, which must be
+the same for all turns. It needs triton.
+
+Each slot has its own flags and its own epoch, the count of its turns:
+
+    begin    wait until all ranks have closed the slot's epoch e, then count: epoch e + 1
+    ...      pieces are written, flags of e + 1 raised, awaited
+    close    raise the flag that says: this rank has closed e + 1
+
+The epoch lies in device memory and a kernel counts it, so a CUDA graph may hold any number of turns
+and be replayed. What the host counts decides which slot a turn takes, and is asserted on.
 """
 
+import json
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,94 +34,62 @@ from mpu.comm.symmetric import Unavailable
 from mpu.comm.transport import Axis, CommunicationError
 from mpu.comm.workspace import SLOTS
 from mpu.kernels.signals import Exchange, raise_flags, wait_flags
+from mpu.kernels.tickets import TICKETS
 
 LINE = 64  # bytes of a flag
 CHUNKS = 64  # flags that each rank has for each rank
 POLLS = 1_000_000  # of a flag, which take a GPU about a second
+SMS_LEFT = 16  # where other axes communicate: for NCCL's kernels, of about a program on 16 SMs
 
 
 class CudaWorkspace:
-    """What the kernels of one axis share: SLOTS slots, which grow to the largest exchange.
+    """What the kernels of one axis share: a _Memory, which grows to the largest exchange.
 
-    All ranks make and use it in one order. Raises Unavailable, on all ranks alike, where the GPUs
-    do not see each other's memory.
+    sms_left: SMs of the GPU that our kernels leave to those of other streams, at least the one that
+    `CudaTurn.send` needs for its flags. All ranks make and use the workspace in one order. Raises
+    Unavailable, on all ranks alike, where the GPUs do not see each other's memory.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, timeout: timedelta) -> None:
-        self.axis, self.device = axis, device
+    def __init__(
+        self, axis: Axis, device: torch.device, timeout: timedelta, sms_left: int = SMS_LEFT
+    ) -> None:
+        assert sms_left >= 1
+        self.axis, self.device, self.sms_left = axis, device, sms_left
         self.patience = min(int(timeout.total_seconds() * POLLS), 2**31 - 1)
         self.error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.counters = torch.zeros(axis.size * CHUNKS, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(TICKETS, dtype=torch.int32, device=device)
+        self.copies = torch.cuda.Stream(device, priority=-1)
         self._allocate(1 << 20)
 
     def _allocate(self, slot_bytes: int) -> None:
-        me, size = self.axis.rank, self.axis.size
-        closed = size * CHUNKS * LINE
-        self._control = closed + size * LINE
-        why = ""
-        try:
-            nbytes = self._control + SLOTS * slot_bytes
-            self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._bases = symmetric_memory.rendezvous(self._memory, group_of(self.axis)).buffer_ptrs
-        except RuntimeError as error:
-            why = f"the GPUs do not see each other's memory: {error}"
-        every = gather_bytes(why.encode(), self.axis, self.device)
-        if why := next((text.decode() for text in every if text), ""):
-            raise Unavailable(why)
-        self._memory[: self._control].zero_()
-        torch.cuda.synchronize(self.device)
-        gather_bytes(b"", self.axis, self.device)  # no rank writes before all flags are zero
-        self.slot_bytes, self.epoch = slot_bytes, 0
+        self.memory = _Memory(self.axis, self.device, slot_bytes)
+        self.epoch = 0
         self._open: set[int] = set()
-        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        mine, flags = self._bases[me], CHUNKS * LINE
-        self.arrived = self._table([mine + r * flags for r in range(size)])
-        self.raises = self._table([base + me * flags for base in self._bases])
-        self._closed = self._table([mine + closed + r * LINE for r in range(size)])
-        self._close = self._table([base + closed + me * LINE for base in self._bases])
-
-    def _table(self, addresses: list[int]) -> Tensor:
-        return torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
     def begin(self, piece_bytes: int) -> "CudaTurn":
-        """Open the next epoch, in which every rank gives every rank up to `piece_bytes`."""
+        """Open the next turn, in which every rank gives every rank up to `piece_bytes`.
+
+        A turn that is open while the slots grow keeps its old memory.
+        """
         self.check()
         piece = -(-piece_bytes // 16) * 16
-        if piece * self.axis.size > self.slot_bytes:
-            assert not self._open, "a turn is open while the slots must grow"
+        if piece * self.axis.size > self.memory.slot_bytes:
             torch.cuda.synchronize(self.device)
-            gather_bytes(b"", self.axis, self.device)  # no rank writes into the old slots any more
+            gather_bytes(b"", self.axis, self.device)  # all pieces of open turns have come
             self._allocate(-(-piece * self.axis.size // (1 << 24)) * (1 << 24))
         self.epoch += 1
-        if self.epoch > SLOTS:
-            assert self.epoch - SLOTS not in self._open, "the turn before the last is not closed"
-            wait_flags(self._closed, self.epoch - SLOTS, self.patience, self.error)
+        assert self.epoch - SLOTS not in self._open, "the turn before the last is not closed"
         self._open.add(self.epoch)
-        return CudaTurn(self, self.epoch, piece)
+        slot = self.memory.slots[self.epoch % SLOTS]
+        wait_flags(slot.closed, slot.epoch, self.patience, self.error, step=1)
+        return CudaTurn(self, self.epoch, slot, piece)
 
     def close(self, turn: "CudaTurn") -> None:
         """Note for all ranks, in the stream's order, that this one no longer reads the slot."""
-        self._open.discard(turn.epoch)
-        raise_flags(self._close, min(self._open, default=self.epoch + 1) - 1)
-
-    def tables(self, epoch: int, piece: int) -> tuple[Tensor, Tensor]:
-        """Return the addresses where this rank reads each rank's piece, and where it writes."""
-        slot = epoch % SLOTS
-        if (slot, piece) not in self._tables:
-            start, me = self._control + slot * self.slot_bytes, self.axis.rank
-            here = [self._bases[me] + start + r * piece for r in range(self.axis.size)]
-            there = [base + start + me * piece for base in self._bases]
-            self._tables[slot, piece] = self._table(here), self._table(there)
-        return self._tables[slot, piece]
-
-    def slot_of(self, epoch: int) -> Tensor:
-        """Return the bytes of a slot of this rank's memory."""
-        start = self._control + epoch % SLOTS * self.slot_bytes
-        return self._memory[start : start + self.slot_bytes]
-
-    def memory_of(self, epoch: int, piece: int, rank: int) -> Tensor:
-        """Return the bytes of this rank's memory in which `rank`'s piece arrives."""
-        return self.slot_of(epoch)[rank * piece : (rank + 1) * piece]
+        if turn.memory is self.memory:  # else nobody writes there any more
+            self._open.discard(turn.number)
+            raise_flags(turn.slot.closes, turn.slot.epoch)
 
     def check(self) -> None:
         """Raise CommunicationError if a wait on the GPU has run out."""
@@ -120,47 +99,145 @@ class CudaWorkspace:
             )
 
 
-class CudaTurn:
-    """One epoch of a workspace."""
+@dataclass(frozen=True)
+class _Slot:
+    """A slot's addresses of flags, for the kernels, and its epoch."""
 
-    def __init__(self, workspace: CudaWorkspace, epoch: int, piece: int) -> None:
-        self.workspace, self.epoch, self.piece = workspace, epoch, piece
+    start: int  # of its first piece, in bytes from the memory's first
+    epoch: Tensor  # int32, one: turns that have begun
+    arrived: Tensor  # flags that each rank raises for this one's chunk 0
+    raises: Tensor  # and this rank for each
+    closed: Tensor  # flags that each rank raises when it has closed
+    closes: Tensor
+
+
+class _Memory:
+    """SLOTS slots of slot_bytes in every rank's memory, and their flags. Collective."""
+
+    def __init__(self, axis: Axis, device: torch.device, slot_bytes: int) -> None:
+        self.axis, self.device, self.slot_bytes = axis, device, slot_bytes
+        me, size = axis.rank, axis.size
+        flags, closed = CHUNKS * LINE, size * CHUNKS * LINE
+        per_slot = closed + size * LINE
+        self.control = control = SLOTS * per_slot  # bytes of flags
+        nbytes, offset, why = control + SLOTS * slot_bytes, 0, ""
+        try:
+            self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            handle = symmetric_memory.rendezvous(self.own, group_of(axis))
+            offset = self.own.data_ptr() - handle.buffer_ptrs[me]
+        except RuntimeError as error:
+            why = f"the GPUs do not see each other's memory: {error}"
+        every = gather_bytes(json.dumps([offset, why]).encode(), axis, device)
+        answers = [json.loads(text) for text in every]
+        if why := next((text for _, text in answers if text), ""):
+            raise Unavailable(why)
+        # a tensor may begin inside what was shared: each rank's own begins as far in as it says
+        assert offset >= 0, "this rank's memory is not in what was shared"
+        offsets = [at for at, _ in answers]
+        self._handle = handle  # which holds what it mapped
+        self.all = [handle.get_buffer(r, (nbytes,), torch.uint8, offsets[r]) for r in range(size)]
+        self.bases = [pointer + at for pointer, at in zip(handle.buffer_ptrs, offsets, strict=True)]
+        assert [view.data_ptr() for view in self.all] == self.bases and offset % 16 == 0
+        self.own[:control].zero_()
+        epochs = torch.zeros(SLOTS, 4, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        gather_bytes(b"", axis, device)  # no rank writes before all flags are zero
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.slots = []
+        for s in range(SLOTS):
+            mine, theirs = self.bases[me] + s * per_slot, [b + s * per_slot for b in self.bases]
+            slot = _Slot(
+                start=control + s * slot_bytes,
+                epoch=epochs[s, :1],
+                arrived=self._table([mine + r * flags for r in range(size)]),
+                raises=self._table([base + me * flags for base in theirs]),
+                closed=self._table([mine + closed + r * LINE for r in range(size)]),
+                closes=self._table([base + closed + me * LINE for base in theirs]),
+            )
+            self.slots.append(slot)
+
+    def _table(self, addresses: list[int]) -> Tensor:
+        return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+    def tables(self, slot: _Slot, piece: int) -> tuple[Tensor, Tensor]:
+        """Return the addresses where this rank reads each rank's piece, and where it writes."""
+        if (slot.start, piece) not in self._tables:
+            me, ranks = self.axis.rank, range(self.axis.size)
+            here = [self.bases[me] + slot.start + r * piece for r in ranks]
+            there = [base + slot.start + me * piece for base in self.bases]
+            self._tables[slot.start, piece] = self._table(here), self._table(there)
+        return self._tables[slot.start, piece]
+
+
+class CudaTurn:
+    """One use of a slot."""
+
+    def __init__(self, workspace: CudaWorkspace, number: int, slot: _Slot, piece: int) -> None:
+        self.workspace, self.memory = workspace, workspace.memory
+        self.number, self.slot, self.piece = number, slot, piece
 
     def exchange(self, chunk_rows: int) -> Exchange:
         """Return what the kernels need. chunk_rows: rows of one flag (see chunk_rows in
         mpu/comm/overlap_cuda.py); a rank's rows may make CHUNKS chunks at most.
         """
-        space = self.workspace
-        inbox, outbox = space.tables(self.epoch, self.piece)
+        space, slot = self.workspace, self.slot
+        inbox, outbox = self.memory.tables(slot, self.piece)
         return Exchange(
             rank=space.axis.rank,
             world=space.axis.size,
-            epoch=self.epoch,
+            epoch=slot.epoch,
             chunk_rows=chunk_rows,
             inbox=inbox,
-            arrived=space.arrived,
+            arrived=slot.arrived,
             outbox=outbox,
-            raises=space.raises,
+            raises=slot.raises,
             flag_stride=LINE,
             counters=space.counters,
+            tickets=space.tickets,
             error=space.error,
             patience=space.patience,
+            sms_left=space.sms_left,
         )
+
+    def _piece(self, holder: int, writer: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        start = self.slot.start + writer * self.piece
+        n = shape.numel() * dtype.itemsize
+        assert n <= self.piece
+        return self.memory.all[holder][start : start + n].view(dtype).view(shape)
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a view of what `rank` wrote for this rank."""
-        n = torch.Size(shape).numel() * dtype.itemsize
-        piece = self.workspace.memory_of(self.epoch, self.piece, rank)
-        return piece[:n].view(dtype).view(shape)
+        return self._piece(self.workspace.axis.rank, rank, torch.Size(shape), dtype)
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Return what all ranks wrote for this one, along dim 0, with x as this rank's part."""
-        rank, size, shape = self.workspace.axis.rank, self.workspace.axis.size, tuple(x.shape)
-        self.part(rank, shape, x.dtype).copy_(x)
-        if self.piece == x.nbytes:
-            slot = self.workspace.slot_of(self.epoch)[: size * self.piece]
-            return slot.view(x.dtype).view(size * shape[0], *shape[1:])
-        return torch.cat([self.part(r, shape, x.dtype) for r in range(size)])
+    def send(self, x: Tensor) -> None:
+        """Copy x into every rank's memory and raise the flags of chunk 0, beside this stream.
+
+        Copy engines copy, so that no SM is taken but the one where the flags' kernel runs, for an
+        instant. Keep x until `arrive` was called.
+        """
+        axis, side = self.workspace.axis, self.workspace.copies
+        side.wait_stream(torch.cuda.current_stream(self.workspace.device))
+        with torch.cuda.stream(side):
+            for step in range(1, axis.size + 1):  # the rank before first, this one last
+                holder = (axis.rank - step) % axis.size
+                self._piece(holder, axis.rank, x.shape, x.dtype).copy_(x)
+            raise_flags(self.slot.raises, self.slot.epoch)
+
+    def arrive(self) -> None:
+        """Let this stream wait for what all ranks `send` in this turn."""
+        space = self.workspace
+        torch.cuda.current_stream(space.device).wait_stream(space.copies)
+        wait_flags(self.slot.arrived, self.slot.epoch, space.patience, space.error)
+
+    def whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return what all ranks wrote for this one, [n, ...] each, along dim 0."""
+        size, rank = self.workspace.axis.size, self.workspace.axis.rank
+        n = torch.Size(shape).numel() * dtype.itemsize
+        if self.piece == n:
+            start = self.slot.start
+            slot = self.memory.all[rank][start : start + size * n]
+            return slot.view(dtype).view(size * shape[0], *shape[1:])
+        return torch.cat([self.part(r, shape, dtype) for r in range(size)])
 
     def close(self) -> None:
         """Let the slot go: this rank no longer reads it."""

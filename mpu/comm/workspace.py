@@ -65,12 +65,7 @@ class Workspace:
     def close(self, turn: "Turn") -> None:
         """Release the turn's slot, once no older turn is open."""
         self._open.pop(turn.epoch, None)
-        turn.complete = _over  # it may hold who holds the turn, and the tensors of both
         self.buffer.close(min(self._open, default=self.epoch + 1) - 1)
-
-
-def _over() -> None:
-    """Complete a turn that is closed."""
 
 
 class Turn:

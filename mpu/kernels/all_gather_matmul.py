@@ -2,18 +2,26 @@
 """Multiply all ranks' rows by this rank's weight while the rows arrive: y = gather(x) w^T.
 
 One launch. The first programs push this rank's rows into its peers' memory, chunk by chunk, and
-raise a flag for each chunk; the others multiply, beginning with this rank's own rows:
+raise a flag for each chunk; then they multiply with the others, which begin with the own rows:
 
     rank 1 of 3, chunks a b       time ->
-    pushers    1a>0  1b>0  1a>2  1b>2             the rank before needs them first
+    pushers    1a>0  1b>0  1a>2  1b>2 | then as the others     the rank before needs them first
     from 2           2a    2b                     flags (2 -> 1), chunks a and b
     from 0                       0a    0b
     programs   1a 1b | 2a 2b | 0a 0b              row tiles; 2b waits for the flag of chunk 2b
 
-A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait.
-Pushers are the programs of lowest number, so they run first wherever programs run in turn, and no
-order among streams matters. Without pushers the rows come otherwise: peers' memory is read in
-place, a copy engine copies, or an earlier launch of the same epoch (a first weight) has pushed.
+A tile waits for the chunks its rows lie in (tiles.py) and no others; own rows need no wait. Without
+pushers the rows come otherwise: peers' memory is read in place, or an earlier launch of the same
+epoch (a first weight) has pushed.
+
+No program that waits holds back what raises a flag, so the ranks cannot wait in a circle, whatever
+order the hardware starts programs in and however few of them run:
+- Pieces to push and tiles to multiply are taken by tickets (tickets.py) by programs that run.
+- Pushers are the first programs that begin. They push until no piece is left and only then take a
+  tile. Another program takes a tile only when all pushers have begun. So all of a rank's rows are
+  taken and pushed by programs that run and wait for nothing.
+- So a rank's flags all rise once one of its programs runs, and it needs one SM for that. Other
+  kernels leave one: a kernel of ours takes all SMs but `sms_left`, one of NCCL a few.
 """
 
 from dataclasses import dataclass
@@ -37,35 +45,34 @@ from mpu.kernels.signals import (
     check_device,
     compiled,
     raise_flag,
-    signed,
     tile_done,
     wait_flag,
     wait_tile,
 )
+from mpu.kernels.tickets import BEGUN, MULTIPLIED, PUSHED, leave, take
 
 PUSHERS = 16  # programs that push, on a GPU
 PUSH_ROWS = 16  # rows that a pusher copies before it counts them: fine, so that chunks go in order
-PUSH_COLUMNS = 512
+PUSH_BYTES = 64  # of these rows, that a thread reads at once
+PIECES = tl.constexpr(4)  # of PUSH_BYTES, all read before the first is written
 tile_at = compiled(tiles.tile_at)
 tile_count = compiled(tiles.tile_count)
 
 
 @triton.jit
 def push_rows(
-    x, outbox, raises, counters, x_scales, scale_outbox, m, k, scale_stride, chunk_rows,
-    flag_stride, chunks, rank, epoch, program, programs, WORLD: tl.constexpr, SCALED: tl.constexpr,
+    x, outbox, raises, counters, tickets, x_scales, scale_outbox, m, k, scale_stride, chunk_rows,
+    flag_stride, chunks, rank, epoch, WORLD: tl.constexpr, SCALED: tl.constexpr,
     PUSH_M: tl.constexpr, PUSH_K: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
     """Copy own rows x [m, k] to every peer, first to the rank before, and raise the flags."""
-    for index in range(program, tile_count(WORLD - 1, m, 1, PUSH_M, 1), programs):
+    total = tile_count(WORLD - 1, m, 1, PUSH_M, 1)
+    index = take(tickets, PUSHED)
+    while index < total:
         peer, tile, _ = tile_at(index, rank, WORLD - 1, WORLD - 1, WORLD, m, 1, PUSH_M, 1, 1)
         there = tl.load(outbox + peer).to(x.dtype)
         rows = (tile * PUSH_M + tl.arange(0, PUSH_M)).to(tl.int64)
-        for at in range(0, k, PUSH_K):
-            columns = at + tl.arange(0, PUSH_K)
-            place = rows[:, None] * k + columns[None, :]
-            mask = (rows < m)[:, None] & (columns < k)[None, :]
-            tl.store(tl.multiple_of(there, 16) + place, tl.load(x + place, mask), mask)
+        push_tile(x, tl.multiple_of(there, 16), rows, m, k, PUSH_K)
         if SCALED:
             scales = tl.load(scale_outbox + peer).to(tl.pointer_type(tl.float32))
             place = rows * scale_stride
@@ -74,20 +81,39 @@ def push_rows(
             raises, counters, peer, tile, m, 1, PUSH_M, chunk_rows, flag_stride, chunks, epoch,
             RAISE,
         )  # fmt: skip
+        index = take(tickets, PUSHED)
+
+
+@triton.jit
+def push_tile(x, there, rows, m, k, PUSH_K: tl.constexpr):
+    """Copy some rows of x [m, k], with PIECES reads under way at a time."""
+    for at in range(0, k, PIECES * PUSH_K):
+        pieces = ()
+        for piece in tl.static_range(PIECES):
+            columns = at + piece * PUSH_K + tl.arange(0, PUSH_K)
+            mask = (rows < m)[:, None] & (columns < k)[None, :]
+            part = tl.load(x + rows[:, None] * k + columns[None, :], mask)
+            pieces = pieces + (part,)  # type: ignore[assignment]
+        for piece in tl.static_range(PIECES):
+            columns = at + piece * PUSH_K + tl.arange(0, PUSH_K)
+            mask = (rows < m)[:, None] & (columns < k)[None, :]
+            tl.store(there + rows[:, None] * k + columns[None, :], pieces[piece], mask)
 
 
 @triton.jit
 def multiply_rows(
-    x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, error, m, n, k, stride_n, stride_k,
-    x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch, patience, program,
-    programs, WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TMA: tl.constexpr, DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+    x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, tickets, error, m, n, k, stride_n,
+    stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch, patience,
+    WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
+    DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of y, the own rows first, each when the chunks it needs have come."""
     error = error.to(tl.pointer_type(tl.int32))
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
-    for index in range(program, tile_count(WORLD, m, n, BLOCK_M, BLOCK_N), programs):
+    total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
+    index = take(tickets, MULTIPLIED)
+    while index < total:
         owner, i, j = tile_at(index, rank, 0, 1, WORLD, m, n, BLOCK_M, BLOCK_N, GROUP)
         came = True
         theirs = x
@@ -114,11 +140,12 @@ def multiply_rows(
         place = (owner.to(tl.int64) * m + rows)[:, None] * n + columns[None, :]
         mask = (rows < m)[:, None] & (columns < n)[None, :]
         tl.store(y + place, product.to(y.dtype.element_ty), mask)
+        index = take(tickets, MULTIPLIED)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def all_gather_matmul_kernel(
-    x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, scale_inbox,
+    x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, tickets, scale_inbox,
     scale_outbox, error, m, n, k, stride_n, stride_k, x_scale_stride, w_scale_stride, chunk_rows,
     flag_stride, chunks, rank, epoch, patience, PUSHERS: tl.constexpr, PUSH_M: tl.constexpr,
     PUSH_K: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -131,20 +158,21 @@ def all_gather_matmul_kernel(
     SCALED: multiply by the scales of x's rows, which travel behind them, and of w's rows; a stride
     of 0 makes one scale serve a rank's whole x, or w.
     """
-    program = tl.program_id(0)
-    if program < PUSHERS:
-        push_rows(
-            x, outbox, raises, counters, x_scales, scale_outbox, m, k, x_scale_stride, chunk_rows,
-            flag_stride, chunks, rank, epoch, program, PUSHERS, WORLD, SCALED, PUSH_M, PUSH_K,
-            RAISE,
-        )  # fmt: skip
-    else:
-        multiply_rows(
-            x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, error, m, n, k, stride_n,
-            stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, epoch,
-            patience, program - PUSHERS, tl.num_programs(0) - PUSHERS, WORLD, SCALED, BLOCK_M,
-            BLOCK_N, BLOCK_K, GROUP, ROWS, TMA, DOT_F32, PRECISION, WAIT,
-        )  # fmt: skip
+    now = tl.load(epoch)
+    if PUSHERS > 0:
+        if take(tickets, BEGUN) < PUSHERS:
+            push_rows(
+                x, outbox, raises, counters, tickets, x_scales, scale_outbox, m, k,
+                x_scale_stride, chunk_rows, flag_stride, chunks, rank, now, WORLD, SCALED, PUSH_M,
+                PUSH_K, RAISE,
+            )  # fmt: skip
+    multiply_rows(
+        x, w, y, x_scales, w_scales, inbox, arrived, scale_inbox, tickets, error, m, n, k,
+        stride_n, stride_k, x_scale_stride, w_scale_stride, chunk_rows, flag_stride, rank, now,
+        patience, WORLD, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, ROWS, TMA, DOT_F32, PRECISION,
+        WAIT,
+    )  # fmt: skip
+    leave(tickets)
 
 
 @dataclass(frozen=True)
@@ -158,6 +186,11 @@ class Scales:
     w: Tensor
     inbox: Tensor
     outbox: Tensor
+
+
+def push_columns(blocks: Blocks, dtype: torch.dtype) -> int:
+    """Return the columns of PUSH_ROWS rows of which each thread has PUSH_BYTES."""
+    return PUSH_BYTES * 32 * blocks.warps // (PUSH_ROWS * dtype.itemsize)
 
 
 def all_gather_matmul(
@@ -180,16 +213,16 @@ def all_gather_matmul(
     (m, k), n = x.shape, w.shape[0]
     assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
     y = x.new_empty((exchange.world * m, n), dtype=dtype or x.dtype)
-    blocks = blocks or choose_blocks(x, w, m)
+    blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
     pushers = min(PUSHERS, blocks.programs // 2 + 1) if push and exchange.world > 1 else 0
     given = scales or Scales(x, w, exchange.inbox, exchange.outbox)
-    all_gather_matmul_kernel[(pushers + max(1, blocks.programs - pushers),)](
+    all_gather_matmul_kernel[(blocks.programs,)](
         x, w, y, given.x, given.w, exchange.inbox, exchange.arrived, exchange.outbox,
-        exchange.raises, exchange.counters, given.inbox, given.outbox, exchange.error.data_ptr(),
-        m, n, k, w.stride(0), w.stride(1), int(given.x.numel() > 1), int(given.w.numel() > 1),
-        exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
-        signed(exchange.epoch), exchange.patience, PUSHERS=pushers, PUSH_M=PUSH_ROWS,
-        PUSH_K=PUSH_COLUMNS, WORLD=exchange.world, SCALED=scales is not None,
+        exchange.raises, exchange.counters, exchange.tickets, given.inbox, given.outbox,
+        exchange.error.data_ptr(), m, n, k, w.stride(0), w.stride(1), int(given.x.numel() > 1),
+        int(given.w.numel() > 1), exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m),
+        exchange.rank, exchange.epoch, exchange.patience, PUSHERS=pushers, PUSH_M=PUSH_ROWS,
+        PUSH_K=push_columns(blocks, x.dtype), WORLD=exchange.world, SCALED=scales is not None,
         WAIT=wait_flag, RAISE=raise_flag, **constants(blocks, w),
     )  # fmt: skip
     return y

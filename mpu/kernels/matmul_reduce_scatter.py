@@ -2,7 +2,9 @@
 """Multiply, and let each rank add up its own rows: out = sum over ranks of (x w^T)[its rows].
 
 Two launches. The first multiplies, the rows of remote owners first, stores each tile where its
-owner reads it, and raises a flag for each chunk of rows; it waits for nobody. The second adds:
+owner reads it, and raises a flag for each chunk of rows. It waits for nobody, and its tiles are
+taken by the programs that run (tickets.py), so one SM is enough for all its flags to rise. The
+second adds:
 
     rank 1 of 3, chunks a b       time ->
     programs   2a 2b | 0a 0b | 1a 1b              row tiles; the last tile of a chunk
@@ -26,6 +28,7 @@ from mpu.kernels.product import (
     Blocks,
     choose_blocks,
     constants,
+    count_sms,
     open_rows,
     open_weight,
     tile_product,
@@ -33,22 +36,24 @@ from mpu.kernels.product import (
 from mpu.kernels.signals import (
     Exchange,
     check_device,
+    chunks_of_tile,
     compiled,
     raise_flag,
-    signed,
     tile_done,
-    wait_flag,
-    wait_tile,
+    wait_all,
 )
+from mpu.kernels.tickets import MULTIPLIED, leave, take
 
-REDUCE_ROWS, REDUCE_COLUMNS = 16, 256
+REDUCE_ROWS, REDUCE_COLUMNS = 8, 256
+REDUCE_PROGRAMS = 4  # on each SM: their reads hide one another's latency
+BATCH = tl.constexpr(8)  # ranks whose parts are read before the first is added
 tile_at = compiled(tiles.tile_at)
 tile_count = compiled(tiles.tile_count)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def matmul_scatter_kernel(
-    x, w, x_scales, w_scales, outbox, raises, counters, m, n, k, stride_n, stride_k,
+    x, w, x_scales, w_scales, outbox, raises, counters, tickets, m, n, k, stride_n, stride_k,
     x_scale_stride, w_scale_stride, chunk_rows, flag_stride, chunks, rank, epoch,
     WORLD: tl.constexpr, WIRE: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -57,8 +62,10 @@ def matmul_scatter_kernel(
     """Multiply x [WORLD m, k] by w [n, k] (strides); rows of d go to outbox[d], [m, n] in WIRE."""
     xs = open_rows(x, WORLD * m, k, BLOCK_M, BLOCK_K, TMA)
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
+    now = tl.load(epoch)
     total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
-    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+    index = take(tickets, MULTIPLIED)
+    while index < total:
         owner, i, j = tile_at(index, rank, 1, 1, WORLD, m, n, BLOCK_M, BLOCK_N, GROUP)
         first = owner * m
         product = tile_product(
@@ -77,35 +84,53 @@ def matmul_scatter_kernel(
         if owner != rank:
             tile_done(
                 raises, counters, owner, i, m, tl.cdiv(n, BLOCK_N), BLOCK_M, chunk_rows,
-                flag_stride, chunks, epoch, RAISE,
+                flag_stride, chunks, now, RAISE,
             )  # fmt: skip
+        index = take(tickets, MULTIPLIED)
+    leave(tickets)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def reduce_kernel(
     inbox, arrived, out, error, m, n, chunk_rows, flag_stride, rank, epoch, patience,
     WORLD: tl.constexpr, WIRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n] in WIRE."""
+    """Compute out [m, n] = sum over r, in order, of inbox[r], [m, n] in WIRE.
+
+    A program waits for a chunk once, for all ranks together.
+    """
     error = error.to(tl.pointer_type(tl.int32))
+    now = tl.load(epoch)
+    came, waited = True, 0
     for index in range(tl.program_id(0), tile_count(1, m, n, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         _, i, j = tile_at(index, 0, 0, 1, 1, m, n, BLOCK_M, BLOCK_N, 1)
+        first, end = chunks_of_tile(i, m, BLOCK_M, chunk_rows)
+        for chunk in range(max(first, waited), end):
+            came &= wait_all(arrived, chunk * flag_stride, rank, now, patience, error, WORLD)
+        waited = end
         rows = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
         place = rows[:, None] * n + columns[None, :]
         mask = (rows < m)[:, None] & (columns < n)[None, :]
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for source in range(WORLD):
-            if source != rank:
-                came = wait_tile(
-                    arrived, source, i, m, BLOCK_M, chunk_rows, flag_stride, epoch, patience,
-                    error, WAIT, False,
-                )  # fmt: skip
-                total = tl.where(came, total, float("nan"))
-            part = tl.multiple_of(tl.load(inbox + source).to(tl.pointer_type(WIRE)), 16)
-            total += tl.load(part + place, mask, 0.0).to(tl.float32)
+        total = sum_parts(inbox, place, mask, WORLD, WIRE)
+        total = tl.where(came, total, float("nan"))
         tl.store(out + place, total.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def sum_parts(inbox, place, mask, WORLD: tl.constexpr, WIRE: tl.constexpr):
+    """Return the fp32 sum of what ranks wrote at `place`, in rank order, read BATCH at a time."""
+    total = tl.zeros(place.shape, tl.float32)
+    for first in tl.static_range(0, WORLD, BATCH):
+        starts, parts = (), ()
+        for at in tl.static_range(min(BATCH, WORLD - first)):
+            starts = starts + (tl.load(inbox + first + at),)  # type: ignore[assignment]
+        for at in tl.static_range(min(BATCH, WORLD - first)):
+            part = tl.multiple_of(starts[at].to(tl.pointer_type(WIRE)), 16)
+            parts = parts + (tl.load(part + place, mask, 0.0),)
+        for at in tl.static_range(min(BATCH, WORLD - first)):
+            total += parts[at].to(tl.float32)
+    return total
 
 
 def matmul_scatter(
@@ -123,28 +148,37 @@ def matmul_scatter(
     m = rows // world
     assert x.is_contiguous() and w.shape[1] == k and 1 in w.stride() and x.data_ptr() % 16 == 0
     assert rows == world * m
-    blocks = blocks or choose_blocks(x, w, m)
+    blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
     left, right = scales or (x, w)
     matmul_scatter_kernel[(blocks.programs,)](
-        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, m, n, k,
-        w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
+        x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, exchange.tickets,
+        m, n, k, w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
         exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
-        signed(exchange.epoch), WORLD=world, WIRE=TYPES[wire or x.dtype], SCALED=scales is not None,
+        exchange.epoch, WORLD=world, WIRE=TYPES[wire or x.dtype], SCALED=scales is not None,
         RAISE=raise_flag, **constants(blocks, w),
     )  # fmt: skip
 
 
 def add_parts(
-    out: Tensor, exchange: Exchange, *, wire: torch.dtype | None = None, programs: int = 64
+    out: Tensor,
+    exchange: Exchange,
+    *,
+    wire: torch.dtype | None = None,
+    programs: int | None = None,
 ) -> None:
-    """Fill out [m, n] with the sum of what ranks send in `wire`: the second launch, which waits."""
+    """Fill out [m, n] with the sum of what ranks send in `wire`: the second launch, which waits.
+
+    programs: None for REDUCE_PROGRAMS on each SM but exchange.sms_left.
+    """
     (m, n), kind = out.shape, TYPES[wire or out.dtype]
+    if programs is None:
+        sms = count_sms(out.device, exchange.sms_left) if out.is_cuda else 1
+        programs = REDUCE_PROGRAMS * sms
     reduce_kernel[(programs,)](
         exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
-        exchange.chunk_rows, exchange.flag_stride, exchange.rank, signed(exchange.epoch),
+        exchange.chunk_rows, exchange.flag_stride, exchange.rank, exchange.epoch,
         exchange.patience, WORLD=exchange.world, WIRE=kind, BLOCK_M=REDUCE_ROWS,
         BLOCK_N=REDUCE_COLUMNS,
-        WAIT=wait_flag,
     )  # fmt: skip
 
 
@@ -167,7 +201,7 @@ def matmul_reduce_scatter(
     check_device(x)
     m = x.shape[0] // exchange.world
     out = x.new_empty((m, w.shape[0]), dtype=dtype or x.dtype)
-    wire, blocks = wire or out.dtype, blocks or choose_blocks(x, w, m)
+    wire = wire or out.dtype
     matmul_scatter(x, w, exchange, scales=scales, wire=wire, blocks=blocks)
-    add_parts(out, exchange, wire=wire, programs=blocks.programs)
+    add_parts(out, exchange, wire=wire, programs=blocks.programs if blocks else None)
     return out

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiply one tile: block_m rows of x [m, k] with block_n rows of w [n, k], summed in fp32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,21 +33,39 @@ class Blocks:
     tma: bool = False
 
 
-def choose_blocks(x: Tensor, w: Tensor, m: int) -> Blocks:
-    """Choose by dtype, rows m per rank and device; TMA needs Hopper and 16-byte aligned rows."""
+def choose_blocks(x: Tensor, w: Tensor, m: int, sms_left: int = 0) -> Blocks:
+    """Choose for rows m per rank and the device of w, with a program on each SM but sms_left.
+
+    TMA needs Hopper and 16-byte aligned rows.
+    """
     if INTERPRETED:
         return Blocks(16, 16, 16, group=2)
-    device = torch.cuda.get_device_properties(w.device)
-    programs, rows = device.multi_processor_count, 64 if m <= 64 else 128
+    major = torch.cuda.get_device_properties(w.device).major
     strides = (x.stride(0), max(w.stride()))
     aligned = all(stride * x.itemsize % 16 == 0 for stride in strides) and w.data_ptr() % 16 == 0
-    tma = device.major >= 9 and aligned
-    if x.dtype == torch.float32:
-        return Blocks(64, 64, 32, programs=programs, tma=tma)
-    if device.major < 9:
-        return Blocks(rows, 128, 32, warps=4, stages=4, programs=programs)
-    depth = 128 // x.itemsize
-    return Blocks(rows, 256, depth, warps=8, stages=3, programs=programs, tma=tma)
+    blocks = blocks_for(x.dtype, major, m, aligned)
+    return replace(blocks, programs=count_sms(w.device, sms_left))
+
+
+def count_sms(device: torch.device, left: int) -> int:
+    """Return the SMs of a GPU but `left`, at least one."""
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)
+
+
+def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
+    """Return the tiles of a dtype on a GPU of compute capability `major` for rows m per rank.
+
+    The largest whose sums and addresses fit the registers: tests/mpu/kernels/test_ahead_of_time.py
+    compiles each and finds no spill. fp32 multiplies without tensor cores, and takes more of them.
+    """
+    rows, tma = 64 if m <= 64 else 128, major >= 9 and aligned
+    if dtype == torch.float32:
+        return Blocks(128, 64, 16, warps=8, tma=tma)
+    if not tma:
+        return Blocks(min(rows, 64 * dtype.itemsize), 128, 32, warps=8, stages=4)
+    if dtype.itemsize == 1 and major >= 10:
+        return Blocks(rows, 128, 128, warps=8, stages=4, tma=True)
+    return Blocks(rows, 256, 128 // dtype.itemsize, warps=8, stages=3, tma=True)
 
 
 def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:

@@ -7,10 +7,12 @@
     the last: raise the flag, release, whole system
 
 A flag is an int32 that holds the epoch of what was written last. It only grows (round 2**32) and is
-never reset, so a wait is for `flag - epoch >= 0`. No wait is endless: after `patience` polls (about
-a microsecond each on a GPU) the reader writes 1 + the late rank into the error word, goes on, and
-fills with NaN what it could not compute. The error word lies in host memory, so the host reads it
-without a synchronisation (`Exchange.check`). No kernel traps, so the process can still report it.
+never reset, so a wait is for `flag - epoch >= 0`. The epoch is read from device memory, where a
+kernel counts it in the order of the stream, so a CUDA graph may be replayed. No wait is endless:
+after `patience` polls (about a microsecond each on a GPU) the reader writes 1 + the late rank into
+the error word, goes on, and fills with NaN what it could not compute. The error word lies in host
+memory, so the host reads it without a synchronisation (`Exchange.check`). No kernel traps, so the
+process can still report it.
 """
 
 from collections.abc import Callable
@@ -47,7 +49,7 @@ class Exchange:
 
     rank: int
     world: int
-    epoch: int  # what a flag must have reached
+    epoch: Tensor  # int32, one, on the device: what a flag must have reached
     chunk_rows: int  # rows of a rank that one flag stands for
     inbox: Tensor  # where this rank reads what rank r wrote for it
     arrived: Tensor  # flag that rank r raises for its chunk 0
@@ -55,8 +57,10 @@ class Exchange:
     raises: Tensor  # flag to raise for rank r with chunk 0
     flag_stride: int
     counters: Tensor  # int32, zero, world x chunks at least: of this rank's programs alone
+    tickets: Tensor  # int32, zero, TICKETS: who does what (tickets.py); likewise
     error: Tensor  # int32, one, on the host
     patience: int = 60_000_000
+    sms_left: int = 0  # SMs of a GPU on which no program multiplies: for other streams' kernels
 
     def check(self) -> None:
         """Raise TimeoutError if a wait has run out."""
@@ -113,10 +117,51 @@ def wait_tile(
 
 
 @triton.jit
+def wait_all(arrived, offset, rank, epoch, patience, error, WORLD: tl.constexpr):
+    """Wait for a flag of every rank but `rank`; return whether all came. offset: of the chunk.
+
+    All flags are polled at once, so the wait costs one latency whatever the number of ranks.
+    """
+    LANES: tl.constexpr = triton.next_power_of_2(WORLD)
+    source = tl.arange(0, LANES)
+    others = (source < WORLD) & (source != rank)
+    flags = (tl.load(arrived + source, others, 0) + offset).to(tl.pointer_type(tl.int32))
+    late = late_rank(flags, source, others, epoch)
+    if late > 0:
+        polls = 0
+        if tl.load(error) == 0:  # after one wait has run out the others end at once
+            while (late > 0) & (polls < patience):
+                late = late_rank(flags, source, others, epoch)
+                polls += 1
+        if late > 0:
+            tl.store(error, late)
+    tl.debug_barrier()  # what the polling threads acquired, all threads may read
+    return late == 0
+
+
+@triton.jit
+def late_rank(flags, source, others, epoch):
+    """Return 1 + the highest rank whose flag has not reached the epoch, or 0."""
+    reached = tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys") - epoch
+    return tl.max(tl.where(others & (reached < 0), source + 1, 0), 0)
+
+
+@triton.jit
 def raise_flag(flag, epoch):
     """Set a flag with release: a reader that acquires it sees all that this program wrote before,
-    and all that was written by programs from which it had acquired."""
-    tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+    and all that was written by programs from which it had acquired.
+
+    Triton has no store with release; one thread stores by PTX. An atomic would do, but crosses the
+    link to the peer's memory and back.
+    """
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred one; .reg .u32 thread; mov.u32 thread, %tid.x; "
+            "setp.eq.u32 one, thread, 0; @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,~{memory}", [flag.to(tl.int64), epoch], tl.int32, False, 1,
+        )  # fmt: skip
+    else:
+        tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
 @triton.jit
@@ -145,31 +190,28 @@ def tile_done(
 def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
     """Raise one flag per program: what was written earlier on the stream is ready."""
     flag = tl.load(raises + tl.program_id(0))
-    RAISE(flag.to(tl.pointer_type(tl.int32)), epoch)
+    RAISE(flag.to(tl.pointer_type(tl.int32)), tl.load(epoch))
 
 
 @triton.jit(do_not_specialize=["epoch", "patience"])
-def wait_flags_kernel(arrived, epoch, patience, error, WAIT: tl.constexpr):
-    """Await one flag per program: what comes later on the stream may read."""
-    source = tl.program_id(0)
-    flag = tl.load(arrived + source).to(tl.pointer_type(tl.int32))
-    WAIT(flag, epoch, patience, error.to(tl.pointer_type(tl.int32)), source)
+def wait_flags_kernel(arrived, epoch, patience, error, WORLD: tl.constexpr, STEP: tl.constexpr):
+    """Await all flags: what comes later on the stream may read. Then add STEP to the epoch."""
+    now = tl.load(epoch)
+    wait_all(arrived, 0, -1, now, patience, error.to(tl.pointer_type(tl.int32)), WORLD)
+    if STEP:
+        tl.store(epoch, now + STEP)
 
 
-def signed(epoch: int) -> int:
-    """Return the epoch as the int32 with the same low 32 bits."""
-    return (epoch + 2**31) % 2**32 - 2**31
-
-
-def raise_flags(raises: Tensor, epoch: int) -> None:
+def raise_flags(raises: Tensor, epoch: Tensor) -> None:
     """Raise the flags at the addresses in a table, in the order of the current stream."""
-    raise_flags_kernel[(raises.numel(),)](raises, signed(epoch), raise_flag)
+    raise_flags_kernel[(raises.numel(),)](raises, epoch, raise_flag)
 
 
-def wait_flags(arrived: Tensor, epoch: int, patience: int, error: Tensor) -> None:
-    """Let the current stream wait for the flags at the addresses in a table."""
-    wait_flags_kernel[(arrived.numel(),)](
-        arrived, signed(epoch), patience, error.data_ptr(), wait_flag
+def wait_flags(arrived: Tensor, epoch: Tensor, patience: int, error: Tensor, step: int = 0) -> None:
+    """Let the current stream wait for the flags at the addresses in a table; then add step to the
+    epoch, which is the count of a new turn."""
+    wait_flags_kernel[(1,)](
+        arrived, epoch, patience, error.data_ptr(), WORLD=arrived.numel(), STEP=step
     )
 
 

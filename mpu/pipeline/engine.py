@@ -2,7 +2,7 @@
 """Execute a pipeline schedule on one rank: any schedule, forward and backward or forward alone.
 
     for each action of this rank (mpu/pipeline/plan.py says what to receive and send):
-        post the receives that come next      asynchronous, one action ahead of their use
+        post the receives that come next      asynchronous, mostly one action ahead of their use
         F  wait for the activation of the stage before, forward, send the output, keep its graph
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
            in a split schedule the weights' gradients wait

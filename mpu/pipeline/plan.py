@@ -35,17 +35,22 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
     All come from one linear order of the whole (see blocking_steps), in which no blocking
     point-to-point can deadlock. Receives, which do not block, are then posted one action earlier
-    than in that order, so that a transfer runs under the action before. They keep their order on
-    each pair of ranks, and never part a B from its W in a schedule that is not split.
+    than in that order, so that a transfer runs under the action before. One stays where that order
+    has it if its sender needs that action (see last_needed): posted before the action, it would
+    wait on the GPU for what the action has yet to make, and could hold the action up. Receives keep
+    their order on each pair of ranks, and never part a B from its W in a schedule that is not
+    split.
     """
-    hoisted = []
-    for number, rank in enumerate(blocking_steps(schedule)):
+    hoisted, blocking = [], blocking_steps(schedule)
+    needed = last_needed(schedule)
+    for number, rank in enumerate(blocking):
         receives: list[tuple[Message, ...]] = [()] * len(rank)
         for n, step in enumerate(rank):
             before = max(n - 1, 0)
             if not schedule.split and rank[before].action.kind == "W":
                 before -= 1
-            receives[before] += step.receives
+            for message in step.receives:
+                receives[before if needed[message] < before else n] += (message,)
         steps = zip(rank, receives, strict=True)
         hoisted.append(
             tuple(
@@ -54,6 +59,35 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
             )
         )
     return tuple(hoisted)
+
+
+def last_needed(schedule: Schedule) -> dict[Message, int]:
+    """Return, for each message, the last action of its receiver that must be done for its send.
+
+    It is the action's number in the receiver's list, or -1 where the sender needs none of them. An
+    action needs the ones before it on its rank, the one that makes its input, and all that these
+    need. No message needs what its receiver does with it, so the number is always below that of the
+    action that takes it. The ranks must not wait for one another (blocking_steps raises).
+    """
+    needs: list[list[list[int]]] = [[] for _ in schedule.ranks]  # rank, action: last of each rank
+    at = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
+    last, moved = dict[Message, int](), True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            for n in range(len(needs[rank]), len(actions)):
+                mine = list(needs[rank][-1]) if n else [-1] * len(schedule.ranks)
+                if source := schedule.sources[rank][n]:
+                    sender, its = source[0], at[source[0]][source[1]]
+                    if its >= len(needs[sender]):
+                        break
+                    theirs = needs[sender][its]
+                    if sender != rank:
+                        last[Message(*actions[n], sender, rank)] = theirs[rank]
+                        mine = list(map(max, mine, theirs))
+                mine[rank], moved = n, True
+                needs[rank].append(mine)
+    return last
 
 
 def blocking_steps(schedule: Schedule) -> list[list[Step]]:

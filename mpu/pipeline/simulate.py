@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from mpu.pipeline.plan import Message, Step, blocking_steps, plan
+from mpu.pipeline.plan import Message, Step, blocking_steps, last_needed, plan
 from mpu.pipeline.schedules import Action, Schedule
 
 
@@ -78,8 +78,9 @@ def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool
     """Raise ScheduleError unless the messages of a plan can be run.
 
     Each action's input must be received before it, and on every directed pair of ranks the n-th
-    receive must take what the n-th send gives. blocking: also execute all sends and receives, both
-    sides of a message at once: no rank may wait for ever.
+    receive must take what the n-th send gives. No receive may be posted before an action that its
+    sender needs. blocking: also execute all sends and receives, both sides of a message at once: no
+    rank may wait for ever.
     """
     gives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     takes: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -102,6 +103,15 @@ def rehearse(schedule: Schedule, steps: Sequence[Sequence[Step]], blocking: bool
                     f"rank {sender} sends {given or 'no more'} where rank {to} receives "
                     f"{taken or 'no more'}"
                 )
+    needed = last_needed(schedule)
+    for rank, mine in enumerate(steps):
+        for n, step in enumerate(mine):
+            for message in step.receives:
+                if needed[message] >= n:
+                    raise ScheduleError(
+                        f"rank {rank} posts the receive of {message} before "
+                        f"{mine[needed[message]].action}, which the sender needs"
+                    )
     if blocking:
         _rendezvous(steps)
 

@@ -20,8 +20,9 @@ from mpu.param import draw_normal, unique_parameters
 from mpu.pipeline.schedules import CHUNKS
 from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
-from tests.model.twin import V, config_of, run_cases
+from tests.model.twin import SIZES, S, V, config_of, run_cases
 from tools.generate import load_model
+from training.plan.model_profile import model_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```diff\n--- (\S+)\n\+\+\+ (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -185,6 +186,15 @@ def test_windows_are_those_of_a_dense_mask(world, paths):
     (found,) = world(1).run(windows_in, case_of("sliding_window", paths["sliding_window"]))
     windows, from_mask, from_none = found
     assert windows == [3, 0, 3] and from_mask < 1e-12 and from_none > 1e-3
+
+
+def test_a_window_is_planned_by_the_pairs_it_has(paths):
+    """A triangle counts as half of its square, as causal attention does."""
+    case = case_of("sliding_window", paths["sliding_window"])
+    windowed, whole, last = model_profile(config_of(case), model_provider).layers
+    less = S**2 - (4 * 3**2 + 3 * 2**2)  # 4 triangles of a window of 3, between them 3 of 2
+    heads, d = SIZES["num_attention_heads"], SIZES["kv_channels"]
+    assert windowed == last == whole - less * heads * 2 * d / S
 
 
 @pytest.mark.prove

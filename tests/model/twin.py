@@ -22,6 +22,7 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import METHODS, OverlapMap
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of, unique_parameters
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import (
@@ -95,10 +96,11 @@ def global_batch(
     made |= {"loss_mask": None, "position_ids": None, "document_ids": None}
     if masks:
         made["loss_mask"] = (torch.rand(count, S, generator=g) > 0.3).float()
-        cut = torch.randint(1, S, (count, 1), generator=g)
+        begins = torch.rand(count, S, generator=g) < 0.3  # documents of any length
+        begins[0], begins[-1], begins[:, 0] = False, True, True  # one document; single tokens
         at = torch.arange(S).expand(count, S)
-        made["document_ids"] = (at >= cut).int()
-        made["position_ids"] = torch.where(at >= cut, at - cut, at)
+        made["document_ids"] = begins.cumsum(1)
+        made["position_ids"] = at - torch.where(begins, at, 0).cummax(1).values
     return made
 
 
@@ -109,9 +111,17 @@ def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
     for k in range(m):
         first = (k * dp + dp_rank) * b
         part = {n: None if t is None else t[first : first + b] for n, t in batch.items()}
+        ids = part.pop("document_ids")
+        part["packed_seq_params"] = None if ids is None else packed(ids)
         count = b * S if part["loss_mask"] is None else int(part["loss_mask"].sum())
         made.append(Batch(**part, first_sample=first, token_count=count))
     return made
+
+
+def packed(ids: torch.Tensor) -> PackedSeqParams:
+    """Return the documents of rows in which each token has its document's number: ids [b, s]."""
+    of_row = [row.unique_consecutive(return_counts=True)[1].tolist() for row in ids]
+    return PackedSeqParams.of([length for lengths in of_row for length in lengths])
 
 
 def run_layout(comm, case: dict, steps: int = 1) -> dict:

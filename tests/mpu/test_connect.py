@@ -44,6 +44,26 @@ def test_on_gpus_the_group_and_its_staging_stay(monkeypatch, staged, found):
         assert grid.tp.transport.why_not == "the hosts differ" and "the hosts differ" in line
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sms_are_left_where_another_axis_communicates(monkeypatch, ranks):
+    cuda = pytest.importorskip("mpu.comm.symmetric_cuda", reason="needs triton")
+    left = []
+    monkeypatch.setattr(cuda, "CudaWorkspace", lambda *about: left.append(about[-1]))
+    grid = Grid(ranks, 2, launch=Launch(0, ranks))
+    grid.tp = replace(grid.tp, transport=ProcessGroupTransport("the group"))
+    connect.share_gpus(grid, torch.device("cpu"), WAIT)
+    assert left == [1 if ranks == 2 else cuda.SMS_LEFT]
+
+
+def test_on_gpus_a_pipeline_does_without():
+    pytest.importorskip("mpu.comm.symmetric_cuda", reason="needs triton")
+    grid = Grid(4, 2, pp_size=2, launch=Launch(0, 4))
+    grid.tp = replace(grid.tp, transport=ProcessGroupTransport("the group"))
+    (line,) = connect.share_gpus(grid, torch.device("cpu"), WAIT)
+    assert not grid.tp.symmetric and "pipeline-model-parallel-size > 1" in line
+    assert grid.tp.transport.why_not in line  # which the lines about overlap repeat
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("found", [True, False])
 def test_on_a_host_the_group_and_its_staging_stay(monkeypatch, staged, found):

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid is one reshape: ranks are where the docstring says, and products of axes are planes."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mpu.comm.collectives import all_gather
+import mpu.grid as grid_module
+from mpu.comm.collectives import all_gather, group_of
 from mpu.grid import Grid
 from mpu.launch import Launch
 
@@ -51,3 +55,71 @@ def test_groups_connect_the_ranks_of_their_axis(world):
         for seen in world(4).run(_gather_names, *layout):
             for ranks, gathered in seen.values():
                 assert gathered == list(ranks)
+
+
+class Group:
+    """A process group of these ranks, by name only."""
+
+    def __init__(self, ranks):
+        self.ranks = tuple(ranks)
+
+
+def meetings(monkeypatch, rank, sizes):
+    """Return what a rank of an NCCL world does at start-up: ("all", ranks) or (kind, peer)."""
+    world, tp, cp, pp = sizes
+    did = []
+    monkeypatch.setattr(grid_module.dist, "new_group", lambda ranks, **more: Group(ranks))
+    everyone = SimpleNamespace(WORLD=Group(range(world)))
+    monkeypatch.setattr(grid_module.dist, "group", everyone)
+    monkeypatch.setattr(
+        grid_module, "barrier", lambda axis, device: did.append(("all", axis.ranks, group_of(axis)))
+    )
+    monkeypatch.setattr(
+        grid_module.dist, "send", lambda x, to, group: did.append(("message", (rank, to), group))
+    )
+    monkeypatch.setattr(
+        grid_module.dist, "recv", lambda x, at, group: did.append(("message", (at, rank), group))
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append(("synchronize",)))
+    grid = Grid(world, tp, cp, pp, Launch(rank, world), "nccl")
+    return grid.add_groups(torch.device("cpu"), timedelta(seconds=1)), did
+
+
+@pytest.mark.parametrize(
+    "sizes", [(8, 2, 1, 2), (8, 2, 1, 4), (8, 1, 2, 2), (4, 1, 1, 1), (4, 4, 1, 1), (6, 1, 1, 3)]
+)
+def test_every_communicator_exists_before_the_first_step(monkeypatch, sizes):
+    """On NCCL: each group with collectives meets once, in an order that ends."""
+    to_do = []
+    for rank in range(sizes[0]):
+        grid, did = meetings(monkeypatch, rank, sizes)
+        assert did[-1] == ("synchronize",) and did.count(("synchronize",)) == 1
+        met = [group for kind, _, group in did[:-1] if kind == "all"]
+        axes = [getattr(grid, name) for name in grid.AXES]
+        collective = {group_of(a) for a in axes if a.size > 1 and a.name != "pp_back"}
+        assert len(met) == len(set(met)) and set(met) == collective
+        to_do.append([(kind, ranks) for kind, ranks, _ in did[:-1]])
+    while any(to_do):  # all ranks of the next one must have come to it
+        first = next(
+            own[0] for own in to_do if own and all(to_do[r][:1] == own[:1] for r in own[0][1])
+        )
+        for rank in first[1]:
+            to_do[rank].pop(0)
+
+
+def test_on_gloo_nobody_meets(monkeypatch):
+    monkeypatch.setattr(grid_module.dist, "new_group", lambda ranks, **more: Group(ranks))
+    monkeypatch.setattr(grid_module, "barrier", lambda *about: pytest.fail("a meeting"))
+    Grid(4, 2, 1, 2, Launch(0, 4), "gloo").add_groups(torch.device("cpu"), timedelta(seconds=1))
+
+
+def test_a_group_is_not_bound_to_a_device(monkeypatch):
+    """With a device_id all messages of a group would share one communicator."""
+    given = {}
+    monkeypatch.setattr(
+        grid_module.dist, "init_process_group", lambda *about, **more: given.update(more)
+    )
+    monkeypatch.setattr(Grid, "add_groups", lambda grid, device, timeout: grid)
+    grid = Grid(2, 2, launch=Launch(0, 2))
+    grid.connect(torch.device("cuda"), None, timedelta(seconds=1))
+    assert grid.backend == "nccl" and given and "device_id" not in given

@@ -249,7 +249,10 @@ class Reads(TorchFunctionMode):
         x.constant = None  # type: ignore[attr-defined]  # else it is copied in earnest
         if pinned:
             return self._pin(x)
-        return x if device is None or torch.device(device).type == "cpu" else x.to(device)
+        if device is None or torch.device(device).type == "cpu":
+            self.recorder.made_on_host()
+            return x
+        return x.to(device)
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,

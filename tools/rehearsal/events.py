@@ -28,6 +28,8 @@ class Launch(NamedTuple):
 
     op: such as "aten::mm" or a Triton kernel's name. shapes: of its tensors, inputs first. read,
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
+    spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
+    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
     """
 
     op: str
@@ -39,6 +41,9 @@ class Launch(NamedTuple):
     bytes: int
     flops: float
     where: Where
+    spans: tuple[tuple[int, int], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
 
 
 class Transfer(NamedTuple):
@@ -50,7 +55,8 @@ class Transfer(NamedTuple):
     else -1. number: this transfer's place among those of its communicator, from 0. bytes: of the
     input; of a receive, of the result. sent: bytes that leave this rank, by the ideal algorithm.
     batch: messages that start together have one number; -1 where one starts alone. From the
-    stream `origin`, which called it, the transfer waits for what was asked of it before.
+    stream `origin`, which called it, the transfer waits for what was asked of it before. op: what
+    a reduction computes. spans: as of a Launch. communicator: its name, the same on all its ranks.
     """
 
     id: int
@@ -70,6 +76,9 @@ class Transfer(NamedTuple):
     batch: int
     label: str
     where: Where
+    spans: tuple[tuple[int, int], ...] = ()
+    op: str = ""
+    communicator: str = ""
 
 
 class Record(NamedTuple):
@@ -99,6 +108,22 @@ class HostWait(NamedTuple):
     stream: int
     reads: str
     where: Where
+
+
+class Polled(NamedTuple):
+    """The host asked whether an event, or a transfer (then event is -1), is over, and it was."""
+
+    event: int
+    transfer: int = -1
+
+
+class HostUse(NamedTuple):
+    """The host itself reads and writes page-locked memory, which the device may copy meanwhile."""
+
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    where: Where
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class RecordStream(NamedTuple):
@@ -133,4 +158,7 @@ class Action(NamedTuple):
     words: str
 
 
-Event = Launch | Transfer | Record | Wait | HostWait | RecordStream | Alloc | Free | Action
+Event = (
+    Launch | Transfer | Record | Wait | HostWait | Polled | HostUse | RecordStream | Alloc | Free
+    | Action
+)  # fmt: skip

@@ -1,49 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find mistakes in the record of a rehearsed rank: what would fail, wait or be wrong on a GPU."""
 
-from typing import TYPE_CHECKING, NamedTuple
+import linecache
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tools.rehearsal.events import HostWait, Launch
+from tools.rehearsal.events import HostWait, Launch, Transfer
+from tools.rehearsal.kernels_of_cuda import has_kernel
+from tools.rehearsal.order import Finding, order
+from tools.rehearsal.record import ROOT
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
-# where the host may wait in a step, and why
-ALLOWED = {
-    "training/run/log.py": "the log reads a step's loss and norm",
-    "training/run/stop.py": "the ranks' agreement on the step before is read from pinned memory",
+# Where the host may wait in a step: lines that hold these words.
+HOST_MAY_WAIT = {
+    "training/run/log.py": ("loss.item()", "params().item()"),  # on steps that are written
+    "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
+    "mpu/zero/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
-
-
-class Finding(NamedTuple):
-    """One mistake. place: file:line. also: the other place of two that do not fit together."""
-
-    kind: str
-    place: str
-    what: str
-    also: str = ""
+# Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
+# blocks, and what the update takes of them.
+DOUBLE = {
+    "pretrain_llama.py": 2, "mpu/zero/optimizer.py": 1 << 40, "mpu/zero/adam.py": 1,
+    "mpu/zero/offload.py": 2,
+}  # fmt: skip
+# Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters; no matmul.
+SINGLE = (
+    "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/fused.py",
+    "mpu/layers/linear.py", "mpu/layers/rope.py", "mpu/zero/", "pretrain_llama.py",
+    "training/run/", "training/data/batch.py",
+)  # fmt: skip
+# Where tensors are made in host memory: tables that are copied once, and what the host updates.
+ON_HOST = (
+    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/zero/offload.py", "mpu/zero/adam.py",
+    "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
+)  # fmt: skip
+# Operations whose floating point inputs may be of several dtypes, by file.
+MIXES = {"mpu/layers/fused.py": ("aten::mul_",)}
+WIDER = ("aten::copy_", "aten::_to_copy", "aten::mm", "aten::fill_", "aten::_fused_adamw_")
+FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def findings(seen: "Rehearsed") -> list[Finding]:
     """Return what is wrong, in the order in which it came, each place once."""
-    found: dict[tuple[str, str], Finding] = {}
-    for event in seen.recorder.events[seen.first :]:
-        if type(event) is HostWait:
-            file = event.where.place.partition(":")[0]
-            if file not in ALLOWED:
-                what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
-                one = Finding("host read", event.where.place, what)
-                found.setdefault((one.kind, one.place), one)
-        elif type(event) is Launch and event.dtype == "float64":
-            if seen.config.run.dtype.itemsize < 8 and max(map(_numel, event.shapes)) > 65536:
-                what = f"{event.op} computes in float64"
-                one = Finding("float64", event.where.place, what)
-                found.setdefault((one.kind, one.place), one)
+    found: dict[tuple[str, str, str], Finding] = {}
+    every = [] if seen.failure is None else [seen.failure]
+    chains = seen.recorder.chains
+    for one in [*every, *in_step(seen), *order(seen.recorder.events, chains)]:
+        found.setdefault((one.kind, one.place, one.also), one)
     return list(found.values())
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+def in_step(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield what is wrong with single events of the last step."""
+    recorder, narrow = seen.recorder, str(seen.config.run.dtype).removeprefix("torch.")
+    if recorder.device == "cpu":
+        return
+    for place in recorder.host_made:
+        if not place.startswith(ON_HOST):
+            yield Finding("device", place, "a tensor is made in host memory")
+    for index in range(seen.first, len(recorder.events)):
+        event = recorder.events[index]
+        if type(event) is HostWait and not may_wait(event.where.place):
+            what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
+            through = recorder.chains.get(index, ())
+            yield Finding("host read", event.where.place, what, "", through)
+        elif type(event) is Launch:
+            for kind, what in wrong(event, narrow):
+                made = [recorder.born.get(n, "") for n in (*event.read, *event.written)]
+                also, through = (*made, "")[0], (*made, *event.host)
+                yield Finding(kind, event.where.place, what, also, through)
+        elif type(event) is Transfer and event.label.endswith((": forward", ": backward")):
+            if event.dtype in FLOATS and event.dtype != narrow and event.axis != "world":
+                if not event.where.place.startswith(SINGLE):
+                    what = f"{event.verb} over {event.axis} of {event.dtype} in a {narrow} run"
+                    through = recorder.chains.get(index, ())
+                    yield Finding("dtype", event.where.place, what, "", through)
+
+
+def may_wait(place: str) -> bool:
+    """Return whether the host may wait for the device at a line."""
+    file, _, line = place.partition(":")
+    text = linecache.getline(str(ROOT / file), int(line or 0))
+    return any(words in text for words in HOST_MAY_WAIT.get(file, ()))
+
+
+def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the words of what is wrong with a launch. narrow: the run's dtype."""
+    place, op = event.where.place, event.op
+    if not has_kernel(op):
+        yield "no kernel", f"{op} has no CUDA kernel"
+    if event.host and op not in ("aten::fill_", "aten::index_put_", "aten::_fused_adamw_"):
+        yield "device", f"{op} takes a tensor in host memory (made at {event.host[0]})"
+    floats = {dtype for dtype in event.dtypes if dtype in FLOATS}
+    doubles = zip(event.dtypes, event.shapes, strict=False)
+    count = max((math.prod(shape) for dtype, shape in doubles if dtype == "float64"), default=0)
+    if count > DOUBLE.get(place.partition(":")[0], 0) and narrow != "float64":
+        yield "float64", f"{op} computes in float64"
+    if op.startswith("aten::_fused_adam") and len(floats) > 1:
+        yield "dtype", f"{op} takes its tensors and its scale in one dtype"
+    if narrow not in ("bfloat16", "float16"):
+        return
+    if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[:2]:
+        yield "dtype", f"{op} multiplies in float32 in a {narrow} run"
+        return
+    # a number alone takes the dtype of the tensor that it meets
+    shaped = zip(event.dtypes, event.shapes, strict=False)
+    floats = {dtype for dtype, shape in shaped if dtype in FLOATS and shape}
+    if not place or "attention" in op:
+        return
+    if "float32" in floats and not place.startswith(SINGLE):
+        yield "dtype", f"{op} computes in float32 in a {narrow} run"
+    elif len(floats) > 1 and op not in WIDER:
+        if op not in MIXES.get(place.partition(":")[0], ()):
+            yield "dtype", f"{op} mixes {' and '.join(sorted(floats))}"

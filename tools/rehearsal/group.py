@@ -5,7 +5,9 @@ A group has a communicator with a stream of its own. A message that is not part 
 as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
 """
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,24 +16,38 @@ from torch import Tensor
 
 from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
+from mpu.pipeline.engine import Parcel
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
+real_gather_bytes = collectives.gather_bytes
+
 
 class Communicator:
-    """The ranks that share one, and its stream."""
+    """The ranks that share one, and its stream. name: the same on all of them."""
 
-    def __init__(self, ranks: tuple[int, ...], stream: int) -> None:
-        self.ranks, self.stream = ranks, stream
+    def __init__(self, ranks: tuple[int, ...], stream: int, name: str) -> None:
+        self.ranks, self.stream, self.name = ranks, stream, name
 
 
 class Group:
-    """A process group. number: counts the groups of this rank."""
+    """A process group. number: counts the groups of these ranks."""
 
     def __init__(self, ranks: tuple[int, ...], number: int) -> None:
         self.ranks, self.number = ranks, number
         self.pairs: dict[tuple[int, ...], Communicator] = {}
         self.whole: Communicator | None = None
+
+    def communicator(self, recorder: Recorder, pair: tuple[int, ...] = ()) -> Communicator:
+        """Return the group's own communicator, or that of a pair in it."""
+        name = f"{self.number} of {self.ranks} {pair}"
+        if pair and pair not in self.pairs:
+            self.pairs[pair] = Communicator(pair, recorder.new_stream(), name)
+        elif not pair and self.whole is None:
+            self.whole = Communicator(self.ranks, recorder.new_stream(), name)
+        found = self.pairs[pair] if pair else self.whole
+        assert found is not None
+        return found
 
     def size(self) -> int:
         """Return how many ranks it has."""
@@ -48,36 +64,51 @@ class P2POp(NamedTuple):
 
 
 class Work:
-    """What a start returns. `wait` orders the current stream, as NCCL's does."""
+    """What a start returns. `wait` orders the current stream, as NCCL's does.
 
-    def __init__(self, recorder: Recorder, transfer: int, keep: tuple[Tensor, ...]) -> None:
-        self.recorder, self.transfer, self._keep = recorder, transfer, keep
+    torch's own keeps the tensors until then, this one does not: that is for Weft's Handle to do.
+    """
+
+    def __init__(self, recorder: Recorder, transfer: int) -> None:
+        self.recorder, self.transfer = recorder, transfer
         self._asked = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait."""
         self.recorder.wait(self.recorder.stream, transfer=self.transfer)
-        self._keep = ()
         return True
 
     def is_completed(self) -> bool:
         """Return whether the transfer is over: from the second question on."""
         self._asked, asked = True, self._asked
+        if asked:
+            self.recorder.polled(transfer=self.transfer)
         return asked
 
 
+def _is_gather_bytes(value: Any) -> bool:
+    """Return whether this is the real one, or that of an earlier rehearsal."""
+    return value is real_gather_bytes or isinstance(getattr(value, "__self__", None), Distributed)
+
+
 class Distributed:
-    """The functions of torch.distributed that mpu calls."""
+    """The functions of torch.distributed that mpu calls.
+
+    said: what each rank of an axis says where this one says some bytes; None: the same. exchange:
+    what carries bytes between the ranks, where all are rehearsed (world.py).
+    """
+
+    exchange: Any = None
 
     def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
         self.recorder, self.rank = recorder, rank
-        self.groups = 0
+        self.groups: Counter[tuple[int, ...]] = Counter()
         self.batches = 0
         self.batch = -1
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
         self.starts: Any = None
-        self.peers: Any = None  # set by run.rehearse
+        self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
 
     def install(self, patches: Patches) -> None:
         """Replace them."""
@@ -88,7 +119,9 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             patches.replace(dist, name, getattr(self, name))
-        patches.everywhere(collectives.gather_bytes, self.gather_bytes)
+        for module in list(sys.modules.values()):
+            if _is_gather_bytes(vars(module).get("gather_bytes")):
+                patches.replace(module, "gather_bytes", self.gather_bytes)
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
         patches.replace(dist, "P2POp", P2POp)
@@ -107,8 +140,8 @@ class Distributed:
         return self._group(tuple(ranks) if ranks is not None else world.ranks)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
-        self.groups += 1
-        return Group(ranks, self.groups - 1)
+        self.groups[ranks] += 1
+        return Group(ranks, self.groups[ranks] - 1)
 
     def is_initialized(self) -> bool:
         """Return that the world is there."""
@@ -125,7 +158,7 @@ class Distributed:
         self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
         """Note an all-reduce."""
-        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op)
+        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
@@ -138,13 +171,20 @@ class Distributed:
         async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Note a reduce-scatter."""
-        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op)
+        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op, op)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
     ) -> Any:
         """Note an all-to-all."""
         return self._collective("all_to_all", group, (input,), (output,), input, async_op)
+
+    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
+        """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
+        if Distributed.exchange is not None and axis.size > 1:
+            return list(Distributed.exchange.gather(data, axis))
+        said = self.said(data, axis) if self.said is not None else None
+        return said if said is not None else [data] * axis.size
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
         """Note a message that leaves."""
@@ -176,21 +216,17 @@ class Distributed:
         finally:
             self.batch = -1
 
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Return what every rank says."""
-        return self.peers.say(data, axis) if self.peers else [data] * axis.size
-
     def _of(self, group: Any) -> Group:
         found: Any = group if group is not None else dist.group.WORLD
         return found
 
     def _collective(
         self, verb: str, group: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-        tensor: Tensor, async_op: bool,
+        tensor: Tensor, async_op: bool, op: Any = None,
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
-        group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
-        work = self._start(verb, group.whole, -1, read, written, tensor)
+        name = str(op).removeprefix("RedOpType.") if op is not None else ""
+        work = self._start(verb, group.communicator(self.recorder), -1, read, written, tensor, name)
         if async_op:
             return work
         work.wait()
@@ -198,23 +234,28 @@ class Distributed:
 
     def _message(self, verb: str, tensor: Tensor, peer: int, group: Any) -> Work:
         group = self._of(group)
-        if self.batch >= 0:
-            group.whole = group.whole or Communicator(group.ranks, self.recorder.new_stream())
-            over = group.whole
-        else:
-            pair = tuple(sorted((self.rank, peer)))
-            if pair not in group.pairs:
-                group.pairs[pair] = Communicator(pair, self.recorder.new_stream())
-            over = group.pairs[pair]
+        if peer == self.rank or peer not in group.ranks:
+            raise RuntimeError(f"rank {self.rank}: {verb} with rank {peer} in {group.ranks}")
+        pair = () if self.batch >= 0 else tuple(sorted((self.rank, peer)))
+        over = group.communicator(self.recorder, pair)
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
         return self._start(verb, over, peer, read, written, tensor)
 
     def _start(
         self, verb: str, over: Communicator, peer: int, read: tuple[Tensor, ...],
-        written: tuple[Tensor, ...], tensor: Tensor,
+        written: tuple[Tensor, ...], tensor: Tensor, op: str = "",
     ) -> Work:  # fmt: skip
         recorder = self.recorder
+        for x in (*read, *written):
+            if x.device.type != recorder.device:
+                made = recorder.birthplace(x)
+                raise RuntimeError(
+                    f"NCCL carries no tensor in host memory ({verb} over {self.trace_axis})"
+                    + (f"; it was made at {made}" if made else "")
+                )
         where = recorder.where()
+        reads, writes, spans = recorder.uses(read, written, where, over.stream)
+        recorder.chain()
         like = "reduce_scatter" if verb == "all_to_all" else verb
         sent = sent_bytes(like, tensor, len(over.ranks))
         number = recorder.transfer(
@@ -228,12 +269,15 @@ class Distributed:
             shape=tuple(tensor.shape),
             stream=over.stream,
             origin=recorder.stream,
-            read=recorder.numbers(read, where),
-            written=recorder.numbers(written, where),
+            read=reads,
+            written=writes,
             batch=self.batch,
             label=self.trace_label,
+            spans=spans,
+            op=op,
+            communicator=over.name,
         )
-        return Work(recorder, number, (*read, *written))
+        return Work(recorder, number)
 
     def through_memory(self) -> None:
         """Note that what the trace has just heard of goes through memory, on no stream of its own.
@@ -241,7 +285,8 @@ class Distributed:
         Its ranks write and read there in the order of their own work.
         """
         verb, ranks, tensor = self.starts
-        self._start(verb, Communicator(ranks, 0), -1, (tensor,), (), tensor)
+        over = Communicator(ranks, 0, f"shared memory of {ranks}")
+        self._start(verb, over, -1, (tensor,), (), tensor)
 
     # a trace of the grid's axes: it names the axis and the label of what is about to start
 
@@ -253,4 +298,6 @@ class Distributed:
         self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
+            if isinstance(label.who, Parcel):  # the same at both ends
+                who = f"{label.who.kind} of stage {label.who.stage}, {label.who.micro_batch}"
             self.trace_label = f"{who}: {label.phase}"

@@ -85,17 +85,21 @@ class Host:
         where = recorder.where()
         reads, writes = CALLS[name]
         read, written = [tensors[i] for i in reads], [tensors[i] for i in writes]
+        found = recorder.uses(read, written, where, recorder.stream)
+        kinds = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
         recorder.events.append(
             Launch(
-                f"weft::{name}",
-                recorder.stream,
-                tuple(tuple(t.shape) for t in tensors),
-                str(tensors[0].dtype).removeprefix("torch."),
-                recorder.numbers(read, where),
-                recorder.numbers(written, where),
-                sum(tensors[i].nbytes for i in {*reads, *writes}),
-                0.0,
-                where,
+                op=f"weft::{name}",
+                stream=recorder.stream,
+                shapes=tuple(tuple(t.shape) for t in tensors),
+                dtype=kinds[0],
+                read=found[0],
+                written=found[1],
+                bytes=sum(tensors[i].nbytes for i in {*reads, *writes}),
+                flops=0.0,
+                where=where,
+                spans=found[2],
+                dtypes=kinds,
             )
         )
 

@@ -3,23 +3,34 @@
 
 import json
 import sys
+import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from tools.rehearsal import replay, report
+from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
+from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
+from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, rehearse
+from tools.rehearsal.run import Rehearsed, failed, rehearse
+from tools.rehearsal.time_report import as_json, chrome_trace, lines
+from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
+from tools.rehearse import flag
 from training.config import Config, UsageError
+from training.plan import pipeline
+from training.plan.batch_size import global_batch_size
+from training.plan.model_profile import model_profile
 
 GPUS_A_NODE = 8
 
@@ -27,23 +38,34 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    path = flag(argv, "--rehearse-json")
     try:
-        seen = run(script, argv)
+        config = read(script, argv)
+        if config.rehearse.rehearse_all_ranks:
+            made, text = all_ranks(partial(run, script), describe, config)
+        else:
+            made, text = describe(run(script, config))
     except (UsageError, PlacementError, ValueError, OSError) as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
-    made, text = describe(seen)
-    print(text)
-    if path := seen.config.rehearse.rehearse_json:
+    except Exception as error:  # while the flags were read: the plan runs the model, too
+        made, text = {"findings": [failed(error, "")._asdict()]}, ""
+        traceback.print_exc()
+    print(text, *report.findings(made), sep="\n")
+    if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(made, file, indent=1)
     return 1 if made["findings"] else 0
 
 
-def run(script: ModuleType, argv: list[str]) -> Rehearsed:
-    """Read the flags and rehearse. Raises UsageError."""
-    world = Launch.from_env().world
-    config = config_of(script, argv, world)
+def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
+    """Read the flags. world: its ranks, if not as the environment says. Raises UsageError."""
+    world = world or Launch.from_env().world
+    argv = script.name_fork(argv)
+    own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
+    # a plan's rules: the files of the data need not be on this machine
+    config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
+    config = replace(config, run=replace(config.run, dry_run=False))
     asked = config.rehearse
     if asked.rehearse_rank >= world:
         raise UsageError(
@@ -52,37 +74,49 @@ def run(script: ModuleType, argv: list[str]) -> Rehearsed:
         )
     if config.model.vocab_size is None and not config.data.tokenizer_model:
         raise UsageError("--rehearse needs --vocab-size where no tokenizer's file is given")
+    if asked.rehearse_all_ranks and world > MOST_RANKS:
+        raise UsageError(
+            f"--rehearse-all-ranks: {world} ranks (WORLD_SIZE); at most {MOST_RANKS} are rehearsed "
+            "together"
+        )
+    return config
+
+
+def run(script: ModuleType, config: Config, exchange: Exchange | None = None) -> Rehearsed:
+    """Rehearse a rank, for which this process must be new. Raises UsageError."""
+    world, asked = Launch.from_env().world, config.rehearse
     here = min(GPUS_A_NODE, world)
     launch = Launch(asked.rehearse_rank, world, asked.rehearse_rank % here, here)
-    fork = str(script.load_model_file(config.model.model_file).__file__)
-    recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", fork)
+    file = script.load_model_file(config.model.model_file)
+    recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network, patches = Distributed(recorder, launch.rank), Patches()
+    Distributed.exchange = exchange
     if recorder.device == "cuda":
+        device = read_device(asked.rehearse_device)
         install(recorder, {
-            "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132,
-            "total_memory": 80 * 10**9, "uuid": "",
+            "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
+            "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         })  # fmt: skip
     else:
         Host(recorder).install(patches, network)
     network.install(patches)
-    replay.install(recorder, asked.rehearse_full)
+    some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
+    replay.install(recorder, asked.rehearse_full or some)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps, patches)
 
 
-def config_of(script: ModuleType, argv: list[str], world: int) -> Config:
-    """Return the config of these flags. Raises UsageError."""
-    argv = script.name_fork(argv)
-    file = script.load_model_file(script.model_file(argv))
-    own = getattr(file, "extra_args_provider", None)
-    # a plan's rules: the files of the data need not be on this machine
-    config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
-    return replace(config, run=replace(config.run, dry_run=False))
+def _major(device: Device) -> int:
+    """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
+    if not device["peak.float8"]:
+        return 8
+    return 10 if " B" in f" {device.name}" else 9
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
     recorder, step = seen.recorder, seen.recorder.events[seen.first :]
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
+    told: list[str] = []
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,
@@ -101,5 +135,32 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
     }
+    if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
+        device = read_device(seen.config.rehearse.rehearse_device)
+        timing = time_of(seen, device)
+        made["time"] = as_json(timing)
+        told = lines(timing, device)
+        if path := seen.config.rehearse.rehearse_trace:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(chrome_trace(timing), file)
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
-    return made, report.text(made, fullest, heading)
+    return made, report.text(made, heading, told)
+
+
+def time_of(seen: Rehearsed, device: Device) -> Timing:
+    """Time the last step on a device."""
+    config, grid, provider = seen.config, seen.grid, seen.script.model_provider
+    b = config.batch.micro_batch_size * grid.dp.size
+    batches = global_batch_size(config, seen.run.consumed - config.batch.global_batch_size) // b
+    tokens = batches * b * config.model.seq_length
+    flops = model_profile(config, provider).flops * tokens / grid.world_size
+    dtype = str(config.run.dtype).removeprefix("torch.")
+    step = seen.recorder.events[seen.first :]
+    trace = bool(config.rehearse.rehearse_trace)
+    if grid.pp.size == 1:
+        return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
+    schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
+    return time_pipeline(
+        step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
+        trace=trace,
+    )  # fmt: skip

@@ -63,6 +63,7 @@ class Listening(Distributed):
             started = Started(noted, real, back)
             return started if noted is not None else started.over()
 
+        call.__name__ = name
         return call
 
     def batch_isend_irecv(self, ops: Any) -> Any:
@@ -70,7 +71,7 @@ class Listening(Distributed):
         works, real = [], []
         with self._batched(), _disable_current_modes():
             for op in ops:
-                name = "isend" if op.op is dist.isend else "irecv"
+                name = op.op.__name__
                 noted = getattr(Distributed, name)(self, op.tensor, op.peer, op.group)
                 aside = copy(op.tensor)
                 back = (op.tensor, aside) if name == "irecv" else None
@@ -125,7 +126,7 @@ def record(script: ModuleType, argv: list[str], launch: Launch, real: bool) -> R
 
     real: in earnest, beside the other ranks of a world that has met over gloo.
     """
-    config = main.config_of(script, argv, launch.world)
+    config = main.read(script, argv, launch.world)
     recorder = Recorder("cpu")
     network = (Listening if real else Distributed)(recorder, launch.rank)
     with Patches() as patches:

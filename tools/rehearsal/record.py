@@ -6,6 +6,7 @@ same two record a run on fake tensors (a rehearsal) and one on real tensors, whi
 What the fake device and the fake communicators do comes through `Recorder`'s methods.
 """
 
+import re
 import sys
 import threading
 import weakref
@@ -27,8 +28,10 @@ from tools.rehearsal.events import (
     Alloc,
     Event,
     Free,
+    HostUse,
     HostWait,
     Launch,
+    Polled,
     Record,
     RecordStream,
     Transfer,
@@ -45,6 +48,8 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/attention.py": "attention",
     "mpu/layers/attention_blocks.py": "attention",
+    "mpu/layers/block_attention.py": "attention",
+    "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",
 }
@@ -56,6 +61,7 @@ NO_KERNEL = {  # they make or change tensors, and launch nothing
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 COPIES = ("_to_copy", "copy_", "clone")
+HOST = -1  # a stream's number
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
@@ -79,6 +85,12 @@ class Recorder:
         self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
         self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
         self.streams = 1
+        self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
+        self.born: dict[int, str] = {}  # storage -> the line that asked for it
+        self.host_made: dict[str, None] = {}  # lines that make tensors in host memory
+        self.abroad: set[int] = set()  # storages that another stream has used
+        self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
+        self._spans: dict[Any, Any] = {}
         self.paused = False
         self.lock = threading.RLock()
 
@@ -135,21 +147,25 @@ class Recorder:
 
     def number(self, tensor: Tensor, where: Where | None = None, kind: str = "") -> int:
         """Return the number of a tensor's storage, which begins here if it is new; -1: not ours."""
-        if tensor.device.type == "meta" or (tensor.device.type != self.device and not kind):
+        if tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
+        ours = tensor.device.type == self.device or kind
+        if not (ours or getattr(storage, "_weft_pinned", False)):
+            return -1
         key = storage._cdata
         found = self.live.get(key)
         if found is not None:
             return found[0]
-        number = self.new_storage(storage.nbytes())
+        number = self.new_storage(storage.nbytes() if ours else 0)
         self.live[key] = number, weakref.ref(storage, lambda _: self._freed(key, number))
         if not self.paused:
+            self.born[number] = getattr(storage, "_weft_born", "") or self.place()
+        if not self.paused and ours:
             where = where or self.where()
+            self.homes[number] = self.stream
             device = tensor.device.type
-            self.events.append(
-                Alloc(number, storage.nbytes(), kind, self.stream, device, where)
-            )
+            self.events.append(Alloc(number, storage.nbytes(), kind, self.stream, device, where))
         return number
 
     def _freed(self, key: int, number: int) -> None:
@@ -158,7 +174,7 @@ class Recorder:
         if self.replay is not None:
             number = self.replay.freed(number)
         if not self.paused and number >= 0:
-            self.events.append(Free(number, ""))
+            self.events.append(Free(number, self.place() if number in self.abroad else ""))
 
     def new_storage(self, nbytes: int) -> int:
         """Return the number of a storage that no tensor has."""
@@ -184,10 +200,49 @@ class Recorder:
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
         self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
 
+    def uses(
+        self, read: Iterable[Tensor], written: Iterable[Tensor], where: Where, stream: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Return the storages read and written, and of each the bytes. stream: which uses them."""
+        reads = dict.fromkeys((self.number(x, where), *span(x)) for x in read)
+        writes = dict.fromkeys((self.number(x, where), *span(x)) for x in written)
+        found = [[use for use in uses if use[0] >= 0] for uses in (reads, writes)]
+        numbers = [tuple(use[0] for use in uses) for uses in found]
+        spans = tuple(use[1:] for uses in found for use in uses)
+        away = False
+        for number in (*numbers[0], *numbers[1]):
+            away = away or number in self.abroad or self.homes.get(number, stream) != stream
+            if away:
+                self.abroad.add(number)
+        if away:
+            self.chain()
+        return numbers[0], numbers[1], self._spans.setdefault(spans, spans)
+
     def numbers(self, tensors: Iterable[Tensor], where: Where) -> tuple[int, ...]:
         """Return the numbers of several tensors' storages, without those that do not count."""
         found = (self.number(tensor, where) for tensor in tensors)
         return tuple(number for number in found if number >= 0)
+
+    def chain(self) -> None:
+        """Keep the lines of the product that lead to the next event, innermost first."""
+        lines, frame = [], sys._getframe(1)
+        while frame is not None:
+            if path := _path(frame.f_code.co_filename, self.fork):
+                lines.append(f"{path}:{frame.f_lineno}")
+            frame = frame.f_back  # type: ignore[assignment]
+        found = tuple(lines)
+        self.chains[len(self.events)] = self._spans.setdefault(found, found)
+
+    def made_on_host(self) -> None:
+        """Note that a tensor is made in host memory, out of nothing, and where."""
+        if place := self.place():
+            self.host_made[place] = None
+
+    def birthplace(self, x: Tensor) -> str:
+        """Return the line of the product at which a tensor's storage was made, if it is known."""
+        storage = x.untyped_storage()
+        number = self.live.get(storage._cdata, (-1,))[0]
+        return getattr(storage, "_weft_born", "") or self.born.get(number, "")
 
     # what the fake device and the fake communicators tell
 
@@ -203,17 +258,36 @@ class Recorder:
 
     def record(self, event: int, stream: int) -> None:
         """Note that an event marks a stream."""
+        self.chain()
         self.events.append(Record(event, stream, self.place()))
 
     def wait(self, stream: int, event: int = -1, transfer: int = -1) -> None:
         """Note that a stream waits."""
         if self.replay is not None and transfer >= 0:
             transfer = self.replay.latest(transfer)
+        self.chain()
         self.events.append(Wait(event, stream, self.place(), transfer))
 
     def host_wait(self, event: int = -1, stream: int = -1, reads: str = "") -> None:
         """Note that the host waits."""
+        self.chain()
         self.events.append(HostWait(event, stream, reads, self.where()))
+
+    def polled(self, event: int = -1, transfer: int = -1) -> None:
+        """Note that the host has seen that something is over."""
+        if self.replay is not None and transfer >= 0:
+            transfer = self.replay.latest(transfer)
+        self.events.append(Polled(event, transfer))
+
+    def host_use(self, read: list[Tensor], written: list[Tensor]) -> None:
+        """Note that the host reads or writes tensors, of which page-locked ones count."""
+        if all(x.device.type != "cpu" for x in (*read, *written)) or self.device == "cpu":
+            return
+        where = self.where()
+        reads, writes, spans = self.uses(read, written, where, HOST)
+        if reads or writes:
+            self.chain()
+            self.events.append(HostUse(reads, writes, where, spans))
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """Note that a stream uses a storage."""
@@ -282,7 +356,12 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
         before = [t.untyped_storage()._cdata for t in inputs]
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
+            error.add_note(f"its inputs were made at {', '.join(made)}")
+            raise
         if self.fake and func is torch.ops.aten.index.Tensor:
             out = as_indexed(out, *args)
         if not inputs and not isinstance(out, Tensor):
@@ -295,20 +374,28 @@ class Watch(TorchDispatchMode):
             return out
         device = recorder.device
         if all(t.device.type != device for t in (*outputs, *inputs)):
+            if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
+                recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
+            if not inputs:
+                recorder.made_on_host()
+            for x in outputs:
+                storage = x.untyped_storage()
+                if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
+                    storage._weft_born = recorder.place()  # type: ignore[attr-defined]
             return out
         where, name = recorder.where(), func._schema.name
         if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
             where = where._replace(part="attention")
         short = name.rpartition("::")[2]
-        read = recorder.numbers(inputs, where)
-        fresh = recorder.numbers(outputs, where)
+        recorder.numbers((*inputs, *outputs), where)
         if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
             recorder.resized(inputs[0], where)
         if short in NO_KERNEL or name.startswith("c10d"):
             return out
-        written = tuple(dict.fromkeys(fresh + self._changed(func, args, kwargs, where)))
+        changed = outputs + self._changed(func, args, kwargs)
+        read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
-            self._between(inputs, outputs, short, kwargs, args, where, read, written)
+            self._between(inputs, outputs, short, kwargs, args, where, read, written, spans)
             return out
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}
@@ -327,22 +414,25 @@ class Watch(TorchDispatchMode):
                 sum(seen.values()),
                 flops_of(func, args, kwargs, out),
                 where,
+                spans,
+                tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
+                tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
             )
         )
         return out
 
-    def _changed(self, func: Any, args: Any, kwargs: Any, where: Where) -> tuple[int, ...]:
-        """Return the storages of arguments that an operation writes."""
-        changed = []
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the arguments that an operation writes."""
+        changed: list[Tensor] = []
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 changed += tensors_of((value,))
-        return self.recorder.numbers(changed, where)
+        return changed
 
     def _between(
         self, inputs: Any, outputs: Any, short: str, kwargs: Any, args: Any, where: Where,
-        read: tuple[int, ...], written: tuple[int, ...],
+        read: tuple[int, ...], written: tuple[int, ...], spans: Any,
     ) -> None:  # fmt: skip
         """Record a copy between host and device, and whether the host waits for it."""
         recorder = self.recorder
@@ -356,7 +446,19 @@ class Watch(TorchDispatchMode):
         dtype = str(target.dtype).removeprefix("torch.")
         shapes = (tuple(source.shape), tuple(target.shape))
         recorder.events.append(
-            Launch(name, recorder.stream, shapes, dtype, read, written, nbytes, 0.0, where)
+            Launch(
+                name,
+                recorder.stream,
+                shapes,
+                dtype,
+                read,
+                written,
+                nbytes,
+                0.0,
+                where,
+                spans,
+                tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
+            )  # fmt: skip
         )
         if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
             how = "a copy to the host" if down else "a copy from pageable host memory"
@@ -364,6 +466,7 @@ class Watch(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> Any:
         """Note that the host reads a number, and give it one."""
+        self.recorder.host_use([tensor], [])
         if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
             self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
         kind = tensor.dtype
@@ -385,6 +488,36 @@ def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
         ]
         strides = torch.ops.aten.index.Tensor(table, at).stride()
     return out if strides == out.stride() else out.new_empty_strided(out.shape, strides)
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """Return the bytes [low, high) of its storage that a tensor covers, gaps between included."""
+    low, size = int(x.storage_offset()), x.element_size()
+    if not x.numel():
+        return low * size, low * size
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return low * size, (low + last + 1) * size
+
+
+def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
+    """Return the product's lines in the tracebacks of an exception and its causes, innermost first.
+
+    Places that its message names come next.
+    """
+    lines: list[str] = []
+    words = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        here, trace = [], cause.__traceback__
+        while trace is not None:
+            if path := _path(trace.tb_frame.f_code.co_filename, fork):
+                here.append(f"{path}:{trace.tb_lineno}")
+            trace = trace.tb_next
+        lines = [*here[::-1], *lines]
+        words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
+        cause = cause.__cause__ or cause.__context__
+    named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
+    return tuple(dict.fromkeys([*lines, *named]))
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

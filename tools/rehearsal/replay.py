@@ -26,6 +26,7 @@ from torch import Tensor
 from mpu.gradients import run_deferred
 from mpu.pipeline import engine
 from mpu.pipeline.plan import Step
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import (
     Action,
     Alloc,
@@ -40,6 +41,7 @@ from tools.rehearsal.events import (
 )
 from tools.rehearsal.record import Recorder
 
+RealRun, real_begin_step = engine._Run, ParamAndGradBuffer.begin_step
 PATTERN = 2  # the micro-batch that is copied
 STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
 
@@ -78,6 +80,7 @@ class Replay:
         self.place: dict[tuple[str, int], Place] = {}
         self.newest: dict[tuple[str, int, str, int], int] = {}  # line -> micro-batch
         self.over: set[int] = set()  # storages that the copies have ended
+        self.handed: set[int] = set()  # storages of tensors that copies have handed on
         self.held: dict[tuple[int, int], Tensor] = {}  # what a copied forward took
         self.given: dict[int, int] = {}  # chunk -> storage that the pattern's forward took
 
@@ -87,6 +90,7 @@ class Replay:
         for table in (self.patterns, self.begun, self.place, self.newest, self.held, self.given):
             table.clear()
         self.over.clear()
+        self.handed.clear()
 
     def copied(self, micro_batch: int) -> bool:
         """Return whether a micro-batch is replayed."""
@@ -153,6 +157,9 @@ class Replay:
                 if event.storage == pattern.out and make is not None:
                     out = make()
                     number = begin(STORAGE, recorder.number(out))
+                    self.handed.add(number)
+                    if action == "B" and (chunk, i) in self.held:
+                        self.held[chunk, i].grad = out  # so it lives as long
                     recorder.events[-1] = event._replace(storage=number)  # where the pattern was
                     continue
                 event = event._replace(storage=begin(STORAGE, recorder.new_storage(event.bytes)))
@@ -161,8 +168,8 @@ class Replay:
                     self.held.pop((chunk, i), None)  # which frees it in earnest
                     continue
                 number = now(STORAGE, event.storage)
-                if number in self.over:
-                    continue
+                if number in self.over or number in self.handed:
+                    continue  # what was handed on ends in earnest
                 self.over.add(number)
                 event = Free(number, event.place)
             elif kind is Launch:
@@ -223,18 +230,25 @@ def begins(event: Event) -> tuple[str, int] | None:
 
 
 def install(recorder: Recorder, full: bool) -> None:
-    """Let the engine replay micro-batches. full: run them all."""
+    """Let the engine replay micro-batches. full: run them all.
+
+    A sum of gradients starts when so many micro-batches have given theirs as run in earnest.
+    """
     replay = recorder.replay = Replay(recorder)
 
-    class Run(engine._Run):
+    def begin_fewer(sink: ParamAndGradBuffer, micro_batches: int = 1) -> None:
+        real_begin_step(sink, micro_batches if full else min(micro_batches, PATTERN + 2))
+
+    ParamAndGradBuffer.begin_step = begin_fewer  # type: ignore[method-assign, assignment]
+
+    class Run(RealRun):  # type: ignore[misc, valid-type]
         """The engine's execution of a schedule, which replays what repeats."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             actions = self.schedule.ranks[self.rank]
             count = 1 + max(action.micro_batch for action in actions)
-            partly = 0 < self.schedule.deferred < count  # then the first ones are unlike the rest
-            replay.begin(count, self.training and not full and not partly)
+            replay.begin(count, self.training and not full)
 
         def _make(self) -> Tensor:
             return torch.empty(self.shape, dtype=self.engine.dtype, device=self.engine.device)

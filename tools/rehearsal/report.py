@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.rehearsal.events import Event, Launch, Transfer
-from tools.rehearsal.memory import Memory
 
 
 def launches(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -51,14 +50,12 @@ def size(value: float) -> str:
     raise AssertionError
 
 
-def text(made: dict[str, Any], memory: Memory, heading: str) -> str:
-    """Return the report that is printed."""
+def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
+    """Return the report that is printed. time: the lines about it."""
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
-        parts[row["part"]].update(
-            count=row["count"], bytes=row["bytes"], flops=round(row["flops"])
-        )
+        parts[row["part"]].update(count=row["count"], bytes=row["bytes"], flops=round(row["flops"]))
     for part, sums in sorted(parts.items(), key=lambda item: -item[1]["count"]):
         lines.append(
             f"  {part:<10} {sums['count']:>9,} launches  {size(sums['bytes']):>9} read and written"
@@ -79,10 +76,14 @@ def text(made: dict[str, Any], memory: Memory, heading: str) -> str:
         lines.append(f"  {axis:<12} {verb:<15} {count:>7,}  this rank sends {nbytes}")
     if not rows:
         lines.append("  none: one rank")
-    time = made["time"]
     if time:
-        lines += ["", "Time, as the device's file predicts it"]
-        lines += [f"  {line}" for line in time.pop("lines", [])]
-    lines += ["", f"Findings: {len(made['findings'])}"]
-    lines += [f"  {f['place']}: {f['what']}" for f in made["findings"]]
+        lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
     return "\n".join(lines)
+
+
+def findings(made: dict[str, Any]) -> list[str]:
+    """Return the lines that name what was found."""
+    lines = ["", f"Findings: {len(made['findings'])}"]
+    for found in made["findings"]:
+        lines.append(f"  {found['place']}: {found['kind']}: {found['what']}")
+    return lines

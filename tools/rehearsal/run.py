@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,28 +15,35 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
+from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.param import draw_normal, placement_of
+from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explain_ops import Layers
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
+from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
-from tools.rehearsal.peers import Peers
-from tools.rehearsal.record import Actions, Recorder, Watch
-from training.config import Config
+from tools.rehearsal.record import CARRIERS, Actions, Recorder, Watch, lines_of
+from training.config import Config, UsageError
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
-from training.plan.model_profile import model_profile
+from training.plan import rank_memory
+from training.plan.model_profile import ModelProvider, model_profile
+
+STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
 
 @dataclass
 class Rehearsed:
-    """What a rehearsal of one rank saw. first: the index of the last step's first event."""
+    """What a rehearsal of one rank saw. first: the index of the last step's first event.
+
+    failure: the exception that ended it before, if one did; run is None where it was not built yet.
+    """
 
     config: Config
     grid: Grid
@@ -43,10 +51,14 @@ class Rehearsed:
     first: int
     notes: list[str]
     run: Any
+    script: ModuleType
+    failure: Finding | None = None
 
     def kinds(self) -> dict[int, str]:
         """Return what is kept from step to step: the storage's number and its kind."""
         found: dict[int, str] = {}
+        if self.run is None or self.failure is not None:
+            return found
         for kind, tensors in self.run.optimizer.held().items():
             for tensor in tensors:
                 if tensor is not None:
@@ -79,6 +91,28 @@ def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: in
         rows = max(1, (1 << 20) // max(1, torch.Size(piece.shape[1:]).numel()))
         shape = (min(rows, piece.shape[0]), *piece.shape[1:])
         torch.empty(shape, dtype=torch.float32, device=param.device).normal_(0.0, std)
+
+
+def of_stages(
+    config: Config, provider: ModelProvider, data: bytes, axis: Axis
+) -> list[bytes] | None:
+    """Return what each pipeline rank says of its parameters: how many elements, or the names.
+
+    None where `data`, which this rank says, is neither, or the axis is another.
+    """
+    if axis.name != "pp":
+        return None
+    own = rank_memory.parameters(config, provider, axis.rank)
+    every = [rank_memory.parameters(config, provider, rank) for rank in range(axis.size)]
+    if data == str(sum(p.entry.numel for p in own.values())).encode():
+        return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
+    if set(data.decode().split("\n")) <= own.keys():
+        names = [  # of the copies of a tied weight only the first rank's counts
+            [name for name, param in each.items() if param.holders == 1 or rank == 0]
+            for rank, each in enumerate(every)
+        ]
+        return ["\n".join(each).encode() for each in names]
+    return None
 
 
 def loader(config: Config, grid: Grid) -> Loader:
@@ -118,12 +152,13 @@ def rehearse(
     grid: Grid = script.make_grid(config, launch)
     loaders = Loaders(loader(config, grid), None, None)
     grid.traced(network)
-    network.peers = Peers(config, script.model_provider)
+    network.said = partial(of_stages, config, script.model_provider)
     monitor = Actions(recorder)
     patches.replace(script, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
+    run, failure = None, None
     gc.collect()
-    gc.disable()  # what lives until it runs lives to the end; when it runs is not the product's
+    gc.disable()  # when it runs is chance: what lives until then lives to the end
     with contextlib.ExitStack() as modes:
         modes.callback(gc.enable)
         if real:
@@ -133,13 +168,28 @@ def rehearse(
             fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
             modes.enter_context(Reads(recorder, fake))
-        script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
-        run = script.build(config, grid, device, monitor)
-        recorder.layers = Layers(run.model, run.engine.queue)
-        with script.StopSignal() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
-            script.work(run, loaders, {}, stop)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
+                run = script.build(config, grid, device, monitor)
+                recorder.layers = Layers(run.model, run.engine.queue)
+                with script.StopSignal() as stop:
+                    script.work(run, loaders, {}, stop)
+            except (UsageError, PlacementError, OSError):
+                raise
+            except Exception as error:  # of any kind: it would end the run on a GPU too
+                failure = failed(error, recorder.fork)
         recorder.paused = True
-    last = Action(f"iteration {steps}")
-    first = len(recorder.events) - 1 - recorder.events[::-1].index(last)
+    events = recorder.events
+    steps_begin = [i for i, event in enumerate(events) if event in STEPS]
+    first = steps_begin[-1] if steps_begin else len(events)
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run)
+    return Rehearsed(config, grid, recorder, first, notes, run, script, failure)
+
+
+def failed(error: BaseException, fork: str) -> Finding:
+    """Return the finding that an exception is: at the innermost line of the product."""
+    lines = lines_of(error, fork)
+    place = next((line for line in lines if not line.startswith(CARRIERS)), (*lines, "")[0])
+    text = " ".join(str(error).split())
+    return Finding("exception", place, f"{type(error).__name__}: {text}"[:600], "", lines)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpu.layers.packed_seq_params import PackedSeqParams
+
 
 @dataclass(frozen=True)
 class DocumentRules:
@@ -37,8 +39,8 @@ class Batch:
     """A micro-batch of `b` rows of `s` tokens; every tensor is [b, s].
 
     tokens, labels: int64; labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
-    is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). document_ids: int32, counting
-    from 0 in each row; a token attends to its own document only (None: to every earlier token).
+    is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). packed_seq_params: the
+    documents of the rows; a token attends to its own document only (None: to every earlier token).
     first_sample: number of row 0 in the global order. token_count: tokens whose loss counts.
     """
 
@@ -46,23 +48,25 @@ class Batch:
     labels: Tensor
     loss_mask: Tensor | None
     position_ids: Tensor | None
-    document_ids: Tensor | None
+    packed_seq_params: PackedSeqParams | None
     first_sample: int
     token_count: int
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch with its tensors on a device; a copy to CUDA is asynchronous."""
-        names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+        names = ("tokens", "labels", "loss_mask", "position_ids")
         held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if torch.device(device).type == "cuda":
             held = {k: v if v.is_cuda else v.pin_memory() for k, v in held.items()}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in held.items()})
+        moved = {k: v.to(device, non_blocking=True) for k, v in held.items()}
+        packed = self.packed_seq_params and self.packed_seq_params.to(device)
+        return replace(self, packed_seq_params=packed, **moved)
 
 
 def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
     """Return the batch of these samples, int64 [b, s + 1]."""
     tokens = rows[:, :-1]
-    loss_mask = position_ids = document_ids = None
+    loss_mask = position_ids = packed = None
     token_count = tokens.size
     if rules.reset_position_ids or rules.reset_attention_mask:
         begins = np.zeros(tokens.shape, bool)  # a document begins after each end
@@ -72,7 +76,8 @@ def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Bat
         starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
         position_ids = torch.from_numpy(places - starts)
     if rules.reset_attention_mask:
-        document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
+        begins[:, 0] = True
+        packed = PackedSeqParams.of(np.diff(np.flatnonzero(begins), append=tokens.size).tolist())
     if rules.eod_mask_loss:
         counts = tokens != rules.eod
         loss_mask = torch.from_numpy(counts.astype(np.float32))
@@ -82,7 +87,7 @@ def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Bat
         labels=torch.from_numpy(rows[:, 1:].copy()),
         loss_mask=loss_mask,
         position_ids=position_ids,
-        document_ids=document_ids,
+        packed_seq_params=packed,
         first_sample=first_sample,
         token_count=token_count,
     )

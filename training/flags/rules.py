@@ -12,7 +12,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, path_rules, zero_rules
+from training.flags import fault_rules, overlap_rules, path_rules, zero_rules
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -217,11 +217,7 @@ def _layout(config: Config) -> None:
     _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
     if p.sequence_parallel:
         _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
-    elif p.tp_comm_overlap != "none":
-        raise UsageError(
-            f"--tp-comm-overlap {p.tp_comm_overlap} needs --sequence-parallel: without it every "
-            "rank holds the whole sequence, and there is no communication to overlap with a matmul"
-        )
+    overlap_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():

@@ -180,6 +180,7 @@ LIVE = """
 [rehearse] The rehearsal
 --rehearse | switch | off: left out | run the steps of one rank of this WORLD_SIZE on a device without memory, on any machine: what it launches, keeps, sends and waits for (ours, not Megatron's)
 --rehearse-rank | int>=0 | rank in the world; default: 0 | the rank that is rehearsed (ours, not Megatron's)
+--rehearse-all-ranks | switch | off: left out | rehearse every rank of a world of at most 16, and match what they send each other (ours, not Megatron's)
 --rehearse-device | text | a name in tools/rehearsal/devices, a file like those, or cpu; default: h100 | device whose memory and speed are assumed (ours, not Megatron's)
 --rehearse-steps | int[1,3] | steps; default: 2 | steps that run; the last one is reported (ours, not Megatron's)
 --rehearse-full | switch | off: left out | run every micro-batch of the last step, and replay none (ours, not Megatron's)

@@ -126,11 +126,11 @@ def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
         yield f"--ddp-bucket-size {idle} at --zero-stage 3: a bucket is a transformer block"
     if p.zero_reduce_each_microbatch and max(micro_batch_counts(config)) == 1:
         yield f"{EACH} {idle}: a step has one micro-batch"
-    if p.optimizer_cpu_offload and _on_cpu(config):
+    if p.optimizer_cpu_offload and on_cpu(config):
         yield f"{OFFLOAD} {idle} with --device cpu: the optimizer's state is in host memory already"
 
 
-def _on_cpu(config: Config) -> bool:
+def on_cpu(config: Config) -> bool:
     """Return whether the run computes on the CPU; a dry run without --device means a GPU."""
     device = config.parallel.device
     if device is None and not config.run.dry_run:

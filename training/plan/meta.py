@@ -29,6 +29,7 @@ PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arg
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
+BLOCK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # mpu/layers
 _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
 
 
@@ -45,7 +46,7 @@ class MetaOperations(TorchDispatchMode):
         return func(*args, **kwargs) if found is None else found
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what an operation returns, or None where torch must say it."""
     aten, name = torch.ops.aten, func.overloadpacket.__name__
     first: Any = args[0] if args else None
@@ -64,7 +65,12 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
         return _elementwise(func, args, kwargs)
     if name in _REDUCE:
         return _reduction(func, args, kwargs)
-    if name in ("empty_like", "zeros_like", "ones_like", "full_like"):
+    if func is BLOCK:
+        b, a, s, d = first.shape
+        sums = torch.float64 if first.dtype == torch.float64 else torch.float32
+        lse = first.new_empty((b, s, a), dtype=sums).transpose(1, 2)
+        return first.new_empty((b, s, a, d)).transpose(1, 2), lse
+    if name in ("empty_like", "zeros_like", "ones_like", "full_like", "flip"):
         dtype = kwargs.get("dtype") or first.dtype
         return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
     if func in PRODUCTS and "out" not in kwargs:

@@ -24,11 +24,12 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
 from training.config import Config
-from training.plan.meta import META, PRODUCTS, MetaAttention, MetaOperations
+from training.plan.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
 
 
 class StagedModel(Protocol):
@@ -43,7 +44,7 @@ class StagedModel(Protocol):
         tokens: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         *,
         hidden: Tensor | None = None,
         chunk: int = 0,
@@ -114,8 +115,10 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     """Return the parameters and FLOPs of the whole model, the vocabulary unpadded.
 
     The FLOPs are those of matrix products (Chowdhery et al. 2022, appendix B). The two products of
-    attention (F.scaled_dot_product_attention) count half where it is causal or masked. Look-ups and
-    elementwise work do not count. Raises ValueError where the vocabulary size is not known yet.
+    attention (F.scaled_dot_product_attention) count half where it is causal or masked, and those of
+    a window block by block (mpu/layers/attention_blocks.py). Documents, whose lengths are not known
+    before the run, count as one. Look-ups and elementwise work do not count. Raises ValueError
+    where the vocabulary size is not known yet.
     """
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
@@ -225,6 +228,9 @@ class _Flops(MetaOperations):
         if func in PRODUCTS:
             at = PRODUCTS[func]
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
+        if func is BLOCK:
+            q, k, v, *options = args  # dropout, causal
+            self.dot_product_attention(q, k, v, is_causal=options[1:] == [True])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, count: int) -> None:

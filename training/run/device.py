@@ -1,28 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the device of a rank."""
+"""Choose the device of a rank, and how exact its arithmetic is."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
-from mpu.launch import Launch
+from mpu.launch import Launch, cuda_settings, set_deterministic
 from training.config import Config, UsageError
 from training.run.malloc import keep_freed_memory
 
 
-def choose_device(config: Config, launch: Launch, share_cores: bool) -> torch.device:
+def choose_device(
+    config: Config, launch: Launch, share_cores: bool, note: Callable[[str], None]
+) -> torch.device:
     """Return this rank's device. share_cores: on a CPU, take only this rank's share of the cores.
 
-    Raises UsageError for a CUDA device where torch sees none.
+    On CUDA, note is called with what the environment sets of it. Raises UsageError for a CUDA
+    device where torch sees none.
     """
+    set_arithmetic(config.run.deterministic_mode)
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        for line in cuda_settings():
+            note(line)
         return device
     keep_freed_memory()
     if share_cores:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
     return torch.device("cpu")
+
+
+def set_arithmetic(deterministic: bool) -> None:
+    """Set what torch's CUDA kernels may round and reorder. Call it before CUDA starts.
+
+    A matmul of bf16 or fp16 adds its parts in fp32: torch's default lets cuBLAS add the parts of a
+    split product in the narrow dtype. deterministic: no operation whose bits change from run to run
+    (docs/numerics.md, "On a GPU").
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    if deterministic:
+        set_deterministic()
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)

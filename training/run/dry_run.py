@@ -22,6 +22,10 @@ NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
     "tokenizer is here; give --vocab-size"
 )
+REHEARSAL = (
+    "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
+    "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
+)
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
@@ -36,6 +40,7 @@ def report(config: Config, provider: ModelProvider) -> str:
     else:
         sections += _of_the_model(config, provider)
     sections += [
+        ("Rehearsal", [REHEARSAL]),
         ("Notes on the flags", list(config.notes)),
         (
             "Differs from Megatron-LM",

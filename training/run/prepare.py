@@ -35,7 +35,7 @@ def prepare(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
     grid.launch.check_meeting()
-    device = choose_device(config, grid.launch, share_cores)
+    device = choose_device(config, grid.launch, share_cores, note)
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every overlap kernel compiles for a Hopper GPU, without one, and has the instructions it needs.
+"""Every overlap kernel compiles for GPUs, without one, and has the instructions it needs.
 
-The protocol needs acquire and release at system scope; the speed needs wgmma and TMA.
+The protocol needs acquire and release at system scope; the speed needs wgmma and TMA on a Hopper,
+reads that are under way together, and registers that nothing is spilled from.
 """
 
 import re
+import subprocess
+from itertools import groupby, product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="this platform has no triton")
 import triton
@@ -15,97 +21,167 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mpu.kernels import all_gather_matmul, matmul_reduce_scatter, signals
+from mpu.kernels.product import TYPES, blocks_for, choose_blocks
 
-ELEMENT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp8e4nv": tl.float8e4nv}
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TABLES = {
     "inbox", "arrived", "outbox", "raises", "scale_inbox", "scale_outbox",
 }  # fmt: skip
-BLOCKS = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, ROWS=True, TMA=True, DOT_F32=False)
 
 
-def ptx_of(kernel, element="bf16", warps=8, **constants):
-    """Compile a kernel and return its PTX; ptxas accepts it, too, or this raises."""
+def compiled(kernel, dtype=BF16, major=9, warps=8, stages=3, **constants):
+    """Compile a kernel; ptxas accepts it, too, or this raises."""
+    element, out = TYPES[dtype], tl.bfloat16 if dtype == FP8 else TYPES[dtype]
     types = {name: "*i64" for name in TABLES} | {"counters": "*i32", "error": "i64"}
-    types |= {name: f"*{element}" for name in ("x", "w")} | {"patience": "i64"}
-    types |= {name: "*bf16" if element == "fp8e4nv" else f"*{element}" for name in ("y", "out")}
+    types |= {name: f"*{element}" for name in ("x", "w", "there")} | {"patience": "i64"}
+    types |= {name: f"*{out}" for name in ("y", "out")} | {"tickets": "*i32", "epoch": "*i32"}
     types |= {name: "*fp32" for name in ("x_scales", "w_scales")}
-    if kernel is matmul_reduce_scatter.matmul_scatter_kernel or "SCALED" in constants:
-        constants.setdefault("SCALED", element == "fp8e4nv")
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
     assert not set(constants) - set(signature)
     # what a launch finds out about its arguments: addresses and sizes that 16 divides
-    runtime = {"x", "w", "y", "out", "n", "k", "stride_n", "stride_k", *TABLES}
+    runtime = {"x", "w", "y", "out", "there", "n", "k", "stride_n", "stride_k", "tickets", *TABLES}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
         if name in runtime and name not in constants
     }
     source = ASTSource(kernel, signature, constants, attrs)
-    options = {"num_warps": warps, "num_stages": 3}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
+    options, target = {"num_warps": warps, "num_stages": stages}, GPUTarget("cuda", 10 * major, 32)
+    return triton.compile(source, target=target, options=options).asm
 
 
-def has(ptx, *patterns):
+def spilled(asm, tmp_path):
+    """Return the bytes of a thread's stack, which none of these kernels has but for spills."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+
+
+def has(asm, *patterns):
     for pattern in patterns:
-        assert re.search(pattern, ptx), f"the PTX has no {pattern}"
+        assert re.search(pattern, asm["ptx"]), f"the PTX has no {pattern}"
 
 
-ACQUIRE, RELEASE = r"ld\.global\.sys\.acquire\.b32", r"atom\.global\.sys\.release\.exch"
+def most_reads(asm):
+    """Return how many reads of 16 bytes come one after another, with no use of them between."""
+    order = re.findall(r"\b(ld\.global\.v4|st\.global|st\.shared|add\.f32)", asm["ptx"])
+    return max(len(list(run)) for what, run in groupby(order) if what.startswith("ld"))
+
+
+ACQUIRE, RELEASE = r"ld\.global\.sys\.acquire\.b32", r"st\.release\.sys\.global\.u32"
 COUNT, FENCE = r"atom\.global\.gpu\.acq_rel\.add", r"fence\.proxy\.async\.global"
+POLL = r"atom\.global\.sys\.acquire\.add"  # of several flags at once
+TICKET = r"atom\.global\.gpu\.relaxed\.add"
 TMA, WGMMA = r"cp\.async\.bulk\.tensor", r"wgmma\.mma_async"
 
 
-def gather(element, pushers=16, **more):
-    constants = BLOCKS | dict(
-        PUSHERS=pushers, PUSH_M=16, PUSH_K=512, WORLD=8, SCALED=element == "fp8e4nv",
-        PRECISION="ieee", WAIT=signals.wait_flag, RAISE=signals.raise_flag,
+def tiles_of(dtype, major, aligned, more):
+    """Return the constants and options of the blocks that a run takes for 8192 rows a rank."""
+    b = blocks_for(dtype, major, 8192, aligned)
+    constants = dict(
+        BLOCK_M=b.m, BLOCK_N=b.n, BLOCK_K=b.k, GROUP=b.group, ROWS=True, TMA=b.tma, DOT_F32=False,
+        WORLD=8, SCALED=dtype == FP8, PRECISION="ieee", RAISE=signals.raise_flag,
+        warps=b.warps, stages=b.stages,
     )  # fmt: skip
-    warps = more.pop("warps", 8)
-    return ptx_of(all_gather_matmul.all_gather_matmul_kernel, element, warps, **(constants | more))
+    return constants | more
 
 
-def scatter(element, **more):
-    constants = BLOCKS | dict(
-        WORLD=8, WIRE=tl.bfloat16, PRECISION="ieee", RAISE=signals.raise_flag
+def gather(dtype, major=9, aligned=True, pushers=16, **more):
+    constants = tiles_of(dtype, major, aligned, more) | dict(
+        PUSHERS=pushers, PUSH_M=all_gather_matmul.PUSH_ROWS, WAIT=signals.wait_flag,
+        PUSH_K=all_gather_matmul.push_columns(blocks_for(dtype, major, 8192, aligned), dtype),
     )  # fmt: skip
-    warps = more.pop("warps", 8)
-    return ptx_of(matmul_reduce_scatter.matmul_scatter_kernel, element, warps, **(constants | more))
+    return compiled(all_gather_matmul.all_gather_matmul_kernel, dtype, major, **constants)
 
 
-@pytest.mark.parametrize("element", ["bf16", "fp8e4nv"])
-def test_all_gather_matmul_on_a_hopper(element):
-    depth = 128 if element == "fp8e4nv" else 64
-    has(gather(element, BLOCK_K=depth), ACQUIRE, RELEASE, COUNT, FENCE, TMA, WGMMA)
+def scatter(dtype, major=9, aligned=True, **more):
+    wire = TYPES[BF16 if dtype == FP8 else dtype]
+    constants = tiles_of(dtype, major, aligned, more) | dict(WIRE=wire)
+    return compiled(matmul_reduce_scatter.matmul_scatter_kernel, dtype, major, **constants)
 
 
-def test_all_gather_matmul_of_rows_that_tma_cannot_take():
-    ptx = gather("fp16", pushers=0, TMA=False, ROWS=False)
-    has(ptx, ACQUIRE, WGMMA)
-    assert not re.search(TMA, ptx) and not re.search(FENCE, ptx)
+def add(dtype=BF16, world=8):
+    rows, columns = matmul_reduce_scatter.REDUCE_ROWS, matmul_reduce_scatter.REDUCE_COLUMNS
+    constants = dict(WORLD=world, WIRE=TYPES[dtype], BLOCK_M=rows, BLOCK_N=columns, warps=4)
+    return compiled(matmul_reduce_scatter.reduce_kernel, dtype, **constants)
 
 
-@pytest.mark.parametrize("element", ["bf16", "fp8e4nv"])
-def test_matmul_scatter_on_a_hopper(element):
-    has(scatter(element, ROWS=element == "fp8e4nv"), RELEASE, COUNT, TMA, WGMMA)
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_all_gather_matmul_on_a_hopper(dtype, tmp_path):
+    asm = gather(dtype)
+    has(asm, ACQUIRE, RELEASE, COUNT, TICKET, FENCE, TMA, WGMMA)
+    assert not spilled(asm, tmp_path)
 
 
-def test_fp32_is_not_rounded_to_tf32():
-    small = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, warps=4)
-    for ptx in (gather("fp32", **small), scatter("fp32", WIRE=tl.float32, **small)):
-        has(ptx, r"fma\.rn\.f32", TMA)
-        assert "tf32" not in ptx
+def test_all_gather_matmul_of_rows_that_tma_cannot_take(tmp_path):
+    asm = gather(FP16, aligned=False, pushers=0, ROWS=False)
+    has(asm, ACQUIRE, WGMMA)
+    assert not re.search(TMA, asm["ptx"]) and not re.search(FENCE, asm["ptx"])
+    assert not spilled(asm, tmp_path)
 
 
-def test_the_sum_at_the_owner():
-    constants = dict(WORLD=8, WIRE=tl.bfloat16, BLOCK_M=16, BLOCK_N=256, WAIT=signals.wait_flag)
-    has(ptx_of(matmul_reduce_scatter.reduce_kernel, **constants), ACQUIRE, r"add(\.rn)?\.f32")
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_matmul_scatter_on_a_hopper(dtype, tmp_path):
+    asm = scatter(dtype, ROWS=dtype == FP8)
+    has(asm, RELEASE, COUNT, TICKET, TMA, WGMMA)
+    assert not spilled(asm, tmp_path)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_fp32_is_not_rounded_to_tf32_and_not_spilled(major, tmp_path):
+    for asm in (gather(FP32, major), scatter(FP32, major)):
+        has(asm, r"fma\.rn\.f32", *([TMA] if major >= 9 else []))
+        assert "tf32" not in asm["ptx"] and not spilled(asm, tmp_path)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_no_kernel_of_a_run_is_spilled(major, tmp_path):
+    for dtype, rows, aligned in product((BF16, FP16, FP32, FP8), (True, False), (True, False)):
+        if dtype == FP8 and major < 9:
+            continue  # which has none
+        how = dict(aligned=aligned, ROWS=rows)
+        for asm in (gather(dtype, major, **how), scatter(dtype, major, **how)):
+            assert not spilled(asm, tmp_path), (dtype, how)
+
+
+@pytest.mark.parametrize(("dtype", "world"), [(BF16, 8), (FP32, 16)])
+def test_the_sum_at_the_owner_reads_all_ranks_parts_at_once(dtype, world, tmp_path):
+    asm = add(dtype, world)
+    has(asm, POLL, r"add(\.rn)?\.f32")
+    elements = matmul_reduce_scatter.REDUCE_ROWS * matmul_reduce_scatter.REDUCE_COLUMNS
+    assert most_reads(asm) == 8 * elements * dtype.itemsize // (16 * 128)
+    assert not spilled(asm, tmp_path)
+
+
+@triton.jit
+def push_kernel(x, there, m, k, PUSH_M: tl.constexpr, PUSH_K: tl.constexpr):
+    all_gather_matmul.push_tile(x, there, tl.arange(0, PUSH_M), m, k, PUSH_K)
+
+
+def test_a_pusher_reads_several_pieces_before_it_writes_one():
+    rows, columns = all_gather_matmul.PUSH_ROWS, all_gather_matmul.push_columns
+    asm = compiled(push_kernel, PUSH_M=rows, PUSH_K=columns(blocks_for(BF16, 9, 8192, True), BF16))
+    assert most_reads(asm) == all_gather_matmul.PIECES * all_gather_matmul.PUSH_BYTES // 16
 
 
 def test_flags_by_themselves():
-    has(ptx_of(signals.raise_flags_kernel, RAISE=signals.raise_flag), RELEASE)
-    has(ptx_of(signals.wait_flags_kernel, WAIT=signals.wait_flag), ACQUIRE)
+    raising = compiled(signals.raise_flags_kernel, RAISE=signals.raise_flag)
+    has(raising, RELEASE)
+    assert "atom." not in raising["ptx"]  # which would cross the link and back
+    has(compiled(signals.wait_flags_kernel, WORLD=8, STEP=1), POLL)
+
+
+def test_a_program_for_each_sm_but_those_left(monkeypatch):
+    hopper = SimpleNamespace(major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    x, w = torch.zeros(256, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
+    for left, programs in ((0, 132), (16, 116), (200, 1)):
+        assert choose_blocks(x, w, 256, left).programs == programs
+    ragged = x[:, :3].contiguous(), w[:, :3].contiguous()
+    assert choose_blocks(x, w, 256).tma and not choose_blocks(*ragged, 256).tma

@@ -7,7 +7,6 @@ a tile before its flag shows. The interpreter runs programs one after another, s
 which orders of programs are safe on a GPU.
 """
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -17,44 +16,10 @@ pytest.importorskip(
     "triton", "3.7", reason="no triton, or one before 3.7, whose interpreter fails on numpy 2.4"
 )
 
-from mpu import native
-from tests.conftest import World
-from tests.mpu.kernels.cases import Turns, check, run_cases, sample
+from tests.mpu.kernels.cases import check, give_way, run_cases, sample
 
 LINE, CHUNKS = 64, 64
 TIMEOUT = timedelta(seconds=60)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """interpreted(n) -> a world of n ranks whose triton is the interpreter."""
-    if native.load() is None:
-        pytest.skip(native.reason())
-    worlds = {}
-
-    def get(size):
-        if size not in worlds or worlds[size].broken:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TRITON_INTERPRET", "1")
-                worlds[size] = World(size)
-        return worlds[size]
-
-    yield get
-    for world in worlds.values():
-        world.close()
-
-
-def give_way():
-    """Let a rank that polls sleep in between: there are more ranks than cores."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    atomic = InterpreterBuilder.create_atomic_rmw
-
-    def sleepy(*args):
-        time.sleep(1e-4)
-        return atomic(*args)
-
-    InterpreterBuilder.create_atomic_rmw = sleepy
 
 
 class Memory:
@@ -74,6 +39,7 @@ class Memory:
         self.workspace = Workspace(self.axis, TIMEOUT)
         self.flags = SymmetricBuffer(self.axis, size * size * CHUNKS * LINE, TIMEOUT)
         self.counters = torch.zeros(size * CHUNKS, dtype=torch.int32)
+        self.tickets = torch.zeros(4, dtype=torch.int32)
         self.error = torch.zeros(1, dtype=torch.int32)
 
     def begin(self, piece_bytes):
@@ -93,7 +59,7 @@ class Memory:
         return Exchange(
             rank=me,
             world=n,
-            epoch=self.turn.epoch if epoch is None else epoch,
+            epoch=torch.tensor([self.turn.epoch if epoch is None else epoch], dtype=torch.int32),
             chunk_rows=chunk_rows,
             inbox=table(lambda r: slot + (r * n if in_place else me * n + r) * self.piece),
             arrived=table(lambda r: flags + (r * n + me) * CHUNKS * LINE),
@@ -101,6 +67,7 @@ class Memory:
             raises=table(lambda r: flags + (me * n + r) * CHUNKS * LINE),
             flag_stride=LINE,
             counters=self.counters,
+            tickets=self.tickets,
             error=self.error,
             patience=patience,
         )
@@ -121,7 +88,7 @@ class Memory:
             self.turn.wait()
         self.turn.part(self.rank, (self.size * self.piece,), torch.uint8).fill_(255)
         self.turn.close()
-        assert not self.counters.any() and not self.error.any()
+        assert not self.counters.any() and not self.tickets.any() and not self.error.any()
 
 
 def memory(comm, size):
@@ -139,7 +106,7 @@ def run(comm, cases):
 
 
 @pytest.mark.parametrize(
-    ("size", "largest", "delay"), [(2, 28, 0.0), pytest.param(4, 20, 0.05, marks=pytest.mark.prove)]
+    ("size", "largest", "delay"), [(2, 24, 0.0), pytest.param(4, 20, 0.05, marks=pytest.mark.prove)]
 )
 def test_the_kernels_between_processes(interpreted, size, largest, delay):
     check(interpreted(4).run(run, sample(8, size, size, largest, delay)))
@@ -153,98 +120,38 @@ def test_hundreds_of_epochs(interpreted, size):
         check(interpreted(size).run(run, cases[start : start + 20]))
 
 
-class SharedByAll:
-    """torch's symmetric memory, played by memory of the host: a stretch of it for each rank."""
+def take_turns(comm):
+    """Let the first program that runs find all work undone, as if no other had an SM."""
+    from triton.runtime.interpreter import interpreter_builder
 
-    def __init__(self, axis):
-        self.axis = axis
+    from mpu.kernels import all_gather_matmul as kernels
+    from mpu.kernels.product import Blocks
+    from mpu.kernels.tiles import tile_at
 
-    def empty(self, nbytes, dtype, device):
-        from mpu.comm.symmetric import SymmetricBuffer
+    space, done = memory(comm, 2), []
+    x, w = torch.arange(320.0).view(40, 8), torch.arange(144.0).view(18, 8)
 
-        nbytes = -(-nbytes // 4096) * 4096
-        self.all = SymmetricBuffer(self.axis, self.axis.size * nbytes, TIMEOUT).data
-        self.buffer_ptrs = [self.all.data_ptr() + r * nbytes for r in range(self.axis.size)]
-        return self.all[self.axis.rank * nbytes :][:nbytes].fill_(255)
+    def note(index, *rest):
+        block_m, block_n = rest[6:8]
+        done.append((interpreter_builder.grid_idx[0], int(block_n), int(index)))
+        return tile_at(index, *rest)
 
-    def rendezvous(self, memory, group):
-        return self
-
-
-def gpu_workspace(comm, patch):
-    """Make mpu/comm/symmetric_cuda.py's workspace, but for the GPU; return it with its axis."""
-    from mpu.comm import symmetric_cuda
-
-    axis = comm.grid(tp=comm.size).tp
-    patch.setattr(symmetric_cuda, "symmetric_memory", SharedByAll(axis))
-    patch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return symmetric_cuda.CudaWorkspace(axis, torch.device("cpu"), TIMEOUT), axis
-
-
-def run_turns(comm, cases):
-    """Run cases through the turns of GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        space = Turns(gpu_workspace(comm, patch)[0])
-        worst = run_cases(space, cases)
-        space.begin(3 << 20)  # the slots grow, and epochs begin anew
+        patch.setattr(kernels, "tile_at", note)
+        space.begin(x.nbytes)
+        y = kernels.all_gather_matmul(
+            x, w, space.exchange(16), blocks=Blocks(16, 16, 16, group=2, programs=5)
+        )
         space.end()
-        assert space.workspace.slot_bytes >= 12 << 20 and space.workspace.epoch == 1
-        worst |= run_cases(space, cases[:3])
-    return worst
+    assert torch.equal(y[40 * space.rank :][:40], x @ w.t()) and y.shape == (80, 18)
+    return done
 
 
-def test_the_turns_of_gpus(interpreted):
-    cases = sample(8, 4, seed=6, largest=20, in_place=False)
-    check(interpreted(4).run(run_turns, cases))
-
-
-def run_path(comm, shapes):
-    """Run a column and a row layer and all gradients over the kernels and by `none`."""
-    import copy
-    from dataclasses import replace
-
-    from mpu.comm.collectives import group_of
-    from mpu.comm.overlap_map import OverlapMap
-    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
-    from mpu.context import LayerContext
-    from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
-
-    give_way()
-    same = []
-    with pytest.MonkeyPatch.context() as patch:
-        space, axis = gpu_workspace(comm, patch)
-        grid = copy.copy(comm.grid(tp=comm.size))
-        grid.tp = replace(axis, transport=CudaSymmetricTransport(group_of(axis), space))
-        for seed, (n, b, k, o) in enumerate(shapes):
-            found = []
-            for mode in ("none", "symmetric"):
-                random = torch.Generator().manual_seed(100 * seed + comm.rank)
-
-                def draw(*shape, random=random):
-                    return torch.randint(-2, 3, shape, generator=random).float()
-
-                ctx = LayerContext(grid, True)
-                column = ColumnParallelLinear(k, comm.size * o, ctx=ctx)
-                row = RowParallelLinear(comm.size * o, 3, ctx=ctx)
-                for layer in (column, row):
-                    kind = type(use_overlap(layer, OverlapMap(mode))).__name__
-                    assert kind == ("NoOverlap" if mode == "none" else "KernelOverlap")
-                    layer.weight.data.copy_(draw(*layer.weight.shape))
-                x = draw(n, b, k).requires_grad_()
-                y = column(x)
-                s = row(y)
-                (s.square().sum() + 3 * y.sum()).backward()
-                main = ctx.sink.main
-                found.append([y, s, x.grad, main[column.weight], main[row.weight]])
-            same += [torch.equal(a, c) for a, c in zip(*found, strict=True)]
-        space.check()
-    return same
-
-
-def test_the_path_over_the_kernels(interpreted):
-    """Integers, so that every bit counts; rows of a size that is no multiple of 16 bytes, too."""
-    for same in interpreted(4).run(run_path, [(3, 2, 8, 4), (5, 1, 7, 3)]):
-        assert all(same) and len(same) == 10
+def test_a_pusher_multiplies_when_it_has_pushed(interpreted):
+    """Tickets are taken in the order of tiles.py; no tile waits for a program without an SM."""
+    pushes, tiles = [(0, 1, i) for i in range(3)], [(0, 16, i) for i in range(12)]
+    for done in interpreted(4).run(take_turns):
+        assert done == pushes + tiles
 
 
 def run_out(comm):
@@ -276,7 +183,6 @@ def test_a_wait_that_runs_out(interpreted):
 def wrap(comm):
     """Flags count past 2**31 and 2**32."""
     from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-    from mpu.kernels.signals import signed
 
     space = memory(comm, 2)
     x, w = torch.arange(80.0).view(10, 8), torch.ones(3, 8)
@@ -286,12 +192,17 @@ def wrap(comm):
         space.flags.barrier()
         for step in range(-1, 2):
             space.begin(5 * 3 * 4)
-            got = matmul_reduce_scatter(x, w, space.exchange(5, epoch=start + step))
+            got = matmul_reduce_scatter(x, w, space.exchange(5, epoch=signed(start + step)))
             assert torch.equal(got, 2 * (x @ w.t())[space.rank * 5 : space.rank * 5 + 5])
             space.end()
     space.flags.barrier()
     space.flags.data.zero_()
     space.flags.barrier()
+
+
+def signed(epoch):
+    """Return the epoch as the int32 with the same low 32 bits."""
+    return (epoch + 2**31) % 2**32 - 2**31
 
 
 def test_epochs_wrap_round(interpreted):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The effects of an end-of-document token, against loops that follow Megatron's description."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -30,25 +32,29 @@ def test_rules_against_a_walk():
     batch = make_batch(rows, DocumentRules(EOD, *[True] * 3), first_sample=11)
     assert torch.equal(batch.tokens, torch.from_numpy(rows[:, :-1]))
     assert torch.equal(batch.labels, torch.from_numpy(rows[:, 1:]))
+    lengths: list[int] = []
     for i, row in enumerate(rows[:, :-1]):
         positions, documents, counts = map(list, slow(row))
         assert batch.position_ids[i].tolist() == positions
-        assert batch.document_ids[i].tolist() == documents
+        lengths += [documents.count(i) for i in range(documents[-1] + 1)]
         assert batch.loss_mask[i].tolist() == counts
+    assert batch.packed_seq_params.lengths == tuple(lengths)
+    assert batch.packed_seq_params.cu_seqlens.tolist() == [0, *accumulate(lengths)]
     assert batch.token_count == batch.loss_mask.sum() < 5 * 33
     assert batch.first_sample == 11
     kinds = [t.dtype for t in (batch.tokens, batch.labels, batch.position_ids)]
     assert kinds == [torch.int64] * 3
-    assert (batch.document_ids.dtype, batch.loss_mask.dtype) == (torch.int32, torch.float32)
+    assert batch.loss_mask.dtype == torch.float32
 
 
 @pytest.mark.parametrize("flag", [None, *FLAGS])
 def test_each_flag_alone(flag):
     rows = np.array([[1, EOD, 2, 3, EOD]])
     batch = make_batch(rows, DocumentRules(EOD, **{flag: True} if flag else {}), 0)
+    ends = batch.packed_seq_params and batch.packed_seq_params.cu_seqlens
     fields = {
         "reset_position_ids": (batch.position_ids, [[0, 1, 0, 1]]),
-        "reset_attention_mask": (batch.document_ids, [[0, 0, 1, 1]]),
+        "reset_attention_mask": (ends, [0, 2, 4]),
         "eod_mask_loss": (batch.loss_mask, [[1, 0, 1, 1]]),
     }
     for name, (value, expected) in fields.items():
@@ -64,6 +70,8 @@ def test_a_rule_needs_an_eod(flag):
 
 def test_moves_to_a_device_whole():
     rows = np.array([[1, EOD, 2]])
-    moved = make_batch(rows, DocumentRules(EOD, reset_position_ids=True), 4).to("meta")
+    rules = DocumentRules(EOD, reset_position_ids=True, reset_attention_mask=True)
+    moved = make_batch(rows, rules, 4).to("meta")
+    assert moved.packed_seq_params.cu_seqlens.device.type == "meta"
     assert moved.tokens.device.type == moved.position_ids.device.type == "meta"
     assert moved.loss_mask is None and (moved.first_sample, moved.token_count) == (4, 2)

@@ -113,7 +113,8 @@ def value(flag: Flag, rng: random.Random, wild: float) -> list[str]:
 
 def draw(seed: int) -> tuple[list[str], dict[str, str]]:
     """Return the flags and the environment of a case."""
-    rng, flags = random.Random(seed), [f for f in live() if f.name not in ("--dry-run", "--rehearse")]
+    others = ("--dry-run", "--rehearse")  # other programs, with tests of their own
+    rng, flags = random.Random(seed), [f for f in live() if f.name not in others]
     given = {name: [text] for name, text in GOOD.items()}
     wild = rng.random()  # how often a value is drawn that may not suit
     for flag in rng.sample(flags, rng.randrange(1, 7)):

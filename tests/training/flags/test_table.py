@@ -36,8 +36,8 @@ LIVE = """
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
---rehearse --rehearse-rank --rehearse-device --rehearse-steps --rehearse-full --rehearse-json
---rehearse-trace
+--rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device --rehearse-steps
+--rehearse-full --rehearse-json --rehearse-trace
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
 --num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
@@ -57,8 +57,8 @@ LIVE = """
 """.split()
 OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
-    "--spike-z-score --rehearse --rehearse-rank --rehearse-device --rehearse-steps "
-    "--rehearse-full --rehearse-json --rehearse-trace "
+    "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
+    "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
@@ -145,6 +145,7 @@ def test_every_setting_is_read_by_the_run():
         "model_profile places rank_profile rules traffic zero"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
+    files += (root / "tools/rehearsal").glob("*.py")
     nodes = [
         node
         for file in files
@@ -156,7 +157,8 @@ def test_every_setting_is_read_by_the_run():
         if isinstance(node, ast.Attribute) and node.attr == "split":
             if isinstance(node.value, ast.Constant):
                 read |= set(node.value.value.split())
-    through = {  # properties of the config
+    through = {  # properties of the config; --rehearse starts another program
+        "rehearse": "rehearse_rank",
         "pipeline_schedule": "schedule",
         "num_virtual_stages_per_pipeline_rank": "virtual_stages",
         "use_distributed_optimizer": "zero",

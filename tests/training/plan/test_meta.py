@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training.plan.meta import META, MetaAttention, MetaOperations, flash_attention
+from training.plan.meta import BLOCK, META, MetaAttention, MetaOperations, flash_attention
 
 
 def tensor(*shape, dtype=torch.float32):
@@ -19,6 +19,7 @@ def tensor(*shape, dtype=torch.float32):
 X, Y, ROW = tensor(6, 2, 8), tensor(6, 2, 8, dtype=torch.bfloat16), tensor(8)
 COLUMN, TURNED = tensor(6, 2, 1), tensor(8, 2, 6).transpose(0, 2)
 NUMBERS = tensor(3, 5, dtype=torch.long)
+QKV = [tensor(2, 9, n, 8).transpose(1, 2) for n in (4, 2, 2)]
 OPERATIONS = {
     "row": lambda: X * ROW,
     "mixed dtypes": lambda: X + Y,
@@ -53,6 +54,9 @@ OPERATIONS = {
     "count": lambda: torch.arange(2, 9, 3, device=META),
     "silu": lambda: F.silu(Y),
     "softmax": lambda: X.softmax(-1),
+    "turned round": lambda: TURNED.flip(1),
+    "a block of attention": lambda: BLOCK(*QKV, 0.0, True)[0],
+    "its log-sum-exp": lambda: BLOCK(*QKV)[1],
 }
 
 

@@ -56,6 +56,15 @@ def test_what_the_flag_needs():
         assert sum("auto may choose otherwise in another run" in n for n in notes) == count
 
 
+def test_on_gpus_symmetric_is_not_for_a_pipeline():
+    pipeline = f"{TP} --sequence-parallel --pipeline-model-parallel-size 2 --tp-comm-overlap"
+    said = "--tp-comm-overlap symmetric with --pipeline-model-parallel-size 2 needs --device cpu"
+    with pytest.raises(UsageError, match=said):
+        parsed(f"{pipeline} symmetric --device cuda --dry-run", 4)
+    for words in ("auto --device cuda --dry-run", "symmetric --device cpu", "ring --dry-run"):
+        assert parsed(f"{pipeline} {words}", 4).parallel.tp_comm_overlap == words.split()[0]
+
+
 @pytest.mark.parametrize(
     "megatrons, said",
     [

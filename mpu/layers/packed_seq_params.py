@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the documents of a micro-batch begin and end: Megatron's PackedSeqParams, at cp 1.
+
+Several documents lie in one row of tokens, and a token attends to its own document only. No mask
+says so: attention is given the lengths of the documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSeqParams:
+    """The documents of a micro-batch [b, s], row after row, in order; a row's end ends a document.
+
+    lengths: tokens of each document; their sum is b s. cu_seqlens: int32 [documents + 1], the
+    first token of each document and b s at the end, on the device. max_seqlen: of the longest
+    document. What is on the host was made there: nothing is read back from a device.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "PackedSeqParams":
+        """Return the documents of these lengths, on the CPU.
+
+        Raises ValueError where a document holds no token.
+        """
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"the lengths of documents are {lengths}: each must be at least 1")
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), ends, max(lengths))
+
+    def to(self, device: torch.device | str) -> "PackedSeqParams":
+        """Return the same with cu_seqlens on a device; a copy to CUDA is asynchronous."""
+        ends = self.cu_seqlens
+        if torch.device(device).type == "cuda" and not ends.is_cuda:
+            ends = ends.pin_memory()
+        return replace(self, cu_seqlens=ends.to(device, non_blocking=True))

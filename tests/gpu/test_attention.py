@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents, windows and cached tokens on a GPU against the CPU; `make gpu-check` runs it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpu.layers.block_attention import block_attention
+from mpu.layers.packed_seq_params import PackedSeqParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+LENGTHS = [200, 1, 55, 1, 1, 254]
+ERRORS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def attend(
+    x: Tensor, dy: Tensor, packed: PackedSeqParams | None, window: int, new: int
+) -> tuple[Tensor, Tensor]:
+    """Return the output of the last `new` tokens and the gradient: x [b, a + 2 g, s, d]."""
+    x = x.detach().requires_grad_()
+    q, k, v = x.split([8, 2, 2], 1)
+    y = block_attention(q[:, :, -new:], k, v, packed, window)
+    return y.detach(), torch.autograd.grad(y, x, dy[:, :, -new:])[0]
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("d", [64, 128, 20])
+@pytest.mark.parametrize(
+    "documents, window, new", [(True, 0, 512), (True, 100, 512), (False, 100, 512), (False, 0, 9)]
+)
+def test_as_on_the_cpu(dtype, d, documents, window, new):
+    torch.manual_seed(0)
+    x = torch.randn(1 if documents else 2, 12, 512, d).to(dtype)
+    dy = torch.randn(len(x), 8, 512, d).to(dtype)
+    packed = PackedSeqParams.of(LENGTHS) if documents else None
+    want = attend(x.double(), dy.double(), packed, window, new)
+    moved = packed and packed.to("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    got = attend(x.cuda(), dy.cuda(), moved, window, new)
+    for mine, wanted in zip(got, want, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
+
+
+def test_the_memory_of_documents_is_not_a_square():
+    """16,384 tokens in bf16: a bias of s x s alone would be 512 MiB."""
+    s = 16384
+    x = torch.randn(1, 12, s, 64, dtype=torch.bfloat16, device="cuda")
+    packed = PackedSeqParams.of([5000, 1, s - 5001]).to("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    attend(x, torch.ones_like(x[:, :8]), packed, 0, s)
+    assert torch.cuda.max_memory_allocated() - before < 400 * 2**20

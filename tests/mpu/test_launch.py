@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CUDA reads when it starts is set before, unless the user has set it, and told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpu.launch import ALLOCATOR, cuda_settings, environment_defaults, set_deterministic
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_the_defaults_leave_what_is_set():
+    more = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    assert environment_defaults({}) == DEFAULTS | more
+    assert environment_defaults(DEFAULTS | more) == {}
+    assert "CUDA_MODULE_LOADING" not in environment_defaults({"CUDA_MODULE_LOADING": "LAZY"})
+    for name in ALLOCATOR:  # a newer and an older name of the same: they would contradict
+        assert environment_defaults({name: ""} | more) == {"CUDA_MODULE_LOADING": "EAGER"}
+
+
+WATCH = """
+import json, os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(json.dumps({k: os.environ[k] for k in os.environ if k[:5] in ("CUDA_", "PYTOR")}))
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+sys.argv = ["pretrain_llama.py"]
+exec(compile(open("pretrain_llama.py").read(), "pretrain_llama.py", "exec"))
+"""
+
+
+@pytest.mark.parametrize("set_by_user", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+def test_the_program_sets_them_before_torch_is_imported(set_by_user):
+    env = {k: v for k, v in os.environ.items() if k not in (*ALLOCATOR, "CUDA_MODULE_LOADING")}
+    env |= set_by_user
+    words = [sys.executable, "-c", WATCH]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    seen = json.loads(done.stdout)
+    assert seen.items() >= (set_by_user or DEFAULTS).items(), done.stderr
+    assert seen["CUDA_MODULE_LOADING"] == "EAGER"
+    assert ("PYTORCH_ALLOC_CONF" in seen) == (not set_by_user)
+
+
+def test_what_is_set_is_told(monkeypatch):
+    for name in (*ALLOCATOR, "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    assert cuda_settings() == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.setenv("NCCL_ALGO", "^NVLS")
+    set_deterministic()
+    assert os.environ["NCCL_ALGO"] == "^NVLS"
+    assert cuda_settings() == [
+        "environment of CUDA: PYTORCH_ALLOC_CONF=expandable_segments:False, "
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=^NVLS"
+    ]
+    monkeypatch.delenv("NCCL_ALGO")
+    set_deterministic()
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.delenv("NCCL_ALGO")

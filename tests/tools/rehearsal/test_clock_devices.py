@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device files: each number has its unit and its source, and they are those that docs freeze."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import predict_published
+from benchmarks.predict_published import DOCUMENT, frozen_files, stated_hashes
+from tools.rehearsal.device_file import FOLDER, DeviceFileError, path_of, read_device
+
+NAMES = ("a100", "b200", "h100", "h200")
+
+
+def test_the_devices_are_there() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == list(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_file_is_whole_and_its_numbers_make_sense(name: str) -> None:
+    device = read_device(name)
+    assert 1e14 < device.peak("bfloat16") == device.peak("float16") < 1e16
+    assert 1e12 < device["bandwidth"] < 1e13 and 4e10 <= device["memory"] < 1e12
+    assert 100 <= device["sms"] < 200 and device["collective_sms"] < device["sms"] / 4
+    assert 1e-6 <= device["launch_seconds"] < 1e-4 and 1e-6 <= device["kernel_seconds"] < 1e-5
+    assert device.levels[0].ranks == 8 and device.levels[0].bandwidth > device.levels[1].bandwidth
+    assert all(source_of(entry) for entry in entries(json.loads(path_of(name).read_text())))
+
+
+def entries(value: Any) -> list[dict[str, Any]]:
+    """Return every object with a value in a file."""
+    if isinstance(value, list):
+        return [entry for part in value for entry in entries(part)]
+    if not isinstance(value, dict):
+        return []
+    return [value] if "value" in value else entries(list(value.values()))
+
+
+def source_of(entry: dict[str, Any]) -> bool:
+    """Tell whether a source names a document, a repository, a fit or says that it is assumed."""
+    told = entry["source"]
+    names = ("datasheet", "arXiv:", "NVIDIA/", "stas00/", "docs.nvidia.com", "fit_device.py")
+    return any(name in told for name in (*names, "assumed", "reference architecture"))
+
+
+def test_the_device_files_are_those_of_the_document() -> None:
+    assert frozen_files() == stated_hashes(), f"{DOCUMENT.name} freezes other files"
+
+
+def test_nothing_is_predicted_with_files_that_are_not_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status\n"
+    run += "1B,1,8,1,1,2,16,256,0,40.0,40000,320000,50.0,ok\n1B,1,8,1,1,2,16,256,0,,,,,crashed\n"
+    (tmp_path / "runs.csv").write_text(run)
+    out = tmp_path / "errors.csv"
+    flags = ["--runs", str(tmp_path), "--out", str(out)]
+    assert predict_published.main(flags) == 0
+    rows = out.read_text().splitlines()
+    assert len(rows) == 3 and rows[1].startswith("runs.csv:2,ultrascale,playbook 1B 1 nodes,h100")
+    assert rows[2].endswith("crashed")
+    error = float(rows[1].split(",")[6])
+    assert f"worst {error:+.0%} (runs.csv:2)" in capsys.readouterr().out
+    other = tmp_path / "other.md"
+    other.write_text(DOCUMENT.read_text().replace("h100.json` | `", "h100.json` | `0"))
+    monkeypatch.setattr(predict_published, "DOCUMENT", other)
+    assert predict_published.main(flags) == 1
+    assert "states the sha256 of other device files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, rule",
+    [
+        ({"sms": {"value": 132, "unit": "1"}}, "sms must have a value, a unit and a source"),
+        ({"sms": {"value": 1, "unit": "s", "source": "a datasheet"}}, "sms is in 1, not in s"),
+        ({"sms": {"value": 1, "unit": "1", "source": ""}}, "sms names no source"),
+        ({"sms": {"value": "132", "unit": "1", "source": "a datasheet"}}, "sms is '132', not a"),
+        ({"sms": {"value": -1, "unit": "1", "source": "a datasheet"}}, "sms is -1, not a number"),
+        ({"watts": {"value": 1, "unit": "1", "source": "a datasheet"}}, "which nothing reads"),
+        (
+            {"matmul": {"value": 1.2, "unit": "share of peak", "source": "a datasheet"}},
+            "matmul is 1.2, more than the whole",
+        ),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused(
+    tmp_path: Path, change: dict[str, Any], rule: str
+) -> None:
+    content = json.loads(path_of("h100").read_text())
+    content["numbers"] |= change
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DeviceFileError, match=rule):
+        read_device(str(path))
+
+
+def test_levels_end_with_one_of_all_ranks(tmp_path: Path) -> None:
+    content = json.loads(path_of("h100").read_text())
+    content["levels"] = content["levels"][:1]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DeviceFileError, match="the last level must have ranks 0"):
+        read_device(str(path))
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(DeviceFileError, match="known by name are a100, b200, h100, h200"):
+        read_device("v100")

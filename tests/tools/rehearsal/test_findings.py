@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single events of a step that a GPU run must not have: host reads, wide dtypes, no kernel."""
+
+import pytest
+
+from tools.rehearsal.events import Launch, Where
+from tools.rehearsal.findings import may_wait, wrong
+from tools.rehearsal.kernels_of_cuda import has_kernel, parse
+from tools.rehearsal.record import ROOT
+
+
+def launch(op, place, dtypes, shapes=None, flops=0.0, host=()):
+    shapes = shapes or ((4,),) * len(dtypes)
+    where = Where(place=place)
+    return Launch(op, 0, shapes, dtypes[-1], (), (), 0, flops, where, (), tuple(dtypes), host)
+
+
+BF, F32, F64 = "bfloat16", "float32", "float64"
+MODEL, NORMS = "model/llama.py:9", "mpu/layers/fused.py:9"
+
+
+@pytest.mark.parametrize(
+    "event, kind",
+    [
+        (launch("aten::add", MODEL, (BF, BF)), None),
+        (launch("aten::add", MODEL, (F32, F32)), "dtype"),
+        (launch("aten::add", MODEL, (F32, F32), ((), ())), None),
+        (launch("aten::add", NORMS, (F32, F32)), None),
+        (launch("aten::add", NORMS, (F32, BF)), "dtype"),
+        (launch("aten::add", NORMS, (F64, F64)), "float64"),
+        (launch("aten::sum", "pretrain_llama.py:9", (F32, F64), ((4,), ())), None),
+        (launch("aten::sum", "pretrain_llama.py:9", (F64, F64), ((4,), (4,))), "float64"),
+        (launch("aten::mm", NORMS, (BF, BF, F32), flops=1.0), None),
+        (launch("aten::mm", NORMS, (F32, F32, F32), flops=1.0), "dtype"),
+        (launch("aten::mkldnn_linear", NORMS, (BF,)), "no kernel"),
+        (launch("aten::add", NORMS, (BF, BF), host=("a.py:1",)), "device"),
+    ],
+    ids=str,
+)
+def test_what_a_bf16_run_must_not_launch(event, kind):
+    assert [found for found, _ in wrong(event, BF)] == ([kind] if kind else [])
+
+
+def test_an_fp32_run_computes_in_fp32():
+    assert list(wrong(launch("aten::mm", MODEL, (F32, F32), flops=1.0), F32)) == []
+
+
+def line_of(file, text):
+    lines = (ROOT / file).read_text().splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+def test_the_host_may_wait_where_the_log_reads_and_nowhere_else_in_its_file():
+    assert may_wait(line_of("training/run/log.py", "loss.item()"))
+    assert may_wait(line_of("training/run/stop.py", "self._arrived.synchronize()"))
+    assert not may_wait("training/run/log.py:1")
+    assert not may_wait("model/llama.py:1")
+
+
+def test_kernels_are_read_from_torchs_list():
+    text = """
+- func: on_both(Tensor self) -> Tensor
+  dispatch:
+    CPU, CUDA: both
+
+- func: on_cpu(Tensor self) -> Tensor
+  dispatch:
+    CPU: alone
+    MkldnnCPU: too
+
+- func: made_of_others(Tensor self) -> Tensor
+
+- func: two.a(Tensor self) -> Tensor
+  dispatch:
+    CPU: a
+
+- func: two.b(Tensor self) -> Tensor
+  structured_delegate: two.out
+"""
+    assert parse(text) == {"aten::on_cpu"}
+    assert has_kernel("aten::mm") and has_kernel("weft::fused")
+    assert not has_kernel("aten::to_mkldnn")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rehearsal counts what is known otherwise: FLOPs, parameters, traffic; and takes the flags."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.tools.rehearsal.conftest import SMALL
+from tools.explain_formulas import add_up, apply, read_formulas
+from training.flags.parse import parse
+
+ROOT = Path(__file__).resolve().parents[3]
+AXES = {"pp_back": "pp", "dp_cp_shard": "dp_cp"}  # as docs/parallelism.md calls them
+VERBS = {"all_to_all": "reduce_scatter"}
+
+
+def test_flops_of_a_step(rehearse):
+    """Forward, dgrad and wgrad of a matmul: 6 x weights; causal attention: half of 4 s s d."""
+    report = rehearse("--global-batch-size 2").report
+    weights = 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 176) + 64 * 1024
+    matmuls = sum(row["flops"] for row in report["launches"] if row["part"] != "attention")
+    assert matmuls == 6 * weights * 2 * 64
+    core = sum(row["flops"] for row in report["launches"] if row["part"] == "attention")
+    forward = 4 * 64 * 64 * 16 * 4 / 2 * 4 * 2  # 4 s s d, 4 heads, causal, 4 layers, 2 samples
+    assert core == pytest.approx(forward * 3.5)  # flash's backward computes the scores again
+
+
+def test_memory_of_what_is_kept(rehearse):
+    kinds = rehearse("--global-batch-size 2").report["memory"]["by_kind"]
+    parameters = 2 * 64 * 1024 + 4 * (64 * 128 + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64
+    held = kinds["parameters"] // 2
+    assert parameters <= held < 1.03 * parameters  # buckets are padded
+    assert kinds["masters"] == kinds["gradients"] == 4 * held and kinds["moments"] == 8 * held
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --zero-stage 3 "
+                        "--rehearse-rank 2", marks=pytest.mark.prove),
+        pytest.param(4, "--tensor-model-parallel-size 2 --zero-stage 2 --overlap-grad-reduce "
+                        "--rehearse-rank 3", marks=pytest.mark.prove),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --rehearse-rank 1",
+                     marks=pytest.mark.prove),
+    ],
+)  # fmt: skip
+def test_traffic_is_what_the_document_states(rehearse, world, flags):
+    """The same totals as those that `make explain` holds against docs/parallelism.md."""
+    report = rehearse(f"{flags} --global-batch-size 4", world).report
+    words = [w for w in [*SMALL, *flags.split(), "--global-batch-size", "4"]]
+    config = parse([*words, "--rehearse", "--dry-run"], world)
+    ranks = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
+    applied = apply(config, read_formulas(), report["rank"] // ranks)
+    stated = add_up([(a.row.axis, a.row.verb, a.count, a.sent) for a in applied])
+    rows = []
+    for c in report["collectives"]:
+        axis, verb = AXES.get(c["axis"], c["axis"]), VERBS.get(c["verb"], c["verb"])
+        if verb == "all_reduce" and c["place"].startswith("mpu/zero/"):  # on a CPU it takes two
+            rows += [(axis, "reduce_scatter", 1, c["sent"] // 2)]
+            rows += [(axis, "all_gather", 1, c["sent"] // 2)]
+        else:
+            rows.append((axis, verb, 1, c["sent"]))
+    counted = add_up(rows)
+    assert counted == stated
+
+
+def test_each_transfer_has_its_turn_on_its_communicator(rehearse):
+    rows = rehearse("--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 4 "
+                    "--overlap-grad-reduce --rehearse-rank 1", 4).report["collectives"]  # fmt: skip
+    seen: Counter[int] = Counter()
+    first: dict[int, int] = {}
+    for row in rows:
+        begin = first.setdefault(row["stream"], row["number"])
+        assert row["number"] == begin + seen[row["stream"]]
+        seen[row["stream"]] += 1
+    assert len(seen) >= 2
+
+
+def test_mistakes_are_one_sentence(rehearse):
+    for flags, said in {
+        "--global-batch-size 4 --rehearse-rank 4": "--rehearse-rank 4",
+        "--global-batch-size 4 --rehearse-device nosuch": "nosuch: no device file",
+        "--tensor-model-parallel-size 3": "not a multiple of --tensor-model-parallel-size 3",
+    }.items():
+        found = rehearse(flags, 4)
+        assert found.code == 2 and said in found.text, found.text
+        assert len(found.text.splitlines()) == 1
+
+
+@pytest.mark.prove
+def test_a_changed_copy_is_rehearsed_itself(tmp_path):
+    """The program, a fork of it, starts the rehearsal with its own path and its own step."""
+    fork = (ROOT / "pretrain_llama.py").read_text()
+    line = "    step, schedule = run.iteration + 1, run.schedule(len(batches))\n"
+    assert line in fork
+    copy = tmp_path / "pretrain_fork.py"
+    copy.write_text(fork.replace(line, line + "    run.model.norm.weight.sum().item()\n"))
+    report = tmp_path / "report.json"
+    words = [sys.executable, copy, *SMALL, "--global-batch-size", "2", "--rehearse"]
+    env = {**os.environ, "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*words, "--rehearse-json", report], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    (finding,) = json.loads(report.read_text())["findings"]
+    assert finding["kind"] == "host read"

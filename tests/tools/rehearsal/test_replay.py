@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-batches that are replayed leave the report that they leave when they run."""
+
+import pytest
+
+LAYOUTS = {
+    "1 rank": (1, "--global-batch-size 8"),
+    "ring": (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap ring "
+                "--global-batch-size 8 --recompute-granularity selective"),
+    "ZeRO 2": (2, "--zero-stage 2 --overlap-grad-reduce --zero-reduce-each-microbatch "
+                  "--global-batch-size 16"),
+    "ZeRO 3": (2, "--zero-stage 3 --overlap-param-gather --overlap-grad-reduce "
+                  "--global-batch-size 16"),
+    "1F1B": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 --global-batch-size 8"),
+    "interleaved": (2, "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+                       "--num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full "
+                       "--recompute-method uniform --recompute-num-layers 1"),
+    "ZB-H1": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 --pipeline-schedule zb-h1 "
+                 "--global-batch-size 8"),
+    "ZB-V": (4, "--pipeline-model-parallel-size 2 --rehearse-rank 2 --pipeline-schedule zb-v "
+                "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 8"),
+    "deferred": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 "
+                    "--defer-embedding-wgrad-compute --global-batch-size 8"),
+    "ZeRO 3 in a pipeline": (4, "--pipeline-model-parallel-size 2 --zero-stage 3 "
+                                "--overlap-param-gather --global-batch-size 16"),
+}  # fmt: skip
+IN_CI = ("ring", "ZeRO 3", "ZB-V")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [x if x in IN_CI else pytest.param(x, marks=pytest.mark.prove) for x in LAYOUTS],
+)
+def test_a_replay_is_the_run(rehearse, layout):
+    world, flags = LAYOUTS[layout]
+    replayed = rehearse(flags, world)
+    run = rehearse(f"{flags} --rehearse-full", world)
+    assert replayed.report == run.report
+    assert replayed.text == run.text

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How exact CUDA's arithmetic is: the settings that a run makes before CUDA starts."""
+
+import os
+
+import pytest
+import torch
+
+from mpu.launch import Launch
+from training.flags.parse import parse
+from training.run import device as device_module
+from training.run.device import choose_device, set_arithmetic
+
+FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
+    --train-iters 1 --mock-data --vocab-size 64"""
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Put torch's settings and the environment back."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes what the test leaves
+        monkeypatch.delenv(name)
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, True)
+    yield matmul
+    for name, value in zip(names, before, strict=True):
+        setattr(matmul, name, value)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_narrow_matmuls_are_summed_in_fp32(settings):
+    set_arithmetic(deterministic=False)
+    assert not settings.allow_bf16_reduced_precision_reduction
+    assert not settings.allow_fp16_reduced_precision_reduction
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() and "NCCL_ALGO" not in os.environ
+
+
+def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
+    set_arithmetic(deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["NCCL_ALGO"] == "Ring"
+
+
+@pytest.mark.parametrize("mode", ["", " --deterministic-mode"])
+def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode):
+    """Asking torch for devices may start CUDA, which reads the environment then."""
+    asked, said = [], []
+
+    def available():
+        asked.append((torch.are_deterministic_algorithms_enabled(), "NCCL_ALGO" in os.environ))
+        assert not settings.allow_bf16_reduced_precision_reduction
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    config = parse(f"{FLAGS}{mode}".split(), 1)
+    device = choose_device(config, Launch(3, 4, 3, 4), False, said.append)
+    assert device == torch.device("cuda", 1)
+    assert asked and set(asked) == {(bool(mode), bool(mode))}
+    (line,) = said
+    assert line.startswith("environment of CUDA: CUDA_MODULE_LOADING=EAGER")
+
+
+def test_a_cpu_has_nothing_to_tell(settings, monkeypatch):
+    monkeypatch.setattr(device_module, "keep_freed_memory", lambda: None)
+    said = []
+    cpu = parse(f"{FLAGS} --device cpu".split(), 1)
+    assert choose_device(cpu, Launch(), False, said.append).type == "cpu" and not said

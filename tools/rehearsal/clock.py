@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time one rank's record on a device: the host issues in order, streams run side by side.
+
+    Launch     costs the host launch_seconds; begins when issued and when its stream is free
+    Transfer   costs the host transfer_seconds; begins when issued, when its communicator's stream
+               is free and when the stream that called it has reached that point; transfers of one
+               batch begin together. A receive ends as it begins: pipeline_clock.py knows better
+    Record     marks how far a stream is; Wait makes a stream wait, HostWait the host
+
+A matmul beside a collective has the SMs that the collective leaves. What a stream waits for while
+nothing else keeps it, the host included, is exposed: it counts for the axis that it waits for.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tools.rehearsal.device_file import Device
+from tools.rehearsal.events import Action, Event, HostWait, Launch, Record, Transfer, Wait, Where
+from tools.rehearsal.links import bandwidth, collective_seconds, message_seconds, spans
+from tools.rehearsal.roofline import MATMULS, launch_seconds, matmul_dtype, short_name
+
+MESSAGES = ("send", "receive")
+ITERATION = re.compile(r"of iteration (\d+)")
+
+
+class Span(NamedTuple):
+    """Something on a stream, for a trace: seconds since the record's begin."""
+
+    stream: int
+    name: str
+    begin: float
+    end: float
+    where: Where
+
+
+class ActionSpan(NamedTuple):
+    """What the computing stream did under one Action: seconds, and its place in Timing.spans."""
+
+    words: str
+    begin: float
+    end: float
+    first_span: int
+
+
+@dataclass
+class Timing:
+    """How long a rank's step takes and why.
+
+    step_seconds: of the last iteration recorded. mfu: share of the device's dense peak of the
+    matmuls' dtype that the model's FLOPs reach. exposed_seconds: by axis, communication that
+    nothing hides. bounds: what each resource alone would need; bound_seconds is the largest and
+    bound_by its name. host_seconds: the computing stream idle because the host issues too slowly.
+    """
+
+    step_seconds: float
+    mfu: float = 0.0
+    exposed_seconds: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    actions: list[ActionSpan] = field(default_factory=list)
+
+    @property
+    def bound_seconds(self) -> float:
+        return max(self.bounds.values(), default=0.0)
+
+    @property
+    def bound_by(self) -> str:
+        return max(self.bounds, key=lambda name: self.bounds[name], default="nothing")
+
+    @property
+    def launch_bound_share(self) -> float:
+        return self.host_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+class Clock:
+    """The state of the host, the streams and the communicators; `run` takes events, one by one."""
+
+    def __init__(self, device: Device, rank: int = 0, trace: bool = True) -> None:
+        self.device, self.rank, self.trace = device, rank, trace
+        self.host = 0.0
+        self.free: dict[int, float] = defaultdict(float)  # when each stream has done all it has
+        self.waits_for: dict[int, str] = defaultdict(str)  # the axis that moved `free` last
+        self.host_waits_for = ""
+        self.ready: dict[int, float] = {}  # `free` before its waits, of a stream that waits
+        self.host_ready = 0.0
+        self.marks: dict[int, tuple[float, str]] = {}
+        self.ends: dict[int, tuple[float, str]] = {}
+        self.batches: dict[int, float] = {}
+        self.busy: list[tuple[float, float]] = []  # begin and end of collectives, the last ones
+        self.timing = Timing(0.0)
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.bounds: dict[str, float] = defaultdict(float)
+        self.words, self.began, self.from_span = "", 0.0, 0
+        self.iteration, self.iteration_began = "", 0.0
+        self.seconds: dict[tuple[object, ...], float] = {}
+
+    def run(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Launch):
+                self._launch(event)
+            elif isinstance(event, Transfer):
+                self._transfer(event)
+            elif isinstance(event, Wait):
+                known = self.ends if event.event < 0 else self.marks
+                which = event.transfer if event.event < 0 else event.event
+                self._block(event.stream, *known.get(which, (0.0, "")))  # none: before the record
+            elif isinstance(event, Record):
+                stream = event.stream
+                self.marks[event.event] = self.free[stream], self.waits_for[stream]
+            elif isinstance(event, HostWait):
+                self._host_wait(event)
+            elif isinstance(event, Action):
+                self._action(event.words)
+
+    def finish(self, flops: float, dtype: str) -> Timing:
+        """Return the timing of what ran; flops: of the model, in one step of this rank."""
+        self._action("")
+        computed = self.free[0]
+        last = max([self.host, *self.free.values()])
+        late = max(self.free, key=lambda stream: self.free[stream])
+        if self.free[late] == last > computed and self.waits_for[late]:
+            self.exposed[self.waits_for[late]] += last - max(computed, self.iteration_began)
+        timing = self.timing
+        timing.step_seconds = last - self.iteration_began
+        if flops and timing.step_seconds:
+            timing.mfu = flops / (timing.step_seconds * self.device.peak(dtype))
+        timing.exposed_seconds, timing.bounds = dict(self.exposed), dict(self.bounds)
+        return timing
+
+    def _launch(self, event: Launch) -> None:
+        device, stream = self.device, event.stream
+        self.host += device["launch_seconds"]
+        free = self.free[stream]
+        begin = max(self.host, free)
+        if stream == 0 and begin > 0:
+            self._idle(begin)
+        end = begin + self._kernel(event, begin)
+        self.free[stream] = end
+        self.ready.pop(stream, None)
+        if stream == 0:
+            self.waits_for[0] = ""
+        self.bounds["host"] += device["launch_seconds"]
+        if event.flops:
+            self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
+        link = "host link" if event.op.startswith("memcpy ") else "memory"
+        bandwidth_key = "host_bandwidth" if link == "host link" else "bandwidth"
+        self.bounds[link] += event.bytes / device[bandwidth_key]
+        if self.trace:
+            self.timing.spans.append(Span(stream, event.op, begin, end, event.where))
+
+    def _kernel(self, event: Launch, begin: float) -> float:
+        """Return a kernel's seconds; a matmul has fewer SMs while a collective runs."""
+        shapes = event.shapes if short_name(event) in MATMULS else ()
+        key = (event.op, shapes, event.dtype, event.bytes, event.flops)
+        alone = self.seconds.get(key)
+        if alone is None:
+            alone = self.seconds[key] = launch_seconds(self.device, event)
+        if not event.flops or not self.busy:
+            return alone
+        self.busy = [span for span in self.busy if span[1] > begin]
+        if not self.busy:
+            return alone
+        slow = self.seconds.get(("beside", key))
+        if slow is None:
+            left = max(1.0, self.device["sms"] - self.device["collective_sms"])
+            slow = self.seconds["beside", key] = launch_seconds(self.device, event, left)
+        at, done = begin, 0.0
+        for first, last in sorted(self.busy):
+            alone_until = max(at, first)
+            if done + (alone_until - at) / alone >= 1:
+                break
+            done += (alone_until - at) / alone
+            at = alone_until
+            beside = max(at, last) - at
+            if done + beside / slow >= 1:
+                return at + (1 - done) * slow - begin
+            done += beside / slow
+            at += beside
+        return at + (1 - done) * alone - begin
+
+    def _transfer(self, event: Transfer) -> None:
+        device, stream = self.device, event.stream
+        self.host += device["transfer_seconds"]
+        self.bounds["host"] += device["transfer_seconds"]
+        begin = max(self.host, self.free[stream], self.free[event.origin])
+        if event.batch >= 0:
+            begin = self.batches.setdefault(event.batch, begin)
+        seconds = self._seconds(event)
+        end = begin + seconds
+        if end >= self.free[stream]:
+            self.free[stream], self.waits_for[stream] = end, event.axis
+        self.ends[event.id] = end, event.axis
+        if seconds and event.verb not in MESSAGES and event.stream != 0:
+            self.busy.append((begin, end))
+        if event.sent:
+            ends = (self.rank, event.peer) if event.verb in MESSAGES else event.group
+            level = spans(device, ends)[-1].level
+            self.bounds[device.levels[level].name] += event.sent / bandwidth(device, level)
+        if self.trace:
+            name = f"{event.verb} {event.axis} {event.bytes}"
+            self.timing.spans.append(Span(stream, name, begin, end, event.where))
+
+    def _seconds(self, event: Transfer) -> float:
+        key = (event.verb, event.bytes, event.group, event.peer)
+        seconds = self.seconds.get(key)
+        if seconds is None:
+            if event.verb == "receive":
+                seconds = 0.0
+            elif event.verb == "send":
+                seconds = message_seconds(self.device, event.bytes, self.rank, event.peer)
+            else:
+                seconds = collective_seconds(self.device, event.verb, event.bytes, event.group)
+            self.seconds[key] = seconds
+        return seconds
+
+    def _block(self, stream: int, until: float, axis: str) -> None:
+        """Make a stream wait."""
+        if until > self.free[stream]:
+            self.ready.setdefault(stream, self.free[stream])
+            self.free[stream] = until
+            self.waits_for[stream] = axis
+
+    def _host_wait(self, event: HostWait) -> None:
+        if event.event >= 0:
+            until, axis = self.marks.get(event.event, (0.0, ""))
+        else:
+            streams = [event.stream] if event.stream >= 0 else list(self.free)
+            late = max(streams, key=lambda stream: self.free[stream], default=0)
+            until, axis = self.free[late], self.waits_for[late]
+        if until > self.host:
+            if not self.host_waits_for:
+                self.host_ready = self.host
+            self.host, self.host_waits_for = until, axis
+
+    def _idle(self, begin: float) -> None:
+        """Tell why the computing stream was idle until `begin`: an axis, or the host."""
+        free = self.free[0]
+        ready = self.ready.get(0, free)
+        if free >= begin and free > ready:  # it waited for a transfer
+            axis, since = self.waits_for[0], max(ready, self.host)
+            if axis:
+                self.exposed[axis] += begin - since
+        elif begin > free and self.host_waits_for:  # the host waited for one
+            self.exposed[self.host_waits_for] += begin - max(free, self.host_ready)
+        elif begin > free:
+            self.timing.host_seconds += begin - free
+        self.host_waits_for = ""
+
+    def _action(self, words: str) -> None:
+        now, spans_now = self.free[0], len(self.timing.spans)
+        if self.words:
+            done = ActionSpan(self.words, self.began, now, self.from_span)
+            self.timing.actions.append(done)
+        self.words, self.began, self.from_span = words, now, spans_now
+        found = ITERATION.search(words)
+        if found and found[1] != self.iteration:
+            if self.iteration:
+                self.iteration_began = max(self.host, now)
+                self.timing.host_seconds = 0.0
+                self.exposed.clear()
+                self.bounds.clear()
+            self.iteration = found[1]
+
+
+def time_record(
+    events: Sequence[Event],
+    device: Device,
+    flops: float = 0.0,
+    dtype: str = "bfloat16",
+    rank: int = 0,
+    trace: bool = True,
+) -> Timing:
+    """Time the record of a world rank; in a pipeline (time_pipeline) messages arrive at once here.
+
+    flops: of the model in one step of this rank, for the MFU against the peak of `dtype`.
+    """
+    clock = Clock(device, rank, trace)
+    clock.run(events)
+    return clock.finish(flops, dtype)

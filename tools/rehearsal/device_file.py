@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a device file: what a GPU and its links can do, each number with its unit and its source.
+
+A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "levels": [level]}, a
+level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
+the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.untrusted import read_json
+
+FOLDER = Path(__file__).resolve().parent / "devices"
+DTYPES = ("bfloat16", "float16", "float8", "tf32", "float32")
+ATTENTION = ("flash", "cudnn")  # kernels: FlashAttention 1 and 2, and cuDNN's of Hopper and later
+PROTOCOLS = ("LL", "LL128", "Simple")  # of NCCL
+NUMBERS = {
+    **{f"peak.{dtype}": "FLOP/s" for dtype in DTYPES},  # dense; 0 where it has no such unit
+    "sms": "1",
+    "memory": "B",
+    "bandwidth": "B/s",
+    "l2": "B",
+    "host_bandwidth": "B/s",  # of copies between host and device, one direction
+    "tile_m": "1",
+    "tile_n": "1",
+    "tile_cost": "1",
+    "ramp": "1",
+    "matmul": "share of peak",
+    "matmul.float8": "share of peak",
+    "memory_share": "share of bandwidth",
+    **{f"attention.{kernel}": "share of peak" for kernel in ATTENTION},
+    "kernel_seconds": "s",
+    "launch_seconds": "s",
+    "transfer_seconds": "s",
+    "collective_start": "s",
+    "collective_sms": "1",
+    "link_share": "share of bandwidth",
+    "network_share": "share of bandwidth",
+    "oversubscription": "1",
+    **{f"ring_base.{protocol}": "s" for protocol in PROTOCOLS},
+    **{f"tree_base.{protocol}": "s" for protocol in PROTOCOLS},
+    "low_latency_bandwidth": "B/s",
+}
+LEVEL = {"bandwidth": "B/s", "step_seconds": "s", "tree_seconds": "s"}
+
+
+class DeviceFileError(ValueError):
+    """A device file that cannot be used: the text names the file, the key and the rule."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of links, inner ones first: a block of `ranks` GPUs (0: all of them) is joined by it.
+
+    bandwidth: bytes a second of one GPU in one direction. step_seconds: of a step of a ring across
+    it, and tree_seconds of a tree, by PROTOCOLS.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float
+    step_seconds: tuple[float, ...]
+    tree_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1."""
+
+    name: str
+    numbers: dict[str, float]
+    levels: tuple[Level, ...]
+
+    def __getitem__(self, key: str) -> float:
+        return self.numbers[key]
+
+    def peak(self, dtype: str) -> float:
+        """Return the dense peak in FLOP/s of matmuls of a torch dtype, such as "bfloat16"."""
+        name = "float8" if dtype.startswith("float8") else dtype
+        peak = self.numbers.get(f"peak.{name}", 0.0)
+        if not peak:
+            raise DeviceFileError(f"{self.name} has no matmuls of {dtype}")
+        return peak
+
+    def changed(self, **numbers: float) -> "Device":
+        """Return the device with other numbers, by their keys: changed(**{"peak.tf32": 1e15})."""
+        unknown = sorted(numbers.keys() - self.numbers.keys())
+        if unknown:
+            raise DeviceFileError(f"{self.name} has no number {unknown[0]}")
+        return Device(self.name, {**self.numbers, **numbers}, self.levels)
+
+
+def path_of(name: str) -> Path:
+    """Return the path of a device file: a path with a "/" or ".json", or a name in devices/."""
+    if "/" in name or name.endswith(".json"):
+        return Path(name)
+    return FOLDER / f"{name.lower()}.json"
+
+
+def read_device(name: str) -> Device:
+    """Return the device of a file. Raises DeviceFileError where it breaks a rule."""
+    path = path_of(name)
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
+        raise DeviceFileError(f"{name}: no device file {path}; known by name are {known}")
+    content = read_json(path)
+    if not isinstance(content, dict) or content.keys() != {"name", "numbers", "levels"}:
+        raise DeviceFileError(f"{path}: must be an object with name, numbers and levels")
+    numbers = {key: _number(path, key, content["numbers"].get(key), unit)
+               for key, unit in NUMBERS.items()}  # fmt: skip
+    unknown = sorted(content["numbers"].keys() - NUMBERS.keys())
+    if unknown:
+        raise DeviceFileError(f"{path}: numbers has {unknown[0]}, which nothing reads")
+    levels = tuple(_level(path, level) for level in content["levels"])
+    if not levels or levels[-1].ranks != 0 or any(level.ranks < 2 for level in levels[:-1]):
+        raise DeviceFileError(f"{path}: the last level must have ranks 0, the others at least 2")
+    return Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels)
+
+
+def _level(path: Path, level: dict[str, Any]) -> Level:
+    values = {key: _number(path, key, level.get(key), unit) for key, unit in LEVEL.items()}
+    return Level(
+        str(level["name"]),
+        int(level["ranks"]),
+        values["bandwidth"][0],
+        values["step_seconds"],
+        values["tree_seconds"],
+    )
+
+
+def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
+    """Return an entry's value, or its values by PROTOCOLS."""
+    if not isinstance(entry, dict) or entry.keys() != {"value", "unit", "source"}:
+        raise DeviceFileError(f"{path}: {key} must have a value, a unit and a source, and no more")
+    if entry["unit"] != unit:
+        raise DeviceFileError(f"{path}: {key} is in {unit}, not in {entry['unit']}")
+    if not isinstance(entry["source"], str) or len(entry["source"]) < 10:
+        raise DeviceFileError(f"{path}: {key} names no source")
+    many = key in ("step_seconds", "tree_seconds")
+    values = entry["value"] if many else [entry["value"]]
+    if not isinstance(values, list) or len(values) != (len(PROTOCOLS) if many else 1):
+        raise DeviceFileError(f"{path}: {key} must have a value for each of {', '.join(PROTOCOLS)}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number of at least 0")
+    if unit.startswith("share") and values[0] > 1:
+        raise DeviceFileError(f"{path}: {key} is {values[0]}, more than the whole")
+    return tuple(float(value) for value in values)

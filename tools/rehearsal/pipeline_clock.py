@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a step of a pipeline from one rank's record: when its inputs arrive, and the bubble.
+
+A record of one rank cannot tell when another sends. So it is timed twice: once with messages that
+arrive at once (clock.py), which gives the seconds of each of the rank's actions; then these
+seconds, and those of the other ranks' stages in proportion to their work, run through
+mpu/pipeline/simulate.py, the model of the whole pipeline.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import Costs, simulate
+from tools.rehearsal.clock import ActionSpan, Span, Timing, time_record
+from tools.rehearsal.device_file import Device
+from tools.rehearsal.events import Event, Transfer
+from tools.rehearsal.links import message_seconds
+
+WORDS = re.compile(r"(F|B|W|BW) chunk (\d+) micro-batch (\d+) in stage (\d+)")
+Key = tuple[str, int, int]  # F, B or W, chunk, micro-batch
+
+
+def action_of(words: str) -> tuple[str, int, int, int] | None:
+    """Return (kind, chunk, micro-batch, stage) of a pipeline's action, or None: other words."""
+    found = WORDS.match(words)
+    return (found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
+
+
+def stage_seconds(
+    actions: Sequence[ActionSpan], schedule: Schedule, pp_rank: int, work: Costs
+) -> Costs:
+    """Return seconds of F, B and W of every stage.
+
+    actions: of this rank, timed. work: of every stage, in any unit, such as FLOPs. A stage of this
+    rank has the mean of its micro-batches. Another has this rank's seconds a unit of work, of the
+    same kind and over all its chunks. Raises ValueError where the record lacks one of its actions.
+    """
+    parts = {"F": work.forward, "B": work.input_gradient, "W": work.weight_gradient}
+    measured: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in actions:
+        action = action_of(span.words)
+        if action is None:
+            continue
+        kind, _, _, stage = action
+        whole = sum(parts[part][stage] for part in kind)
+        for part in kind:  # BW is both, in proportion to their work
+            measured[part, stage].append((span.end - span.begin) * parts[part][stage] / whole)
+    own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
+    seconds: dict[str, list[float]] = {}
+    for part, amounts in parts.items():
+        lacking = [stage for stage in own if not measured[part, stage]]
+        if lacking:
+            raise ValueError(f"the record of pipeline rank {pp_rank} has no {part} of {lacking[0]}")
+        mean = {s: sum(measured[part, s]) / len(measured[part, s]) for s in own}
+        unit = sum(mean.values()) / sum(amounts[s] for s in own)
+        seconds[part] = [mean.get(s, unit * amounts[s]) for s in range(schedule.stages)]
+    return Costs(seconds["F"], seconds["B"], seconds["W"])
+
+
+def time_pipeline(
+    events: Sequence[Event],
+    device: Device,
+    schedule: Schedule,
+    pp_rank: int,
+    work: Costs,
+    flops: float = 0.0,
+    dtype: str = "bfloat16",
+    rank: int = 0,
+    trace: bool = True,
+) -> Timing:
+    """Time a step of the pipeline rank whose record this is; see time_record for the rest.
+
+    exposed_seconds gets "pp", what messages add, and "bubble", what the rank waits even with
+    messages that take no time.
+    """
+    alone = time_record(events, device, flops, dtype, rank, trace)
+    sends = [e for e in events if isinstance(e, Transfer) and e.verb == "send"]
+    send = max((message_seconds(device, e.bytes, rank, e.peer) for e in sends), default=0.0)
+    costs = stage_seconds(alone.actions, schedule, pp_rank, work)
+    whole, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
+    own = sum(s.end - s.begin for s in alone.actions if action_of(s.words))
+    step = alone.step_seconds - own + whole.step
+    bubble = free.step - free.busy[pp_rank]
+    exposed = {**alone.exposed_seconds, "bubble": bubble, "pp": whole.step - free.step}
+    begins = {span.action[:3]: span.begin for span in whole.timeline.ranks[pp_rank]}
+    spans, actions = _moved(alone, begins, whole.step)
+    return replace(
+        alone,
+        step_seconds=step,
+        mfu=alone.mfu * alone.step_seconds / step,
+        exposed_seconds=exposed,
+        spans=spans,
+        actions=actions,
+    )
+
+
+def _moved(
+    alone: Timing, begins: dict[Key, float], pipeline: float
+) -> tuple[list[Span], list[ActionSpan]]:
+    """Return spans and actions at the times that the pipeline's model gives.
+
+    begins: of this rank's actions, since the pipeline's begin. What comes before the first stays,
+    what comes after the last follows the pipeline's end.
+    """
+    kept = [a for a in alone.actions if action_of(a.words)]
+    first = kept[0].begin
+    actions, spans, at, shift = [], list(alone.spans), 0, 0.0
+    for number, action in enumerate(alone.actions):
+        told = action_of(action.words)
+        if told:
+            shift = first + begins[told[0][0], told[1], told[2]] - action.begin
+        elif action.begin >= kept[-1].end:
+            shift = first + pipeline - kept[-1].end
+        later = alone.actions[number + 1 :]
+        at, until = action.first_span, later[0].first_span if later else len(spans)
+        for n in range(at, until):
+            spans[n] = spans[n]._replace(begin=spans[n].begin + shift, end=spans[n].end + shift)
+        moved = action._replace(begin=action.begin + shift, end=action.end + shift)
+        actions.append(moved)
+    return spans, actions

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell a timing: as JSON's types, as lines of text, and as a trace for Chrome and Perfetto."""
+
+from typing import Any
+
+from tools.rehearsal.clock import Timing
+from tools.rehearsal.device_file import Device
+
+NAMES = {0: "compute"}  # of streams
+
+
+def as_json(timing: Timing) -> dict[str, Any]:
+    """Return the keys of `time` in the rehearsal's report; all times in seconds."""
+    return {
+        "step_seconds": timing.step_seconds,
+        "mfu": timing.mfu,
+        "exposed_seconds": timing.exposed_seconds,
+        "bound_seconds": timing.bound_seconds,
+        "bound_by": timing.bound_by,
+        "bounds": timing.bounds,
+        "launch_bound_share": timing.launch_bound_share,
+    }
+
+
+def lines(timing: Timing, device: Device) -> list[str]:
+    """Return the timing as text, a line for each fact."""
+    step = timing.step_seconds
+    told = [
+        f"{1e3 * step:.1f} ms a step on {device.name}, MFU {100 * timing.mfu:.1f} %",
+        f"bound by {timing.bound_by}: at least {1e3 * timing.bound_seconds:.1f} ms",
+        f"the device waits for the host {100 * timing.launch_bound_share:.1f} % of the step",
+    ]
+    for axis, seconds in sorted(timing.exposed_seconds.items(), key=lambda item: -item[1]):
+        told.append(f"exposed: {axis} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
+    return told
+
+
+def chrome_trace(timing: Timing) -> dict[str, Any]:
+    """Return the spans in the Trace Event Format, a thread for each stream, in microseconds."""
+    streams = sorted({span.stream for span in timing.spans})
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M", "pid": 0, "tid": stream, "name": "thread_name",
+            "args": {"name": NAMES.get(stream, f"stream {stream}")},
+        }
+        for stream in streams
+    ]  # fmt: skip
+    for span in timing.spans:
+        events.append(
+            {
+                "ph": "X", "pid": 0, "tid": span.stream, "name": span.name,
+                "ts": 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin),
+                "args": span.where._asdict(),
+            }
+        )  # fmt: skip
+    for action in timing.actions:
+        events.append(
+            {
+                "ph": "X", "pid": 0, "tid": -1, "name": action.words,
+                "ts": 1e6 * action.begin, "dur": 1e6 * (action.end - action.begin),
+            }
+        )  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearse every rank of a small world, each in a process of its own, and match them."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpu.comm.transport import Axis
+from tools.rehearsal.match import MATCHED, match
+from tools.rehearsal.run import Rehearsed
+from training.config import Config
+
+MOST_RANKS = 16
+AT_ONCE = 2
+
+
+class Told(NamedTuple):
+    """What a rank's process tells: its events that others must meet, and its report."""
+
+    events: list[Any]
+    failed: bool
+    made: dict[str, Any]
+    text: str
+
+
+class Exchange:
+    """Bytes that the ranks tell each other while they start (gather_bytes), through files.
+
+    turns: how many ranks may run at a time; one that waits for the others lets another run.
+    """
+
+    def __init__(self, folder: Path, rank: int, turns: Any) -> None:
+        self.folder, self.rank, self.turns = folder, rank, turns
+        self._asked: Counter[tuple[int, ...]] = Counter()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file that others see as a whole or not at all."""
+        unfinished = self.folder / f"{name}.part"
+        unfinished.write_bytes(data)
+        os.replace(unfinished, self.folder / name)
+
+    def gather(self, data: bytes, axis: Axis) -> list[bytes]:
+        """Return what each rank of an axis says; what this one says, where another has failed."""
+        self._asked[axis.ranks] += 1
+        name = f"{axis.ranks} {self._asked[axis.ranks]} of ".replace(" ", "_")
+        self.write(f"{name}{self.rank}", data)
+        self.turns.release()
+        try:
+            while not all((self.folder / f"{name}{rank}").exists() for rank in axis.ranks):
+                if any((self.folder / f"result_{rank}").exists() for rank in axis.ranks):
+                    return [data] * axis.size
+                time.sleep(0.01)
+        finally:
+            self.turns.acquire()
+        return [(self.folder / f"{name}{rank}").read_bytes() for rank in axis.ranks]
+
+
+def all_ranks(
+    run: Callable[[Config, Exchange], Rehearsed],
+    describe: Callable[[Rehearsed], tuple[dict[str, Any], str]],
+    config: Config,
+) -> tuple[dict[str, Any], str]:
+    """Return the report of the rank that is asked for, with what was found on and between all.
+
+    run, describe: rehearse a rank and report it, in a process that is forked from this one.
+    """
+    world, context = config.parallel.world_size, multiprocessing.get_context("fork")
+    turns = context.Semaphore(AT_ONCE)
+    with tempfile.TemporaryDirectory(prefix="weft-rehearsal-") as name:
+        folder = Path(name)
+
+        def work(rank: int) -> None:
+            turns.acquire()
+            exchange = Exchange(folder, rank, turns)
+            asked = replace(config.rehearse, rehearse_rank=rank)
+            if rank != config.rehearse.rehearse_rank:
+                asked = replace(asked, rehearse_trace=None)
+            told: Any
+            try:
+                seen = run(replace(config, rehearse=asked), exchange)
+                events = [e for e in seen.recorder.events if isinstance(e, MATCHED)]
+                told = Told(events, seen.failure is not None, *describe(seen))
+            except Exception as error:
+                told = error
+            exchange.write(f"result_{rank}", pickle.dumps(told))
+            turns.release()
+            os._exit(0)  # threads of the trainer may still wait
+
+        processes = [context.Process(target=work, args=(rank,)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        every = []
+        for rank in range(world):
+            found = folder / f"result_{rank}"
+            if not found.exists():
+                raise RuntimeError(f"the process that rehearsed rank {rank} ended without a word")
+            every.append(pickle.loads(found.read_bytes()))
+    for told in every:
+        if isinstance(told, Exception):
+            raise told
+    return together(every, config.rehearse.rehearse_rank)
+
+
+def together(every: list[Told], rank: int) -> tuple[dict[str, Any], str]:
+    """Return a rank's report with the findings of all ranks, and of what they send each other."""
+    made, text = every[rank].made, every[rank].text
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for one in every:
+        for finding in one.made["findings"]:
+            found.setdefault((finding["kind"], finding["place"], finding["also"]), finding)
+    if not any(one.failed for one in every):  # else the peers of what failed would seem stuck
+        for between in match([one.events for one in every]):
+            found.setdefault((between.kind, between.place, between.also), between._asdict())
+    return {**made, "findings": list(found.values())}, text

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every chunk once before a pipeline's first message, on GPUs.
+
+What a kernel needs of the device at its first launch (its code, a cuBLAS workspace, memory of the
+allocator) may wait for kernels that run, and a posted receive is a kernel that runs until its
+message comes. If that message waits for the very kernel, the first step hangs. So each rank first
+runs a forward and a backward of its chunks, on a model of the same shapes that shares nothing with
+the run's: no weight, no gradient, no bucket, no random number. It sends no message between stages.
+Its tensor-parallel collectives are those of a step, which all ranks of tp make together.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.overlap_map import OverlapMap
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink
+from mpu.layers.linear import use_overlap
+from mpu.pipeline.layout import Stage
+from mpu.recompute import Recompute
+from training.config import Config
+from training.data.batch import DocumentRules, make_batch
+from training.flags.zero_rules import zero_config
+from training.plan.model_profile import ModelProvider, accumulate_dtype
+from training.plan.pipeline import rank_stages
+
+MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
+
+
+class Scratch(GradientSink):
+    """All weights lie in one piece of zeros, all gradients in another: they are as large as the
+    largest weight. Nothing is summed over ranks.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros for a new weight; others lie in the same memory."""
+        return self._piece("weights", shape, dtype, device)
+
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        """Return room for a gradient; others are written to the same memory."""
+        return self._piece("gradients", tuple(param.shape), self.dtype, param.device)
+
+    def _piece(
+        self, what: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        count, held = torch.Size(shape).numel(), self._pieces.get((what, dtype))
+        if held is None or held.numel() < count:
+            held = self._pieces[what, dtype] = torch.zeros(count, dtype=dtype, device=device)
+        return held[:count].view(shape)
+
+
+class LocalEngine:
+    """Takes the engine's place: runs each chunk's forward and backward, on inputs of zeros."""
+
+    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device) -> None:
+        self.stages, self.dtype, self.device = stages, dtype, device
+
+    def run(self, schedule: Any, forward: Any, shape: tuple[int, ...], during: str = "") -> None:
+        """Do, for each micro-batch and chunk, F, B and W; `schedule` has no say."""
+        for i in range(MICRO_BATCHES):
+            for chunk, stage in enumerate(self.stages):
+                hidden = None
+                if not stage.embedding:
+                    hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                    hidden.requires_grad_()
+                out = forward(chunk, i, hidden)
+                torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
+
+
+def warm_up(
+    run: Any,
+    provider: ModelProvider,
+    run_schedule: Callable[..., Tensor],
+    overlap: OverlapMap,
+    note: Callable[[str], None],
+) -> None:
+    """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
+
+    run: the program's Run; run_schedule, its function. overlap: the methods of its linear layers.
+    All ranks call it.
+    """
+    if run.device.type == "cuda" and run.grid.pp.size > 1:
+        run.monitor.action = "loading kernels before the first message"
+        begin = time.perf_counter()
+        run_chunks(run, provider, run_schedule, overlap)
+        torch.cuda.synchronize(run.device)
+        seconds = time.perf_counter() - begin
+        note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
+
+
+def run_chunks(
+    run: Any, provider: ModelProvider, run_schedule: Callable[..., Tensor], overlap: OverlapMap
+) -> None:
+    """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
+    config, p, ctx = run.config, run.config.parallel, run.model.ctx
+    dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
+    ctx = LayerContext(
+        run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype)
+    )
+    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    stages = rank_stages(config, provider, run.grid.pp.rank)
+    model = provider(config, ctx, recompute, stages)
+    assert isinstance(model, nn.Module)
+    use_overlap(model, overlap)
+    engine = LocalEngine(stages, config.run.dtype, run.device)
+    batches = [batch.to(run.device) for batch in _batches(config)]
+    run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
+
+
+def _batches(config: Config) -> list[Any]:
+    """Return micro-batches of token 0, each row one document, with the masks of the run's flags."""
+    flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    rules = DocumentRules(eod=-1, **{flag: getattr(config.data, flag) for flag in flags})
+    rows = np.zeros((config.batch.micro_batch_size, config.model.seq_length + 1), np.int64)
+    return [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)]
