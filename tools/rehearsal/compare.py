@@ -34,6 +34,7 @@ def renamed(events: Sequence[Event], sizes: dict[int, int]) -> Iterator[tuple[An
     names, first = Names(sizes), dict[tuple[int, tuple[int, ...]], int]()
     for event in events:
         fields: list[Any] = [type(event).__name__]
+        value: Any
         for field, value in zip(event._fields, event, strict=True):
             if field in STORAGES and isinstance(value, tuple):
                 value = tuple(names(field, number) for number in value)

@@ -18,9 +18,11 @@ class Patches:
 
     def everywhere(self, old: Any, new: Any) -> None:
         """Replace a function in every module that has it under its own name."""
-        for module in list(sys.modules.values()):
-            if vars(module).get(old.__name__) is old:
-                self.replace(module, old.__name__, new)
+        name = str(old.__name__)
+        modules: list[Any] = list(sys.modules.values())
+        for module in modules:
+            if vars(module).get(name) is old:
+                self.replace(module, name, new)
 
     def restore(self) -> None:
         """Put everything back."""

@@ -108,7 +108,7 @@ def of_stages(
         return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
     if set(data.decode().split("\n")) <= own.keys():
         names = [  # of the copies of a tied weight only the first rank's counts
-            [name for name, param in each.items() if param.holders == 1 or rank == 0]
+            [name for name, p in each.items() if "embd" not in p.entry.axes or rank == 0]
             for rank, each in enumerate(every)
         ]
         return ["\n".join(each).encode() for each in names]

@@ -44,6 +44,7 @@ def test_the_report_of_a_pipeline():
         sum(rank_memory.state(config, rank_memory.flats(config, model_provider, rank)).values())
         + h.activations
         + h.logits
+        + h.working
         for rank, h in enumerate(activations.held(config, model_provider))
     ]
     (total,) = [line.split()[1:3] for line in text.splitlines() if line.startswith("  total ")]
