@@ -17,14 +17,12 @@ LAYOUTS = {
                        "--recompute-method uniform --recompute-num-layers 1"),
     "ZB-H1": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 --pipeline-schedule zb-h1 "
                  "--global-batch-size 8"),
-    "ZB-V": (4, "--pipeline-model-parallel-size 2 --rehearse-rank 2 --pipeline-schedule zb-v "
-                "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 8"),
     "deferred": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 "
                     "--defer-embedding-wgrad-compute --global-batch-size 8"),
     "ZeRO 3 in a pipeline": (4, "--pipeline-model-parallel-size 2 --zero-stage 3 "
                                 "--overlap-param-gather --global-batch-size 16"),
 }  # fmt: skip
-IN_CI = ("ZB-V",)
+IN_CI = ("1F1B",)
 
 
 @pytest.mark.parametrize(
