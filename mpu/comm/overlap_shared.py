@@ -37,6 +37,7 @@ class _SharedGathering(Gathering):
 
     def close(self) -> None:
         self._turn.close()
+        self._turn.complete = self._turn.close  # else turn and gathering keep each other, and x
 
     def _save(self) -> None:
         """Copy what a later turn is about to overwrite."""

@@ -74,7 +74,7 @@ class Recipe:
             else:
                 main_grad.addmm_(dy.t(), x)
             return
-        if x.is_cuda:
+        if x.device.type != "cpu":
             product = torch.mm(dy.t(), x, out_dtype=main_grad.dtype)
         else:
             product = torch.mm(dy.t(), x)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mpu.comm import collectives
 from mpu.comm.transport import sent_bytes
 from mpu.pipeline.engine import Parcel
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
 real_gather_bytes = collectives.gather_bytes
@@ -105,22 +106,24 @@ class Distributed:
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
         self.exchange: Any = None
+        self.starts: Any = None
         self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
 
-    def install(self) -> None:
-        """Replace them, for the whole process."""
+    def install(self, patches: Patches) -> None:
+        """Replace them."""
+        self.patches = patches
         for name in (
             "init_process_group", "new_group", "is_initialized", "destroy_process_group",
             "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
-            setattr(dist, name, getattr(self, name))
+            patches.replace(dist, name, getattr(self, name))
         for module in list(sys.modules.values()):
             if _is_gather_bytes(vars(module).get("gather_bytes")):
-                module.gather_bytes = self.gather_bytes  # type: ignore[attr-defined]
-        collectives._all_gather = self.all_gather_into_tensor
-        collectives._reduce_scatter = self.reduce_scatter_tensor
-        dist.P2POp = P2POp  # type: ignore[misc,assignment]
+                patches.replace(module, "gather_bytes", self.gather_bytes)
+        patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
+        patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
+        patches.replace(dist, "P2POp", P2POp)
 
     def init_process_group(
         self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any
@@ -128,7 +131,7 @@ class Distributed:
         """Make the group of the world."""
         from torch.distributed.distributed_c10d import GroupMember
 
-        GroupMember.WORLD = self._group(tuple(range(world_size)))  # type: ignore[assignment]
+        self.patches.replace(GroupMember, "WORLD", self._group(tuple(range(world_size))))
 
     def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Group:
         """Make a group."""
@@ -277,6 +280,15 @@ class Distributed:
         )
         return Work(recorder, number)
 
+    def through_memory(self) -> None:
+        """Note that what the trace has just heard of goes through memory, on no stream of its own.
+
+        Its ranks write and read there in the order of their own work.
+        """
+        verb, ranks, tensor = self.starts
+        over = Communicator(ranks, 0, f"shared memory of {ranks}")
+        self._start(verb, over, -1, (tensor,), (), tensor)
+
     # a trace of the grid's axes: it names the axis and the label of what is about to start
 
     def issued(
@@ -284,6 +296,7 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label = axis.name, ""
+        self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
             if isinstance(label.who, Parcel):  # the same at both ends

@@ -19,7 +19,9 @@ from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.guard import flag
+from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, failed, rehearse
@@ -57,9 +59,9 @@ def main(script: ModuleType, argv: list[str]) -> int:
     return 1 if made["findings"] else 0
 
 
-def read(script: ModuleType, argv: list[str]) -> Config:
-    """Read the flags. Raises UsageError."""
-    world = Launch.from_env().world
+def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
+    """Read the flags. world: its ranks, if not as the environment says. Raises UsageError."""
+    world = world or Launch.from_env().world
     argv = script.name_fork(argv)
     own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
     # a plan's rules: the files of the data need not be on this machine
@@ -88,7 +90,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     launch = Launch(asked.rehearse_rank, world, asked.rehearse_rank % here, here)
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
-    network = Distributed(recorder, launch.rank)
+    network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
     if recorder.device == "cuda":
         device = read_device(asked.rehearse_device)
@@ -96,11 +98,15 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
             "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         })  # fmt: skip
-    network.install()
-    triton_kernels.install(recorder, launch.rank)
+        triton_kernels.install(recorder, launch.rank)
+    else:
+        Host(recorder).install(patches, network)
+    network.install(patches)
     some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
     replay.install(recorder, asked.rehearse_full or some)
-    return rehearse(script, config, launch, recorder, network, asked.rehearse_steps)
+    return rehearse(
+        script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
+    )
 
 
 def _major(device: Device) -> int:

@@ -51,9 +51,7 @@ def memory(
     by_kind: dict[str, int] = defaultdict(int)
     for alloc in fullest:
         by_kind[kind_of(alloc, kinds)] += alloc.bytes
-    largest = sorted(
-        ((a.bytes, kind_of(a, kinds), a.where.place) for a in fullest), reverse=True
-    )
+    largest = sorted(((a.bytes, kind_of(a, kinds), a.where.place) for a in fullest), reverse=True)
     rounding = sum(-a.bytes % ROUND for a in fullest)
     order = dict(sorted(by_kind.items(), key=lambda item: -item[1]))
     return Memory(peak, order, rounding, at, largest[:20])

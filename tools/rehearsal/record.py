@@ -144,9 +144,7 @@ class Recorder:
             where = where or self.where()
             self.homes[number] = self.stream
             device = tensor.device.type
-            self.events.append(
-                Alloc(number, storage.nbytes(), kind, self.stream, device, where)
-            )
+            self.events.append(Alloc(number, storage.nbytes(), kind, self.stream, device, where))
         return number
 
     def _freed(self, key: int, number: int) -> None:

@@ -55,9 +55,7 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
-        parts[row["part"]].update(
-            count=row["count"], bytes=row["bytes"], flops=round(row["flops"])
-        )
+        parts[row["part"]].update(count=row["count"], bytes=row["bytes"], flops=round(row["flops"]))
     for part, sums in sorted(parts.items(), key=lambda item: -item[1]["count"]):
         lines.append(
             f"  {part:<10} {sums['count']:>9,} launches  {size(sums['bytes']):>9} read and written"

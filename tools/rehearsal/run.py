@@ -2,8 +2,8 @@
 """Run the trainer's own start and loop as one rank of any world, on fake tensors, and record it."""
 
 import contextlib
+import gc
 import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.places import CARRIERS, lines_of
 from tools.rehearsal.record import Actions, Recorder
 from tools.rehearsal.watch import Watch
@@ -84,15 +85,9 @@ def rehearsable(config: Config, steps: int) -> Config:
     return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault)
 
 
-def quick_weights() -> None:
-    """Draw one block of each part of a weight, since the numbers are not there in any case."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "draw_normal", None) is draw_normal:
-            module.draw_normal = _draw_one_block  # type: ignore[attr-defined]
-
-
 @torch.no_grad()
 def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: int) -> None:
+    # in place of draw_normal: one block of each part, as the numbers are not there in any case
     param.zero_()
     for piece in placement_of(param).pieces(names):
         rows = max(1, (1 << 20) // max(1, torch.Size(piece.shape[1:]).numel()))
@@ -114,7 +109,11 @@ def of_stages(
     if data == str(sum(p.entry.numel for p in own.values())).encode():
         return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
     if set(data.decode().split("\n")) <= own.keys():
-        return ["\n".join(each).encode() for each in every]
+        names = [  # of the copies of a tied weight only the first rank's counts
+            [name for name, p in each.items() if "embd" not in p.entry.axes or rank == 0]
+            for rank, each in enumerate(every)
+        ]
+        return ["\n".join(each).encode() for each in names]
     return None
 
 
@@ -134,10 +133,19 @@ def loader(config: Config, grid: Grid) -> Loader:
 
 
 def rehearse(
-    script: ModuleType, config: Config, launch: Launch, recorder: Recorder, network: Distributed,
+    script: ModuleType,
+    config: Config,
+    launch: Launch,
+    recorder: Recorder,
+    network: Distributed,
     steps: int,
+    patches: Patches,
+    real: bool = False,
 ) -> Rehearsed:
-    """Run `steps` steps of the script's `work` on the rank of `launch`."""
+    """Run `steps` steps of the script's `work` on the rank of `launch`.
+
+    real: in earnest, on tensors that have memory, beside the other ranks of a world that has met.
+    """
     config = rehearsable(config, steps)
     device = torch.device(recorder.device)
     if config.model.vocab_size is None:
@@ -148,12 +156,20 @@ def rehearse(
     grid.traced(network)
     network.said = partial(of_stages, config, script.model_provider)
     monitor = Actions(recorder)
-    quick_weights()
-    script.GradientCheck = lambda grid, note: None  # type: ignore[attr-defined]  # of values
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    patches.replace(script, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
     run, failure = None, None
-    with fake, Watch(recorder, fake=True), Reads(recorder, fake):
+    gc.collect()
+    gc.disable()  # when it runs is chance: what lives until then lives to the end
+    with contextlib.ExitStack() as modes:
+        modes.callback(gc.enable)
+        if real:
+            modes.enter_context(Watch(recorder, fake=False))
+        else:
+            patches.everywhere(draw_normal, _draw_one_block)
+            fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(Watch(recorder, fake=True))
+            modes.enter_context(Reads(recorder, fake))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from tools.rehearsal.events import HostWait, Launch, Where
@@ -40,14 +40,13 @@ class Watch(TorchDispatchMode):
         kwargs, recorder = kwargs or {}, self.recorder
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if self.fake:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return self._read(args[0])
-            if func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
-                recorder.host_wait(stream=recorder.stream, reads=name_of(func))
-                columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
-                kind = torch.long if columns else args[0].dtype
-                return args[0].new_empty((0, *columns), dtype=kind)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(args[0]) if self.fake else func(*args, **kwargs)
+        if self.fake and func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
+            recorder.host_wait(stream=recorder.stream, reads=name_of(func))
+            columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
+            kind = torch.long if columns else args[0].dtype
+            return args[0].new_empty((0, *columns), dtype=kind)
         if recorder.paused:
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
@@ -58,9 +57,14 @@ class Watch(TorchDispatchMode):
             made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
             error.add_note(f"its inputs were made at {', '.join(made)}")
             raise
+        if self.fake and func is torch.ops.aten.index.Tensor:
+            out = as_indexed(out, *args)
         if not inputs and not isinstance(out, Tensor):
             return out
         outputs = tensors_of((out,))
+        if func is torch.ops.aten.lift_fresh.default:  # made from numbers; a fake one is another
+            recorder.numbers(outputs, recorder.where())
+            return out
         if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
             return out
         device = recorder.device
@@ -162,6 +166,23 @@ class Watch(TorchDispatchMode):
             self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
         kind = tensor.dtype
         return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
+
+
+def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
+    """Return the result of an indexing with the strides that it has on a device.
+
+    torch's fake tensors have others: they do not follow those of transposed indices.
+    """
+    if out.dim() < 2 or any(i is not None and i.dtype != torch.long for i in places):
+        return out
+    with _disable_current_modes():
+        table = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        at = [
+            None if i is None else torch.empty_strided(i.shape, i.stride(), dtype=i.dtype).zero_()
+            for i in places
+        ]
+        strides = torch.ops.aten.index.Tensor(table, at).stride()
+    return out if strides == out.stride() else out.new_empty_strided(out.shape, strides)
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

@@ -21,12 +21,14 @@ class Held:
 
     for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. activations:
     both at their common fullest moment, plus what a recomputed layer needs. logits: not in these.
+    working: what one action has beside all that, and the messages that come and go under it.
     """
 
     for_b: int
     for_w: int
     activations: int
     logits: int
+    working: int
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
@@ -56,6 +58,7 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
             int(kept.peak_for_w[rank]),
             int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
             int(apart.peak[rank]),
+            max(stage.working for stage in own[rank]),
         )
         for rank in ranks
     ]

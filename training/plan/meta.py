@@ -76,6 +76,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in PRODUCTS and "out" not in kwargs:
         x, y = args[PRODUCTS[func] :][:2]
         return x.new_empty((*x.shape[:-1], y.shape[-1]))
+    if func is aten.mm.dtype:
+        return first.new_empty((first.shape[0], args[1].shape[1]), dtype=args[2])
     if func is aten.mv.default:
         return first.new_empty(first.shape[:1])
     if func is aten.index.Tensor and all(i is not None and i.dtype == torch.long for i in args[1]):

@@ -23,6 +23,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
 from training.config import Config
+from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
 from training.plan.model_profile import ModelProvider, StagedModel, plannable, rank_model
 
@@ -50,6 +51,7 @@ class StageProfile:
     for_w: int
     logits: int
     again: int
+    working: int
     collectives: tuple[Collective, ...]
 
 
@@ -91,13 +93,12 @@ def _rank_profile(
     sink.names = {param: name for name, param in model.named_parameters()}
     with MetaAttention(flash_attention), MetaOperations():
         run = _Run(config, model, sink, queue, trace)
-        for chunk in range(len(stages)):
-            run.forward(chunk)
-        for chunk in reversed(range(len(stages))):
-            run.backward(chunk, split)
-    profiles = tuple(run.profile(chunk) for chunk in range(len(stages)))
+        for param in sink.names:
+            sink.main_grad(param)  # kept from step to step
+        with run.live:
+            run.all(split)
     return RankProfile(
-        profiles,
+        run.profiles(),
         tuple(sink.uses),
         tuple(sink.gradients),
         frozenset(sink.looked_up),
@@ -133,6 +134,9 @@ class _Run:
         self.out: dict[int, Tensor] = {}
         self.waiting: dict[int, list[Tensor]] = {}
         self.kept = [(0, 0)] * len(self.saved)
+        self.live = Live()
+        self.working = [0] * len(self.saved)
+        self.counted: dict[int, int] = {}  # chunk -> bytes that live since its F
 
     @property
     def chunks(self) -> range:
@@ -148,15 +152,30 @@ class _Run:
             target = tokens.clone() if labels and stage.loss else None
             return self.model(tokens, target, hidden=hidden, chunk=chunk)
 
+    def all(self, split: bool) -> None:
+        """Run every chunk forward, then every chunk backward."""
+        for chunk in self.chunks:
+            self.forward(chunk)
+        for chunk in reversed(self.chunks):
+            self.backward(chunk, split)
+
     def forward(self, chunk: int) -> None:
         self.trace.at = (chunk, "F")
+        before = self.live.begin()
         self.out[chunk] = self._run(chunk, self.saved[chunk])
         self.kept[chunk] = self.saved[chunk].bytes(self.logits)
+        self.counted[chunk] = self.live.now - before
+        self._worked(chunk, before, self.kept[chunk][0])
+
+    def _worked(self, chunk: int, before: int, kept: int) -> None:
+        """Note the most that lived in an action beside `before` and what the profile counts."""
+        self.working[chunk] = max(self.working[chunk], self.live.peak - before - kept)
 
     def backward(self, chunk: int, split: bool) -> None:
         out, again = self.out.pop(chunk), self.rerun[chunk]
         self.trace.at = (chunk, "B")
         defers = split or self.defers_output
+        before = self.live.begin() - self.counted.pop(chunk)
         if defers:
             self.queue.defer(output_layer_only=not split)
         with saved_tensors_hooks(again.pack, again.unpack):
@@ -165,11 +184,18 @@ class _Run:
             else:
                 torch.autograd.backward(out, torch.empty_like(out))
         del out
+        self._worked(chunk, before, self.kept[chunk][0] + (again.peak if self.recomputes else 0))
         if defers:
             self.waiting[chunk] = self.queue.waiting
             self.queue.waiting = []
             self.trace.at = (chunk, "W")
+            before = self.live.begin()
             run_deferred(self.queue.take())
+            self._worked(chunk, before, 0)
+
+    def profiles(self) -> tuple[StageProfile, ...]:
+        """Return what each chunk keeps and sends."""
+        return tuple(self.profile(chunk) for chunk in self.chunks)
 
     def profile(self, chunk: int) -> StageProfile:
         kept, logits = self.kept[chunk]
@@ -182,6 +208,7 @@ class _Run:
             for_w - gradient,
             logits,
             self.rerun[chunk].peak if self.recomputes else 0,
+            self.working[chunk],
             tuple(each for at, each in self.trace.collectives if at == chunk),
         )
 

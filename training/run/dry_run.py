@@ -80,7 +80,8 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) ->
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
-    return kinds | {"activations": held.activations, "logits": held.logits}
+    held_kinds = {"activations": held.activations, "logits": held.logits}
+    return kinds | held_kinds | {"working memory": held.working}
 
 
 def _layout(config: Config) -> list[str]:
@@ -163,6 +164,7 @@ def _memory(
         "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
+        "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     if rank_memory.offloaded(config):
@@ -185,7 +187,7 @@ def _memory(
         for kind, value in kinds.items()
         if value or kind in STATE or kind in ("activations", "logits")
     ]
-    lines.append(f"{'total':<16} {_bytes(total):>10}  buffers of collectives and kernels on top")
+    lines.append(f"{'total':<16} {_bytes(total):>10}  what the libraries keep on top")
     host = rank_memory.host_bytes(config, rank_memory.flats(config, provider, rank))
     if host:
         lines.append(

@@ -16,8 +16,26 @@ class Script:
         where = Where(place=f"rank{self.rank}.py:{len(self.events) + 1}")
         self.events.append(
             Transfer(
-                self.count, verb, name, group, peer, self.count, 16, 16, dtype, shape, stream, 0,
-                (), (), batch, label, where, (), "", name,
+                self.count,
+                verb,
+                name,
+                group,
+                peer,
+                self.count,
+                16,
+                16,
+                dtype,
+                shape,
+                stream,
+                0,
+                (),
+                (),
+                batch,
+                label,
+                where,
+                (),
+                "",
+                name,
             )  # fmt: skip
         )
         self.count += 1

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand in for what a rank on a CPU calls beside torch: the native library, shared memory.
+
+Both take addresses, which fake tensors do not have. A call of the library becomes a launch of its
+own, `weft::norm_forward`, with what it reads and writes (`CALLS`). Memory that ranks share is a
+tensor of the kind `shared memory`, whose flags are always up. A recorded run on real tensors goes
+through the same functions, which then call the library too: `real`.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.comm import p2p, symmetric, workspace
+from mpu.comm.transport import Axis, Handle
+from mpu.layers import fused
+from tools.rehearsal.events import Launch
+from tools.rehearsal.group import Distributed
+from tools.rehearsal.patches import Patches
+from tools.rehearsal.record import Recorder
+
+SHARED = "shared memory"
+CALLS = {  # of csrc: which of its tensors it reads, and which it writes, by their places
+    "norm_forward": ((0, 1), (2, 3)),
+    "norm_backward": ((0, 1, 2, 3, 5), (4, 5)),
+    "swiglu_forward": ((0,), (1,)),
+    "swiglu_backward": ((0, 1), (2,)),
+    "rope": ((0, 1, 2), (3,)),
+    "softmax_stats": ((0,), (1, 2)),
+    "softmax_gradient": ((0, 1, 2, 3), (0,)),
+    "copy": ((0,), (1,)),
+}
+
+
+class Host:
+    """The functions of mpu that reach past torch, for one rank. real: tensors have memory."""
+
+    def __init__(self, recorder: Recorder, real: bool = False) -> None:
+        self.recorder, self.real = recorder, real
+
+    def install(self, patches: Patches, network: Distributed) -> None:
+        """Replace them. network: hears of what goes through shared memory."""
+        begin = workspace.Workspace.begin
+
+        def begun(space: workspace.Workspace, part_bytes: int) -> workspace.Turn:
+            network.through_memory()
+            return begin(space, part_bytes)
+
+        patches.replace(workspace.Workspace, "begin", begun)
+        patches.everywhere(fused.call, self.call(fused.call))
+        patches.everywhere(symmetric.copy, self.copy)
+        patches.replace(p2p.Outbox, "put", put)
+        if not self.real:  # a function mode is not there in a backward inside a backward
+            patches.replace(Tensor, "data_ptr", address)
+        patches.replace(workspace, "SymmetricBuffer", self.buffer)
+
+    def call(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Return what takes the place of mpu.layers.fused.call."""
+
+        def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
+            if self.real:
+                native(name, dtype, *args)
+            self.launched(name, [a for a in args if isinstance(a, Tensor)])
+
+        return call
+
+    def copy(self, to: Tensor, x: Tensor) -> None:
+        """Take the place of mpu.comm.symmetric.copy."""
+        plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
+        if not plain or x.nbytes < symmetric.LARGE:
+            to.copy_(x)
+            return
+        if self.real:
+            symmetric._library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
+        self.launched("copy", [x, to])
+
+    def launched(self, name: str, tensors: list[Tensor]) -> None:
+        """Record a call of the library, if the recorder listens."""
+        recorder = self.recorder
+        if recorder.paused:
+            return
+        where = recorder.where()
+        reads, writes = CALLS[name]
+        read, written = [tensors[i] for i in reads], [tensors[i] for i in writes]
+        found = recorder.uses(read, written, where, recorder.stream)
+        kinds = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
+        recorder.events.append(
+            Launch(
+                op=f"weft::{name}",
+                stream=recorder.stream,
+                shapes=tuple(tuple(t.shape) for t in tensors),
+                dtype=kinds[0],
+                read=found[0],
+                written=found[1],
+                bytes=sum(tensors[i].nbytes for i in {*reads, *writes}),
+                flops=0.0,
+                where=where,
+                spans=found[2],
+                dtypes=kinds,
+            )
+        )
+
+    def buffer(self, axis: Axis, nbytes: int, timeout: timedelta) -> Any:
+        """Take the place of mpu.comm.symmetric.SymmetricBuffer."""
+        recorder = self.recorder
+        paused, recorder.paused = recorder.paused, True
+        made = (
+            symmetric.SymmetricBuffer(axis, nbytes, timeout)
+            if self.real
+            else FakeBuffer(axis, nbytes)
+        )
+        recorder.paused = paused
+        recorder.number(made.data, kind=SHARED)
+        return made
+
+
+class FakeBuffer:
+    """Shared memory of a rank whose peers are not there: every flag is up, every wait is over."""
+
+    def __init__(self, axis: Axis, nbytes: int) -> None:
+        self.axis, self.rank, self.size = axis, axis.rank, axis.size
+        lines = 4 + self.size + self.size * self.size
+        control = -(-lines * symmetric.LINE // 4096) * 4096
+        self.data = torch.empty(control + nbytes, dtype=torch.uint8)[control:]
+
+    def ready(self, epoch: int) -> bool:
+        """Return that every rank has signalled."""
+        return True
+
+    def _nothing(self, *args: Any) -> None:
+        """Neither signal nor wait."""
+
+    signal = signal_all = wait = wait_all = close = wait_closed = barrier = refuse_fork = _nothing
+
+
+def address(x: Tensor) -> int:
+    """Take the place of Tensor.data_ptr: two tensors at one address have one storage."""
+    return (x.untyped_storage()._cdata << 40) + x.storage_offset() * x.element_size()
+
+
+def put(outbox: p2p.Outbox, handle: Handle) -> None:
+    """Take the place of Outbox.put: wait for each message at once, without the thread.
+
+    The thread frees a message when its peer has it, at a moment that differs from run to run. A
+    schedule is free of deadlock under sends that wait (mpu/pipeline/simulate.py).
+    """
+    handle.wait()
