@@ -32,7 +32,8 @@ FILES = (
     "mpu/gradients.py", "mpu/recompute.py", "mpu/comm/collectives.py", "mpu/comm/mappings.py",
     "mpu/comm/overlap.py", "mpu/comm/overlap_ring.py", "mpu/comm/p2p.py", "mpu/comm/transport.py",
     "mpu/layers/attention.py", "mpu/layers/cross_entropy.py", "mpu/layers/embedding.py",
-    "mpu/layers/fused.py", "mpu/layers/linear.py", "mpu/layers/rope.py", "mpu/pipeline/engine.py",
+    "mpu/layers/fused.py", "mpu/layers/linear.py", "mpu/layers/packed_seq_params.py",
+    "mpu/layers/rope.py", "mpu/pipeline/engine.py",
     "mpu/zero/adam.py", "mpu/zero/bucket.py", "mpu/zero/offload.py", "mpu/zero/optimizer.py",
     "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/weights.py",
 )  # fmt: skip

@@ -92,7 +92,7 @@ PARTS = {
         prepare=(SMALL,),
     ),
     "trainer": Part(
-        "one nccl communicator, the trainer against the CPU, two gloo ranks on one GPU, offload",
+        "one nccl communicator, attention, the trainer, two gloo ranks on one GPU, offload",
         (
             (*PYTEST, "-m", "gpu", "-k", "not fp64", "tests/gpu/test_nccl.py",
              "tests/gpu/test_trainer.py", "tests/gpu/test_offload.py",

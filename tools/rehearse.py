@@ -23,7 +23,7 @@ def main(path: str, argv: list[str]) -> int:
     """Rehearse the program at `path` with these flags; return the exit code."""
     from tools.rehearsal import guard
 
-    fake = flag(argv, "--rehearse-device") != "cpu"
+    fake = guard.flag(argv, "--rehearse-device") != "cpu"
     try:
         if fake:
             guard.load()
@@ -33,16 +33,6 @@ def main(path: str, argv: list[str]) -> int:
     except guard.GuardError as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
-
-
-def flag(argv: list[str], name: str) -> str:
-    """Return the value of a flag, before all flags are read."""
-    for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return ""
 
 
 def load(path: str) -> ModuleType:

@@ -234,7 +234,11 @@ class Reads(TorchFunctionMode):
     def _address(self, x: Tensor) -> int:
         if not isinstance(x, self.fake_mode_tensor):
             return x.data_ptr()
-        return (x.untyped_storage()._cdata << 40) + x.storage_offset() * x.element_size()
+        if (address := getattr(x, "weft_address", None)) is not None:  # another rank's memory
+            return int(address)
+        number = self.recorder.number(x)
+        start = number << 36 if number >= 0 else x.untyped_storage()._cdata
+        return int(start + x.storage_offset() * x.element_size())
 
     def _pin(self, x: Tensor, *args: Any) -> Tensor:
         if not isinstance(x, self.fake_mode_tensor):

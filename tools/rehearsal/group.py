@@ -94,11 +94,9 @@ def _is_gather_bytes(value: Any) -> bool:
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
-    said: what each rank of an axis says where this one says some bytes; None: the same. exchange:
-    what carries bytes between the ranks, where all are rehearsed (world.py).
+    said: what each rank of an axis says where this one says some bytes; None: the same.
+    exchange: asks them, where all ranks are rehearsed (world.py).
     """
-
-    exchange: Any = None
 
     def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
         self.recorder, self.rank = recorder, rank
@@ -108,6 +106,7 @@ class Distributed:
         self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
         self.starts: Any = None
+        self.exchange: Any = None
         self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
 
     def install(self, patches: Patches) -> None:
@@ -158,7 +157,7 @@ class Distributed:
         self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
         """Note an all-reduce."""
-        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op)
+        return self._collective("all_reduce", group, (tensor,), (tensor,), tensor, async_op, op=op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
@@ -171,7 +170,8 @@ class Distributed:
         async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Note a reduce-scatter."""
-        return self._collective("reduce_scatter", group, (input,), (output,), input, async_op, op)
+        verb = "reduce_scatter"
+        return self._collective(verb, group, (input,), (output,), input, async_op, op=op)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
@@ -181,8 +181,8 @@ class Distributed:
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
         """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
-        if Distributed.exchange is not None and axis.size > 1:
-            return list(Distributed.exchange.gather(data, axis))
+        if self.exchange is not None and axis.size > 1:
+            return list(self.exchange.gather(data, axis))
         said = self.said(data, axis) if self.said is not None else None
         return said if said is not None else [data] * axis.size
 
@@ -226,7 +226,8 @@ class Distributed:
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
-        work = self._start(verb, group.communicator(self.recorder), -1, read, written, tensor, name)
+        over = group.communicator(self.recorder)
+        work = self._start(verb, over, -1, read, written, tensor, op=name)
         if async_op:
             return work
         work.wait()

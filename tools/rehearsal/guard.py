@@ -58,3 +58,13 @@ def build(torch: Path) -> Path:
             raise GuardError(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
         os.replace(made, library)  # another rehearsal may build at the same time
     return library
+
+
+def flag(argv: list[str], name: str) -> str:
+    """Return the value of a flag, before all flags are read."""
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return ""

@@ -12,12 +12,13 @@ from typing import Any
 
 from mpu.launch import Launch
 from mpu.param import PlacementError
-from tools.rehearsal import replay, report
+from tools.rehearsal import replay, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
+from tools.rehearsal.guard import flag
 from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
@@ -26,7 +27,6 @@ from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
-from tools.rehearse import flag
 from training.config import Config, UsageError
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size
@@ -38,9 +38,10 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    path = flag(argv, "--rehearse-json")
+    path: str | None = flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
         config = read(script, argv)
+        path = config.rehearse.rehearse_json
         if config.rehearse.rehearse_all_ranks:
             made, text = all_ranks(partial(run, script), describe, config)
         else:
@@ -90,7 +91,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network, patches = Distributed(recorder, launch.rank), Patches()
-    Distributed.exchange = exchange
+    network.exchange = exchange
     if recorder.device == "cuda":
         device = read_device(asked.rehearse_device)
         install(recorder, {
@@ -100,6 +101,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     else:
         Host(recorder).install(patches, network)
     network.install(patches)
+    triton_kernels.install(recorder, launch.rank)
     some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
     replay.install(recorder, asked.rehearse_full or some)
     return rehearse(script, config, launch, recorder, network, asked.rehearse_steps, patches)

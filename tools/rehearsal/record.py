@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record what a rank asks of its device: operations, storages, streams, transfers, host reads.
 
-`Recorder` keeps the events; `Watch` is the dispatch mode through which torch's operations come. The
-same two record a run on fake tensors (a rehearsal) and one on real tensors, which tests compare.
-What the fake device and the fake communicators do comes through `Recorder`'s methods.
+`Recorder` keeps the events; `Watch` (watch.py) is the dispatch mode through which torch's
+operations come. The same two record a run on fake tensors (a rehearsal) and one on real tensors,
+which tests compare. What the fake device and the fake communicators do comes through `Recorder`'s
+methods.
 """
 
-import re
 import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
 
 from mpu.comm.failure_monitor import FailureMonitor
 from tools.explain_ops import Layers
@@ -30,7 +25,6 @@ from tools.rehearsal.events import (
     Free,
     HostUse,
     HostWait,
-    Launch,
     Polled,
     Record,
     RecordStream,
@@ -38,31 +32,16 @@ from tools.rehearsal.events import (
     Wait,
     Where,
 )
+from tools.rehearsal.places import (
+    CARRIERS,
+    FUNCTIONS,
+    PARTS,
+    SERVANTS,
+    path_of,
+    phase_of,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = ("mpu", "model", "training", "pretrain_llama.py")
-CARRIERS = "mpu/comm/"
-SERVANTS = (CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
-PARTS = {  # of a file, or of a function in it
-    "mpu/layers/rope.py": "rope",
-    "mpu/layers/cross_entropy.py": "loss",
-    "mpu/layers/attention.py": "attention",
-    "mpu/layers/attention_blocks.py": "attention",
-    "mpu/layers/block_attention.py": "attention",
-    "mpu/layers/packed_seq_params.py": "attention",
-    "mpu/layers/embedding.py": "embedding",
-    "mpu/layers/linear.py": "linear",
-}
-FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
-NO_KERNEL = {  # they make or change tensors, and launch nothing
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_",
-    "detach", "detach_", "alias", "lift_fresh", "requires_grad_", "record_stream", "is_pinned",
-    "_reshape_alias", "_unsafe_view", "is_same_size",
-    "_has_compatible_shallow_copy_type",
-}  # fmt: skip
-COPIES = ("_to_copy", "copy_", "clone")
 HOST = -1  # a stream's number
-UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
 class Recorder:
@@ -102,7 +81,7 @@ class Recorder:
         layers, action = self.layers, self.action
         layer = layers.running() if layers else ""
         back = layers is not None and layers.in_backward
-        phase = _phase(action)
+        phase = phase_of(action)
         part = "glue"
         if use:
             file = use.partition(":")[0]
@@ -125,7 +104,7 @@ class Recorder:
         call = use = function = ""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            path = _path(frame.f_code.co_filename, self.fork)
+            path = path_of(frame.f_code.co_filename, self.fork)
             if path and not path.startswith(CARRIERS):
                 here = f"{path}:{frame.f_lineno}"
                 call = call or here
@@ -138,7 +117,7 @@ class Recorder:
         """Return the innermost line of the product, mpu/comm included."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if path := _path(frame.f_code.co_filename, self.fork):
+            if path := path_of(frame.f_code.co_filename, self.fork):
                 return f"{path}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
@@ -227,7 +206,7 @@ class Recorder:
         """Keep the lines of the product that lead to the next event, innermost first."""
         lines, frame = [], sys._getframe(1)
         while frame is not None:
-            if path := _path(frame.f_code.co_filename, self.fork):
+            if path := path_of(frame.f_code.co_filename, self.fork):
                 lines.append(f"{path}:{frame.f_lineno}")
             frame = frame.f_back  # type: ignore[assignment]
         found = tuple(lines)
@@ -326,170 +305,6 @@ class Actions(FailureMonitor):
         self._recorder.acts(words)
 
 
-class Watch(TorchDispatchMode):
-    """See every operation of torch. `fake`: values are not there, so reads on the host give 0."""
-
-    def __init__(self, recorder: Recorder, fake: bool) -> None:
-        super().__init__()
-        self.recorder, self.fake = recorder, fake
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation and record it."""
-        kwargs, recorder = kwargs or {}, self.recorder
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._read(args[0]) if self.fake else func(*args, **kwargs)
-        if self.fake:
-            if func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
-                recorder.host_wait(stream=recorder.stream, reads=name_of(func))
-                columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
-                kind = torch.long if columns else args[0].dtype
-                return args[0].new_empty((0, *columns), dtype=kind)
-        if recorder.paused:
-            return func(*args, **kwargs)
-        inputs = tensors_of(args) + tensors_of(kwargs.values())
-        before = [t.untyped_storage()._cdata for t in inputs]
-        try:
-            out = func(*args, **kwargs)
-        except Exception as error:
-            made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
-            error.add_note(f"its inputs were made at {', '.join(made)}")
-            raise
-        if self.fake and func is torch.ops.aten.index.Tensor:
-            out = as_indexed(out, *args)
-        if not inputs and not isinstance(out, Tensor):
-            return out
-        outputs = tensors_of((out,))
-        if func is torch.ops.aten.lift_fresh.default:  # made from numbers; a fake one is another
-            recorder.numbers(outputs, recorder.where())
-            return out
-        if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
-            return out
-        device = recorder.device
-        if all(t.device.type != device for t in (*outputs, *inputs)):
-            if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
-                recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
-            if not inputs:
-                recorder.made_on_host()
-            for x in outputs:
-                storage = x.untyped_storage()
-                if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
-                    storage._weft_born = recorder.place()  # type: ignore[attr-defined]
-            return out
-        where, name = recorder.where(), func._schema.name
-        if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
-            where = where._replace(part="attention")
-        short = name.rpartition("::")[2]
-        recorder.numbers((*inputs, *outputs), where)
-        if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
-            recorder.resized(inputs[0], where)
-        if short in NO_KERNEL or name.startswith("c10d"):
-            return out
-        changed = outputs + self._changed(func, args, kwargs)
-        read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
-        if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
-            self._between(inputs, outputs, short, kwargs, args, where, read, written, spans)
-            return out
-        involved = {id(t): t for t in (*inputs, *outputs)}.values()
-        seen: dict[tuple[int, int], int] = {}
-        for t in involved:
-            if t.device.type == device:
-                where_it_lies = (t.untyped_storage()._cdata, int(t.storage_offset()))
-                seen[where_it_lies] = t.numel() * t.element_size()
-        recorder.events.append(
-            Launch(
-                name,
-                recorder.stream,
-                tuple(tuple(t.shape) for t in (*inputs, *outputs)),
-                str((outputs or inputs)[0].dtype).removeprefix("torch."),
-                read,
-                written,
-                sum(seen.values()),
-                flops_of(func, args, kwargs, out),
-                where,
-                spans,
-                tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
-                tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
-            )
-        )
-        return out
-
-    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return the arguments that an operation writes."""
-        changed: list[Tensor] = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                changed += tensors_of((value,))
-        return changed
-
-    def _between(
-        self, inputs: Any, outputs: Any, short: str, kwargs: Any, args: Any, where: Where,
-        read: tuple[int, ...], written: tuple[int, ...], spans: Any,
-    ) -> None:  # fmt: skip
-        """Record a copy between host and device, and whether the host waits for it."""
-        recorder = self.recorder
-        source, target = inputs[-1] if short == "copy_" else inputs[0], (outputs or inputs)[0]
-        down = target.device.type == "cpu"
-        host = target if down else source
-        third = short == "copy_" and len(args) > 2 and args[2]
-        nowait = kwargs.get("non_blocking", third)
-        name = "memcpy DtoH" if down else "memcpy HtoD"
-        nbytes = target.numel() * target.element_size()
-        dtype = str(target.dtype).removeprefix("torch.")
-        shapes = (tuple(source.shape), tuple(target.shape))
-        recorder.events.append(
-            Launch(
-                name,
-                recorder.stream,
-                shapes,
-                dtype,
-                read,
-                written,
-                nbytes,
-                0.0,
-                where,
-                spans,
-                tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
-            )  # fmt: skip
-        )
-        if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
-            how = "a copy to the host" if down else "a copy from pageable host memory"
-            recorder.events.append(HostWait(-1, recorder.stream, how, where))
-
-    def _read(self, tensor: Tensor) -> Any:
-        """Note that the host reads a number, and give it one."""
-        self.recorder.host_use([tensor], [])
-        if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
-            self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
-        kind = tensor.dtype
-        return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
-
-
-def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
-    """Return the result of an indexing with the strides that it has on a device.
-
-    torch's fake tensors have others: they do not follow those of transposed indices.
-    """
-    if out.dim() < 2 or any(i is not None and i.dtype != torch.long for i in places):
-        return out
-    with _disable_current_modes():
-        table = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        at = [
-            None if i is None else torch.empty_strided(i.shape, i.stride(), dtype=i.dtype).zero_()
-            for i in places
-        ]
-        strides = torch.ops.aten.index.Tensor(table, at).stride()
-    return out if strides == out.stride() else out.new_empty_strided(out.shape, strides)
-
-
 def span(x: Tensor) -> tuple[int, int]:
     """Return the bytes [low, high) of its storage that a tensor covers, gaps between included."""
     low, size = int(x.storage_offset()), x.element_size()
@@ -497,88 +312,3 @@ def span(x: Tensor) -> tuple[int, int]:
         return low * size, low * size
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return low * size, (low + last + 1) * size
-
-
-def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
-    """Return the product's lines in the tracebacks of an exception and its causes, innermost first.
-
-    Places that its message names come next.
-    """
-    lines: list[str] = []
-    words = ""
-    cause: BaseException | None = error
-    while cause is not None:
-        here, trace = [], cause.__traceback__
-        while trace is not None:
-            if path := _path(trace.tb_frame.f_code.co_filename, fork):
-                here.append(f"{path}:{trace.tb_lineno}")
-            trace = trace.tb_next
-        lines = [*here[::-1], *lines]
-        words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
-        cause = cause.__cause__ or cause.__context__
-    named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
-    return tuple(dict.fromkeys([*lines, *named]))
-
-
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in lists and tuples of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
-        return 0.0
-    flops = float(count(*args, **kwargs, out_val=out))
-    if "attention" in func._schema.name and _causal(func, args, kwargs):
-        flops /= 2
-    return flops
-
-
-def _causal(func: Any, args: Any, kwargs: Any) -> bool:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            default = kwargs.get("is_causal", argument.default_value)
-            return bool(args[i] if i < len(args) else default)
-    return False
-
-
-def name_of(func: Any) -> str:
-    """Return an operation's name."""
-    return str(func._schema.name)
-
-
-@cache
-def _phase(action: str) -> str:
-    """Return the phase that an action's words begin."""
-    for begin, phase in (
-        ("F ", "forward"),
-        ("B ", "backward"),
-        ("BW ", "backward"),
-        ("W ", "wgrad"),
-        ("the output layer's deferred", "wgrad"),
-        ("the gradient sums", "grad sum"),
-        ("the update", "update"),
-    ):
-        if action.startswith(begin):
-            return phase
-    return "start" if not action else "step"
-
-
-@cache
-def _path(file: str, fork: str) -> str:
-    """Return a file's path in the repository, or "" for one that is not the trainer's."""
-    if fork and file == fork:
-        return fork
-    try:
-        path = Path(file).resolve().relative_to(ROOT)
-    except ValueError:
-        return ""
-    return path.as_posix() if path.parts[0] in OURS else ""

@@ -25,7 +25,9 @@ from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
-from tools.rehearsal.record import CARRIERS, Actions, Recorder, Watch, lines_of
+from tools.rehearsal.places import CARRIERS, lines_of
+from tools.rehearsal.record import Actions, Recorder
+from tools.rehearsal.watch import Watch
 from training.config import Config, UsageError
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
@@ -184,7 +186,7 @@ def rehearse(
     steps_begin = [i for i, event in enumerate(events) if event in STEPS]
     first = steps_begin[-1] if steps_begin else len(events)
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run, script, failure)
+    return Rehearsed(config, grid, recorder, first, notes, run=run, script=script, failure=failure)
 
 
 def failed(error: BaseException, fork: str) -> Finding:

@@ -3,7 +3,6 @@
 
 import multiprocessing
 import os
-import pickle
 import tempfile
 import time
 from collections import Counter
@@ -54,7 +53,7 @@ class Exchange:
         self.turns.release()
         try:
             while not all((self.folder / f"{name}{rank}").exists() for rank in axis.ranks):
-                if any((self.folder / f"result_{rank}").exists() for rank in axis.ranks):
+                if any((self.folder / f"ended_{rank}").exists() for rank in axis.ranks):
                     return [data] * axis.size
                 time.sleep(0.01)
         finally:
@@ -76,7 +75,7 @@ def all_ranks(
     with tempfile.TemporaryDirectory(prefix="weft-rehearsal-") as name:
         folder = Path(name)
 
-        def work(rank: int) -> None:
+        def work(rank: int, teller: Any) -> None:
             turns.acquire()
             exchange = Exchange(folder, rank, turns)
             asked = replace(config.rehearse, rehearse_rank=rank)
@@ -89,21 +88,26 @@ def all_ranks(
                 told = Told(events, seen.failure is not None, *describe(seen))
             except Exception as error:
                 told = error
-            exchange.write(f"result_{rank}", pickle.dumps(told))
+            exchange.write(f"ended_{rank}", b"")
             turns.release()
+            teller.send(told)
             os._exit(0)  # threads of the trainer may still wait
 
-        processes = [context.Process(target=work, args=(rank,)) for rank in range(world)]
-        for process in processes:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=work, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)
+        ]
+        for process, (_, teller) in zip(processes, pipes, strict=True):
             process.start()
+            teller.close()
+        every = []
+        for rank, (listener, _) in enumerate(pipes):
+            try:
+                every.append(listener.recv())
+            except EOFError:
+                raise RuntimeError(f"rank {rank}'s process ended without a word") from None
         for process in processes:
             process.join()
-        every = []
-        for rank in range(world):
-            found = folder / f"result_{rank}"
-            if not found.exists():
-                raise RuntimeError(f"the process that rehearsed rank {rank} ended without a word")
-            every.append(pickle.loads(found.read_bytes()))
     for told in every:
         if isinstance(told, Exception):
             raise told

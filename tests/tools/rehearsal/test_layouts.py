@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The product's layouts and examples have no finding, on a rank and between all ranks."""
 
-import re
-import shlex
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,9 +84,23 @@ def test_a_large_world_is_not_matched(rehearse):
     assert code == 2 and "--rehearse-all-ranks: 32 ranks" in text
 
 
-def flags_of(example):
-    """Return the flags of an example's trainer, without shell's variables and files of data."""
-    text = (ROOT / "examples" / example).read_text().replace("\\\n", " ")
-    line = next(each for each in text.splitlines() if re.search(r"pretrain_llama\.py .*--", each))
-    words = shlex.split(line.partition("pretrain_llama.py")[2])
-    return [word for word in words if not word.startswith("$")]
+EXAMPLES = [  # file, world, ranks: the first, one in the middle, the last
+    ("llama3_8b_one_node.sh", 8, (0, 5, 7)),
+    ("llama3_70b_16_nodes.slurm", 128, (0, 61, 127)),
+    ("llama3_405b_64_nodes.slurm", 512, (0, 300, 511)),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name, world, ranks", EXAMPLES, ids=str)
+def test_ranks_of_an_example_have_no_finding(name, world, ranks, tmp_path):
+    file = tmp_path / "report.json"
+    for rank in ranks:
+        done = subprocess.run(
+            ["bash", f"examples/{name}", "--rehearse", "--rehearse-rank", str(rank),
+             "--rehearse-json", str(file)],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "WORLD_SIZE": str(world), "LAUNCH": sys.executable},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert json.loads(file.read_text())["findings"] == []

@@ -30,6 +30,18 @@ def test_flops_of_a_step(rehearse):
     assert core == pytest.approx(forward * 3.5)  # flash's backward computes the scores again
 
 
+def test_kernels_that_overlap_multiply_as_much(rehearse):
+    """A Triton kernel's launch declares its FLOPs (mpu/kernels/costs.py)."""
+    flops = {}
+    for method in ("none", "symmetric"):
+        flags = f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {method}"
+        found = rehearse(f"{flags} --global-batch-size 2 --rehearse-rank 1", 2)
+        assert found.code == 0, found.text
+        flops[method] = sum(row["flops"] for row in found.report["launches"])
+    assert flops["none"] == flops["symmetric"]
+    assert "triton::all_gather_matmul_kernel" in {row["op"] for row in found.report["launches"]}
+
+
 def test_memory_of_what_is_kept(rehearse):
     kinds = rehearse("--global-batch-size 2").report["memory"]["by_kind"]
     parameters = 2 * 64 * 1024 + 4 * (64 * 128 + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name lines of the product: where a rank stands, from Python's stack or from a traceback."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("mpu", "model", "training", "pretrain_llama.py")
+CARRIERS = ("mpu/comm/", "mpu/kernels/")  # what carries or multiplies is not who asks
+SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
+PARTS = {  # of a file, or of a function in it
+    "mpu/layers/rope.py": "rope",
+    "mpu/layers/cross_entropy.py": "loss",
+    "mpu/layers/attention.py": "attention",
+    "mpu/layers/attention_blocks.py": "attention",
+    "mpu/layers/block_attention.py": "attention",
+    "mpu/layers/packed_seq_params.py": "attention",
+    "mpu/layers/embedding.py": "embedding",
+    "mpu/layers/linear.py": "linear",
+}
+FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
+
+
+def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
+    """Return the product's lines in the tracebacks of an exception and its causes, innermost first.
+
+    Places that its message names come next.
+    """
+    lines: list[str] = []
+    words = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        here, trace = [], cause.__traceback__
+        while trace is not None:
+            if path := path_of(trace.tb_frame.f_code.co_filename, fork):
+                here.append(f"{path}:{trace.tb_lineno}")
+            trace = trace.tb_next
+        lines = [*here[::-1], *lines]
+        words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
+        cause = cause.__cause__ or cause.__context__
+    named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
+    return tuple(dict.fromkeys([*lines, *named]))
+
+
+@cache
+def phase_of(action: str) -> str:
+    """Return the phase that an action's words begin."""
+    for begin, phase in (
+        ("F ", "forward"),
+        ("B ", "backward"),
+        ("BW ", "backward"),
+        ("W ", "wgrad"),
+        ("the output layer's deferred", "wgrad"),
+        ("the gradient sums", "grad sum"),
+        ("the update", "update"),
+    ):
+        if action.startswith(begin):
+            return phase
+    return "start" if not action else "step"
+
+
+@cache
+def path_of(file: str, fork: str) -> str:
+    """Return a file's path in the repository, or "" for one that is not the trainer's."""
+    try:
+        path = Path(file).resolve().relative_to(ROOT)
+    except ValueError:
+        return fork if file == fork else ""
+    return path.as_posix() if path.parts[0] in OURS or file == fork else ""

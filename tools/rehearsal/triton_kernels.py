@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand in for Triton's launches and for memory that GPUs share: each launch is recorded, not run.
+
+What a launch costs stands in mpu/kernels/costs.py. Memory of other ranks is seen as views of this
+rank's own: it has no values, and takes no room here.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from mpu.kernels.costs import cost_of
+from tools.rehearsal.events import Launch
+from tools.rehearsal.record import Recorder
+
+FAR = 1 << 58  # between the addresses of two ranks' memory
+
+
+class Shared:
+    """What torch's rendezvous returns."""
+
+    def __init__(self, own: Tensor, rank: int, size: int) -> None:
+        self.own = own
+        start = own.data_ptr()
+        self.buffer_ptrs = [start + (r - rank) * FAR for r in range(size)]
+        self.rank = rank
+
+    def get_buffer(
+        self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> Tensor:
+        """Return a rank's memory."""
+        flat = self.own[offset : offset + torch.Size(sizes).numel() * dtype.itemsize]
+        view = flat.view(dtype).view(sizes)
+        view.weft_address = self.buffer_ptrs[rank] + offset  # type: ignore[attr-defined]
+        return view
+
+
+def install(recorder: Recorder, rank: int) -> None:
+    """Replace them, for the whole process, where Triton is installed."""
+
+    def rendezvous(own: Tensor, group: Any) -> Shared:
+        return Shared(own, group.ranks.index(rank), len(group.ranks))
+
+    memory: Any = symmetric_memory
+    memory.empty, memory.rendezvous = torch.empty, rendezvous
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        name, where = kernel.fn.__name__, recorder.where()
+        cost = cost_of(name, given)
+        tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
+        written = [x for key, x in tensors.items() if key in cost.written]
+        read = [x for key, x in tensors.items() if key not in cost.written]
+        named = written or list(tensors.values())
+        recorder.events.append(
+            Launch(
+                f"triton::{name}",
+                recorder.stream,
+                tuple(tuple(x.shape) for x in tensors.values()),
+                str(named[0].dtype).removeprefix("torch."),
+                recorder.numbers(read, where),
+                recorder.numbers(written, where),
+                bytes=cost.bytes,
+                flops=cost.flops,
+                where=where,
+            )
+        )
+
+    JITFunction.run = run

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See every operation of torch, and tell a Recorder what it launches, reads and writes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from tools.rehearsal.events import HostWait, Launch, Where
+from tools.rehearsal.record import Recorder
+
+NO_KERNEL = {  # they make or change tensors, and launch nothing
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_",
+    "detach", "detach_", "alias", "lift_fresh", "requires_grad_", "record_stream", "is_pinned",
+    "_reshape_alias", "_unsafe_view", "is_same_size",
+    "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+COPIES = ("_to_copy", "copy_", "clone")
+UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+
+
+class Watch(TorchDispatchMode):
+    """See every operation of torch. `fake`: values are not there, so reads on the host give 0."""
+
+    def __init__(self, recorder: Recorder, fake: bool) -> None:
+        super().__init__()
+        self.recorder, self.fake = recorder, fake
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and record it."""
+        kwargs, recorder = kwargs or {}, self.recorder
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(args[0]) if self.fake else func(*args, **kwargs)
+        if self.fake:
+            if func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
+                recorder.host_wait(stream=recorder.stream, reads=name_of(func))
+                columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
+                kind = torch.long if columns else args[0].dtype
+                return args[0].new_empty((0, *columns), dtype=kind)
+        if recorder.paused:
+            return func(*args, **kwargs)
+        inputs = tensors_of(args) + tensors_of(kwargs.values())
+        before = [t.untyped_storage()._cdata for t in inputs]
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
+            error.add_note(f"its inputs were made at {', '.join(made)}")
+            raise
+        if self.fake and func is torch.ops.aten.index.Tensor:
+            out = as_indexed(out, *args)
+        if not inputs and not isinstance(out, Tensor):
+            return out
+        outputs = tensors_of((out,))
+        if func is torch.ops.aten.lift_fresh.default and recorder.device == "cpu":
+            # made from numbers; a fake one is another storage
+            recorder.numbers(outputs, recorder.where())
+            return out
+        if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
+            return out
+        device = recorder.device
+        if all(t.device.type != device for t in (*outputs, *inputs)):
+            if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
+                recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
+            if not inputs:
+                recorder.made_on_host()
+            for x in outputs:
+                storage = x.untyped_storage()
+                if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
+                    storage._weft_born = recorder.place()  # type: ignore[attr-defined]
+            return out
+        where, name = recorder.where(), func._schema.name
+        if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
+            where = where._replace(part="attention")
+        short = name.rpartition("::")[2]
+        recorder.numbers((*inputs, *outputs), where)
+        if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
+            recorder.resized(inputs[0], where)
+        if short in NO_KERNEL or name.startswith("c10d"):
+            return out
+        changed = outputs + self._changed(func, args, kwargs)
+        read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
+        if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
+            third = short == "copy_" and len(args) > 2 and args[2]
+            self._between(
+                inputs[-1] if short == "copy_" else inputs[0], (outputs or inputs)[0], where,
+                nowait=kwargs.get("non_blocking", third), read=read, written=written, spans=spans,
+            )  # fmt: skip
+            return out
+        involved = {id(t): t for t in (*inputs, *outputs)}.values()
+        seen: dict[tuple[int, int], int] = {}
+        for t in involved:
+            if t.device.type == device:
+                where_it_lies = (t.untyped_storage()._cdata, int(t.storage_offset()))
+                seen[where_it_lies] = t.numel() * t.element_size()
+        recorder.events.append(
+            Launch(
+                name,
+                recorder.stream,
+                shapes=tuple(tuple(t.shape) for t in (*inputs, *outputs)),
+                dtype=str((outputs or inputs)[0].dtype).removeprefix("torch."),
+                read=read,
+                written=written,
+                bytes=sum(seen.values()),
+                flops=flops_of(func, args, kwargs, out),
+                where=where,
+                spans=spans,
+                dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
+                host=tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
+            )
+        )
+        return out
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the arguments that an operation writes."""
+        changed: list[Tensor] = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                changed += tensors_of((value,))
+        return changed
+
+    def _between(
+        self, source: Tensor, target: Tensor, where: Where, *, nowait: bool,
+        read: tuple[int, ...], written: tuple[int, ...], spans: Any,
+    ) -> None:  # fmt: skip
+        """Record a copy between host and device, and whether the host waits for it."""
+        recorder, down = self.recorder, target.device.type == "cpu"
+        host = target if down else source
+        dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in (source, target))
+        recorder.events.append(
+            Launch(
+                "memcpy DtoH" if down else "memcpy HtoD",
+                recorder.stream,
+                shapes=(tuple(source.shape), tuple(target.shape)),
+                dtype=dtypes[1],
+                read=read,
+                written=written,
+                bytes=target.numel() * target.element_size(),
+                flops=0.0,
+                where=where,
+                spans=spans,
+                dtypes=dtypes,
+            )
+        )
+        if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
+            how = "a copy to the host" if down else "a copy from pageable host memory"
+            recorder.events.append(HostWait(-1, recorder.stream, how, where))
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Note that the host reads a number, and give it one."""
+        self.recorder.host_use([tensor], [])
+        if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
+            self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
+        kind = tensor.dtype
+        return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
+
+
+def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
+    """Return the result of an indexing with the strides that it has on a device.
+
+    torch's fake tensors have others: they do not follow those of transposed indices.
+    """
+    if out.dim() < 2 or any(i is not None and i.dtype != torch.long for i in places):
+        return out
+    with _disable_current_modes():
+        table = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        at = [
+            None if i is None else torch.empty_strided(i.shape, i.stride(), dtype=i.dtype).zero_()
+            for i in places
+        ]
+        strides = torch.ops.aten.index.Tensor(table, at).stride()
+    return out if strides == out.stride() else out.new_empty_strided(out.shape, strides)
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists and tuples of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0.0
+    flops = float(count(*args, **kwargs, out_val=out))
+    if "attention" in func._schema.name and _causal(func, args, kwargs):
+        flops /= 2
+    return flops
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            default = kwargs.get("is_causal", argument.default_value)
+            return bool(args[i] if i < len(args) else default)
+    return False
+
+
+def name_of(func: Any) -> str:
+    """Return an operation's name."""
+    return str(func._schema.name)
