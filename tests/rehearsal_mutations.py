@@ -54,7 +54,9 @@ LAYOUTS = [  # world, flags
     (2, SP + "--recompute-granularity full"),
     (2, "--zero-stage 2 --optimizer-cpu-offload"),
     (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 4"),
+    (2, GRADS + "--zero-stage 2 --zero-reduce-each-microbatch"),
 ]
+MOST_LAYOUTS = 3  # in which a mutant is tried
 AXES = {"tp": "dp_cp", "dp_cp": "tp", "pp": "pp_back", "pp_back": "pp", "shard": "replicate"}
 VERBS = {
     "send", "receive", "exchange", "all_gather", "reduce_scatter", "all_reduce", "sum_in_order",
@@ -192,12 +194,12 @@ class Marker(ast.NodeTransformer):
         return [*before, node, *after]
 
 
-def hit_list(hits: set[str]) -> Any:
-    """Return the function that marked lines call."""
+def hit_list(hits: set[str], steps: list[int]) -> Any:
+    """Return the function that marked lines call. steps: not empty once a step has begun."""
     import torch
 
     def hit(name: str, must: str, value: Any) -> None:
-        if name in hits:
+        if name in hits or must == "gpu" and not steps:
             return
         try:
             seen = value() if value else None
@@ -244,7 +246,8 @@ def in_child(folder: Path, world: int, flags: str, rank: int | None, hits: bool)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             found: set[str] = set()
-            builtins.__hit__ = hit_list(found)  # type: ignore[attr-defined]
+            steps: list[int] = []  # before the first one the host may read
+            builtins.__hit__ = hit_list(found, steps)  # type: ignore[attr-defined]
             sys.path[0] = str(folder)
             os.environ["WORLD_SIZE"] = str(world)
             argv = [*MODEL.split(), *flags.split(), "--rehearse", "--rehearse-json", f"{out}.json"]
@@ -252,6 +255,13 @@ def in_child(folder: Path, world: int, flags: str, rank: int | None, hits: bool)
             import pretrain_llama
             from tools.rehearsal.main import main
 
+            step = pretrain_llama.train_step
+
+            def train_step(*args: Any, **named: Any) -> Any:
+                steps.append(1)
+                return step(*args, **named)
+
+            pretrain_llama.train_step = train_step
             code = main(pretrain_llama, argv)
             read = json.loads(Path(f"{out}.json").read_text()) if code < 2 else None
             out.write_bytes(pickle.dumps((read and read["findings"], found if hits else None)))
@@ -289,9 +299,9 @@ def near(found: Any, site: Site, how_near: int = 5) -> str:
     return "elsewhere"
 
 
-def reached(log: Any) -> dict[str, int]:
-    """Return the sites that the layouts reach, each with the layout that reaches it first."""
-    found: dict[str, int] = {}
+def reached(log: Any) -> dict[str, list[int]]:
+    """Return the sites that the layouts reach, each with the layouts that reach it."""
+    found: dict[str, list[int]] = {}
     for number, (world, flags) in enumerate(LAYOUTS):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -303,12 +313,24 @@ def reached(log: Any) -> dict[str, int]:
             answer, hits = in_child(folder, world, flags, world - 1, True)
             log(f"layout {number}: {len(hits or ())} sites; findings: {answer}")
             for hit in sorted(hits or ()):
-                found.setdefault(hit, number)
+                found.setdefault(hit, []).append(number)
     return found
 
 
+def try_all(site: Site, layouts: list[int]) -> tuple[str, Any, int]:
+    """Return how a mutant is found, the findings, and in which of the layouts that reach it."""
+    best: tuple[str, Any, int] = "", None, layouts[0]
+    for layout in [*layouts[:1], *layouts[:0:-1]][:MOST_LAYOUTS]:  # the last are the most unlike
+        how, answer = try_one(site, layout)
+        if how in ("place", "way"):
+            return how, answer, layout
+        if how and not best[0]:
+            best = how, answer, layout
+    return best
+
+
 def try_one(site: Site, layout: int) -> tuple[str, Any]:
-    """Return how a mutant is found, and the findings."""
+    """Return how a mutant is found in a layout, and the findings."""
     world, flags = LAYOUTS[layout]
     how, best = "", None
     with tempfile.TemporaryDirectory() as name:
@@ -351,11 +373,11 @@ def main(argv: list[str]) -> int:
     part, parts = map(int, asked.part.split("/"))
     how_many: Counter[str] = Counter()
     for name in chosen[part::parts]:
-        how, answer = try_one(sites[name], where[name])
+        how, answer, layout = try_all(sites[name], where[name])
         how_many[how or "not found"] += 1
         first = answer if isinstance(answer, str) else (answer or [{}])[0]
         said = first if isinstance(first, str) else f"{first.get('place')}: {first.get('what')}"
-        print(f"{how or 'NOT FOUND':10} {name} | layout {where[name]} | {said[:160]}", flush=True)
+        print(f"{how or 'NOT FOUND':10} {name} | layout {layout} | {said[:160]}", flush=True)
     print(dict(how_many))
     return 0
 

@@ -9,7 +9,9 @@ storage's uses and its end: the memory goes back to the stream on which it was a
 work may be given it at once. `record_stream` excuses a stream from that.
 
 A transfer runs on its communicator's stream. torch's own Work keeps its tensors until its wait.
-Here Weft's Handle keeps them, and a tensor that ends before is a mistake.
+Here Weft's Handle keeps them, and a tensor that ends before is a mistake. So is a use of its
+tensors before somebody waited for that very transfer, even where a later one of the communicator
+was waited for: only NCCL's one stream orders the two then, and gloo, which has none, does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,6 +65,7 @@ class Storage:
         self.ticks: Clock = {}  # timeline -> its latest use
         self.uses: dict[tuple[int, bool], dict[tuple[int, int], Use]] = {}  # timeline, written
         self.recorded: set[int] = set()  # streams of record_stream
+        self.pending: dict[int, list[tuple[Use, bool]]] = {}  # transfers not known to be over
 
 
 class Order:
@@ -74,6 +77,7 @@ class Order:
         self.marks: dict[int, Clock] = {}  # events
         self.ends: dict[int, Clock] = {}  # transfers
         self.storages: dict[int, Storage] = {}
+        self.over: set[int] = set()  # transfers that a stream or the host has waited for
         self.found: dict[tuple[str, str, str], Finding] = {}
 
     def clock(self, timeline: int) -> Clock:
@@ -99,6 +103,9 @@ class Order:
             for other, tick in storage.ticks.items():
                 if other != timeline and clock.get(other, 0) < tick:
                     self._compare(storage, other, clock.get(other, 0), use, writes)
+            self._unwaited(storage, timeline, use, writes)
+            if isinstance(event, Transfer):
+                storage.pending.setdefault(event.id, []).append((use, writes))
             storage.ticks[timeline] = use.tick
             storage.uses.setdefault((timeline, writes), {})[span] = use
 
@@ -107,6 +114,18 @@ class Order:
             for earlier in storage.uses.get((other, wrote), {}).values():
                 if known < earlier.tick and earlier.low < use.high and use.low < earlier.high:
                     self._race(earlier, wrote, other, use, writes)
+
+    def _unwaited(self, storage: Storage, timeline: int, use: Use, writes: bool) -> None:
+        for number in list(storage.pending):
+            if number in self.over:
+                del storage.pending[number]
+                continue
+            for earlier, wrote in storage.pending[number]:
+                one = self.events[earlier.event]
+                apart = isinstance(one, Transfer) and one.stream != timeline
+                if apart and (writes or wrote):
+                    if earlier.low < use.high and use.low < earlier.high:
+                        self._race(earlier, wrote, timeline, use, writes)
 
     def _race(self, earlier: Use, wrote: bool, other: int, use: Use, writes: bool) -> None:
         first, second = self.events[earlier.event], self.events[use.event]
@@ -120,13 +139,19 @@ class Order:
         storage = self.storages.pop(event.storage, None)
         if storage is None:
             return
+        for number, uses in storage.pending.items():
+            if number not in self.over:
+                one = self.events[uses[0][0].event]
+                if isinstance(one, Transfer) and one.stream not in storage.recorded:
+                    what = f"memory of {who(one)} at {place_of(one)} is freed, which nobody awaited"
+                    self._note("free", what, index, uses[0][0].event)
         known, host = self.clock(storage.home), self.clock(HOST)
         for other, tick in storage.ticks.items():
             seen = max(known.get(other, 0), host.get(other, 0))
             if other in (storage.home, HOST, *storage.recorded) or seen >= tick:
                 continue
-            uses = [storage.uses.get((other, w), {}).values() for w in (True, False)]
-            latest = max((use for some in uses for use in some), key=lambda use: use.tick)
+            found = [storage.uses.get((other, w), {}).values() for w in (True, False)]
+            latest = max((use for some in found for use in some), key=lambda use: use.tick)
             user = self.events[latest.event]
             what = (
                 f"memory that {who(user)} uses at {place_of(user)} is freed for the stream that "
@@ -143,6 +168,8 @@ class Order:
         if event.event >= 0:
             self.join(HOST, self.marks.get(event.event))
             return
+        if event.stream < 0:
+            self.over.update(self.ends)
         for timeline in [event.stream] if event.stream >= 0 else list(self.clocks):
             self.join(HOST, self.clock(timeline))
 
@@ -167,6 +194,8 @@ class Order:
             elif isinstance(event, Wait | Polled):
                 timeline = event.stream if isinstance(event, Wait) else HOST
                 known = self.ends if event.event < 0 else self.marks
+                if event.event < 0:
+                    self.over.add(event.transfer)
                 self.join(timeline, known.get(max(event.event, event.transfer)))
             elif isinstance(event, HostWait):
                 self._host_waits(event)

@@ -93,10 +93,10 @@ class Watch(TorchDispatchMode):
         read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
             third = short == "copy_" and len(args) > 2 and args[2]
-            self._between(
-                inputs[-1] if short == "copy_" else inputs[0], (outputs or inputs)[0], where,
-                nowait=kwargs.get("non_blocking", third), read=read, written=written, spans=spans,
-            )  # fmt: skip
+            nowait = kwargs.get("non_blocking", third)
+            source = inputs[-1] if short == "copy_" else inputs[0]
+            target, uses = (outputs or inputs)[0], (read, written, spans)
+            self._between(source, target, nowait, where, uses)
             return out
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}
@@ -132,26 +132,29 @@ class Watch(TorchDispatchMode):
         return changed
 
     def _between(
-        self, source: Tensor, target: Tensor, where: Where, *, nowait: bool,
-        read: tuple[int, ...], written: tuple[int, ...], spans: Any,
-    ) -> None:  # fmt: skip
+        self, source: Tensor, target: Tensor, nowait: bool, where: Where, uses: Any
+    ) -> None:
         """Record a copy between host and device, and whether the host waits for it."""
-        recorder, down = self.recorder, target.device.type == "cpu"
+        recorder, (read, written, spans) = self.recorder, uses
+        down = target.device.type == "cpu"
         host = target if down else source
-        dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in (source, target))
+        name = "memcpy DtoH" if down else "memcpy HtoD"
+        nbytes = target.numel() * target.element_size()
+        dtype = str(target.dtype).removeprefix("torch.")
+        shapes = (tuple(source.shape), tuple(target.shape))
         recorder.events.append(
             Launch(
-                "memcpy DtoH" if down else "memcpy HtoD",
+                name,
                 recorder.stream,
-                shapes=(tuple(source.shape), tuple(target.shape)),
-                dtype=dtypes[1],
+                shapes=shapes,
+                dtype=dtype,
                 read=read,
                 written=written,
-                bytes=target.numel() * target.element_size(),
+                bytes=nbytes,
                 flops=0.0,
                 where=where,
                 spans=spans,
-                dtypes=dtypes,
+                dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in (source, target)),
             )
         )
         if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):

@@ -26,23 +26,47 @@ class Rehearsal(NamedTuple):
     text: str
 
 
+class Process:
+    """A process that rehearses (rehearser.py)."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, pipe = file, subprocess.PIPE
+        program = Path(__file__).with_name("rehearser.py")
+        self.process = subprocess.Popen(
+            [sys.executable, program], stdin=pipe, stdout=pipe, text=True
+        )
+
+    def rehearse(self, argv: list[str], world: int) -> Rehearsal:
+        """Return what a rehearsal finds."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        asked = {"world": world, "argv": argv, "file": str(self.file)}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the rehearsing process has died"
+        return Rehearsal(**json.loads(line))
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
 @pytest.fixture(scope="session")
 def rehearse(tmp_path_factory: Any) -> Iterator[Callable[..., Rehearsal]]:
     """Return rehearse(flags, world=1, small=True): flags come behind those of a small model."""
-    program = Path(__file__).with_name("rehearser.py")
     file = tmp_path_factory.mktemp("rehearsal") / "report.json"
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, program], stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        ask, answers = process.stdin, process.stdout
+    shared = Process(file)
 
-        def run(flags: str, world: int = 1, small: bool = True) -> Rehearsal:
-            argv = [*(SMALL if small else []), *flags.split()]
-            ask.write(json.dumps({"world": world, "argv": argv, "file": str(file)}) + "\n")
-            ask.flush()
-            line = answers.readline()
-            assert line, "the rehearsing process has died"
-            return Rehearsal(**json.loads(line))
+    def run(flags: str, world: int = 1, small: bool = True) -> Rehearsal:
+        argv = [*(SMALL if small else []), *flags.split()]
+        if "--rehearse-all-ranks" not in argv:
+            return shared.rehearse(argv, world)
+        fresh = Process(file)  # it forks, which autograd forbids a process that has used it
+        found = fresh.rehearse(argv, world)
+        fresh.close()
+        return found
 
-        yield run
-        ask.close()
+    yield run
+    shared.close()

@@ -74,6 +74,13 @@ def test_a_wait_of_one_stream_orders_no_other():
     assert kinds(*made, mark(0, SIDE), Wait(0, 0, "a.py:5"), launch(6, read=(0,))) == []
 
 
+def test_a_wait_for_a_later_transfer_is_none_for_an_earlier_one():
+    made = alloc(), transfer(3, (), (0,)), transfer(4, number=1), wait(number=1)
+    assert kinds(*made, launch(5, read=(0,))) == [("order", "a.py:5", "a.py:3")]
+    assert kinds(*made, wait(), launch(5, read=(0,))) == []
+    assert kinds(*made, Free(0, "a.py:8")) == [("free", "a.py:8", "a.py:3")]
+
+
 def test_an_event_marks_what_was_on_its_stream_before_it():
     early = alloc(), mark(0, SIDE), launch(2, SIDE, written=(0,)), Wait(0, 0, "a.py:5")
     assert kinds(*early, launch(4, read=(0,))) == [("order", "a.py:4", "a.py:2")]
@@ -88,7 +95,6 @@ def test_other_bytes_of_a_storage_are_not_what_was_written():
 def test_what_the_host_has_seen_is_before_all_that_it_launches_then():
     made = alloc(), transfer(3, (), (0,))
     assert kinds(*made, Polled(-1, 0), launch(4, read=(0,))) == []
-    assert kinds(*made, HostWait(-1, COMM, "", at(5)), launch(4, read=(0,))) == []
     assert kinds(*made, HostWait(-1, -1, "", at(5)), launch(4, read=(0,))) == []
     assert kinds(*made, HostWait(-1, SIDE, "", at(5)), launch(4, read=(0,))) != []
 

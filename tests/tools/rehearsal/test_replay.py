@@ -24,7 +24,7 @@ LAYOUTS = {
     "ZeRO 3 in a pipeline": (4, "--pipeline-model-parallel-size 2 --zero-stage 3 "
                                 "--overlap-param-gather --global-batch-size 16"),
 }  # fmt: skip
-IN_CI = ("ring", "ZeRO 3", "ZB-V")
+IN_CI = ("ZB-V",)
 
 
 @pytest.mark.parametrize(
