@@ -104,7 +104,9 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     triton_kernels.install(recorder, launch.rank)
     some = bool(config.parallel.wgrad_deferral_limit)  # the first micro-batches are unlike the rest
     replay.install(recorder, asked.rehearse_full or some)
-    return rehearse(script, config, launch, recorder, network, asked.rehearse_steps, patches)
+    return rehearse(
+        script, config, launch, recorder, network, asked.rehearse_steps, patches=patches
+    )
 
 
 def _major(device: Device) -> int:

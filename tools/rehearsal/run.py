@@ -160,7 +160,7 @@ def rehearse(
     notes: list[str] = []
     run, failure = None, None
     gc.collect()
-    gc.disable()  # when it runs is chance: what lives until then lives to the end
+    gc.disable()  # when it runs is chance; here it runs before each step
     with contextlib.ExitStack() as modes:
         modes.callback(gc.enable)
         if real:
