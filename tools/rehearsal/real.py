@@ -133,4 +133,6 @@ def record(script: ModuleType, argv: list[str], launch: Launch, real: bool) -> R
         Host(recorder, real).install(patches, network)
         network.install(patches)
         steps = config.rehearse.rehearse_steps
-        return rehearse(script, config, launch, recorder, network, steps, patches, real)
+        return rehearse(
+            script, config, launch, recorder, network, steps, patches=patches, real=real
+        )

@@ -160,7 +160,7 @@ def rehearse(
     notes: list[str] = []
     run, failure = None, None
     gc.collect()
-    gc.disable()  # when it runs is chance: what lives until then lives to the end
+    gc.disable()  # when it runs is chance; here it runs before each step
     with contextlib.ExitStack() as modes:
         modes.callback(gc.enable)
         if real:
@@ -186,9 +186,7 @@ def rehearse(
     steps_begin = [i for i, event in enumerate(events) if event in STEPS]
     first = steps_begin[-1] if steps_begin else len(events)
     notes += out.getvalue().splitlines()
-    return Rehearsed(
-        config, grid, recorder, first, notes, run=run, script=script, failure=failure
-    )
+    return Rehearsed(config, grid, recorder, first, notes, run=run, script=script, failure=failure)
 
 
 def failed(error: BaseException, fork: str) -> Finding:

@@ -41,7 +41,6 @@ class Shared:
 def install(recorder: Recorder, rank: int) -> None:
     """Replace them, for the whole process, where Triton is installed."""
 
-
     def rendezvous(own: Tensor, group: Any) -> Shared:
         return Shared(own, group.ranks.index(rank), len(group.ranks))
 

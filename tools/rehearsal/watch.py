@@ -62,7 +62,8 @@ class Watch(TorchDispatchMode):
         if not inputs and not isinstance(out, Tensor):
             return out
         outputs = tensors_of((out,))
-        if func is torch.ops.aten.lift_fresh.default:  # made from numbers; a fake one is another
+        if func is torch.ops.aten.lift_fresh.default and recorder.device == "cpu":
+            # made from numbers; a fake one is another storage
             recorder.numbers(outputs, recorder.where())
             return out
         if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
