@@ -165,8 +165,9 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
 def test_make_alone_lists_every_command():
     command = ["make", "--no-print-directory"]  # which a make above this one would turn on
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    targets = "help setup train test prove chaos explain fork-check lint bench bench-overlap"
-    targets += " bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check"
+    targets = "help setup train test prove chaos rehearse explain fork-check lint bench"
+    targets += " bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check"
+    targets += " slurm-check"
     assert [line.split()[1] for line in said.splitlines()] == targets.split()
 
 

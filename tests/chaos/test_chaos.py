@@ -115,9 +115,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 SHORT = (
     "kill: in a save",
-    "clock: jumps",
     "disk: ENOSPC under a checkpoint",
-    "number: nan in a gradient",
     "signal: a storm of SIGTERM",
     "checkpoint: bit flipped",
 )

@@ -144,6 +144,7 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
     assert all("whole beside it: nothing" in event for event in gathers)
 
 
+@pytest.mark.prove
 def test_the_formulas_count_what_the_order_of_uses_gathers():
     """The document's arithmetic against the walk through a step in training/plan/buffers.py."""
     rows = [row for row in read_formulas() if "Z > 2" in row.condition and "x > 0" not in row.what]

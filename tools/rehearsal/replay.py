@@ -42,6 +42,7 @@ from tools.rehearsal.events import (
 from tools.rehearsal.record import Recorder
 
 RealRun, real_begin_step = engine._Run, ParamAndGradBuffer.begin_step
+PASSING = "mpu/recompute.py"  # autograd's thread holds its last result until the next backward
 PATTERN = 2  # the micro-batch that is copied
 STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
 
@@ -80,6 +81,7 @@ class Replay:
         self.place: dict[tuple[str, int], Place] = {}
         self.newest: dict[tuple[str, int, str, int], int] = {}  # line -> micro-batch
         self.over: set[int] = set()  # storages that the copies have ended
+        self.tail: tuple[list[Event], int] | None = None  # a pattern that may go on
         self.handed: set[int] = set()  # storages of tensors that copies have handed on
         self.held: dict[tuple[int, int], Tensor] = {}  # what a copied forward took
         self.given: dict[int, int] = {}  # chunk -> storage that the pattern's forward took
@@ -118,22 +120,38 @@ class Replay:
                 self.given[chunk] = took
             made = recorder.number(out) if isinstance(out, Tensor) else -1
             self.patterns[action, chunk] = Pattern(events, made, took)
+            self.tail = events, len(recorder.events)
         return out
+
+    def close(self) -> None:
+        """Add to the pattern what ends while its action returns."""
+        if self.tail is not None:
+            events, first = self.tail
+            own = {found[1] for event in events if (found := begins(event)) and found[0] == STORAGE}
+            own |= set(self.given.values())
+            late = self.recorder.events[first:]
+            events += [e for e in late if isinstance(e, Free) and e.storage in own]
+            self.tail = None
 
     def _note(self, place: Place, number: int) -> None:
         self.begun[place] = number
         self.place[place.sort, number] = place
         self.newest[place.line] = max(self.newest.get(place.line, 0), place.micro_batch)
 
-    def copy(self, action: str, chunk: int, i: int, make: Callable[[], Tensor] | None) -> Any:
+    def copy(
+        self, action: str, chunk: int, i: int, make: Callable[[], Tensor] | None,
+        whole: bool = False,
+    ) -> Any:  # fmt: skip
         """Write the events of an action again, for micro-batch i; return what it hands on.
 
-        make: makes the tensor that is handed on, where one is.
+        make: makes the tensor that is handed on, where one is. whole: it is a backward with its
+        weight gradients, so nothing that recomputation began outlives it.
         """
         pattern, recorder = self.patterns[action, chunk], self.recorder
         counts = {STORAGE: 0, TRANSFER: 0, EVENT: 0}
         out: Tensor | None = None
         batches: dict[int, int] = {}
+        passing: set[int] = set()
 
         def begin(sort: str, number: int) -> int:
             self._note(Place(action, chunk, i, sort, counts[sort]), number)
@@ -163,6 +181,8 @@ class Replay:
                     recorder.events[-1] = event._replace(storage=number)  # where the pattern was
                     continue
                 event = event._replace(storage=begin(STORAGE, recorder.new_storage(event.bytes)))
+                if event.where.place.startswith(PASSING):
+                    passing.add(event.storage)
             elif kind is Free:
                 if event.storage == self.given.get(chunk):
                     self.held.pop((chunk, i), None)  # which frees it in earnest
@@ -195,6 +215,9 @@ class Replay:
             elif kind is Action:
                 event = Action(event.words.replace(f"micro-batch {PATTERN} ", f"micro-batch {i} "))
             recorder.events.append(event)
+        for number in passing - self.over - self.handed if whole else ():
+            self.over.add(number)
+            recorder.events.append(Free(number, ""))
         if make is not None and out is None:
             out = make()
         return out
@@ -218,6 +241,21 @@ class Replay:
         if place is None or place.micro_batch != PATTERN:
             return number
         return self.begun[place._replace(micro_batch=self.newest[place.line])]
+
+
+def let_go(recorder: Recorder) -> None:
+    """Let autograd's thread of the device end what it still holds of the last backward.
+
+    On a GPU it holds that, a tensor or two, until the next backward begins.
+    """
+    if recorder.device == "cpu":
+        return
+    first = len(recorder.events)
+    one = torch.zeros((), device=recorder.device, requires_grad=True)
+    torch.autograd.backward((one * 1,))
+    del one
+    own = {e.storage for e in (events := recorder.events[first:]) if isinstance(e, Alloc)}
+    recorder.events[first:] = [e for e in events if isinstance(e, Free) and e.storage not in own]
 
 
 def begins(event: Event) -> tuple[str, int] | None:
@@ -250,6 +288,10 @@ def install(recorder: Recorder, full: bool) -> None:
             count = 1 + max(action.micro_batch for action in actions)
             replay.begin(count, self.training and not full)
 
+        def do(self, step: Step, clock: Any) -> None:
+            super().do(step, clock)
+            replay.close()
+
         def _make(self) -> Tensor:
             return torch.empty(self.shape, dtype=self.engine.dtype, device=self.engine.device)
 
@@ -266,14 +308,22 @@ def install(recorder: Recorder, full: bool) -> None:
             _, chunk, i = step.action
             if not replay.copied(i):
                 backward = super()._backward
-                out = replay.run("B", chunk, i, lambda: backward(step, dy, fused))
+
+                def work() -> Tensor | None:
+                    out = backward(step, dy, fused)
+                    let_go(recorder)
+                    return out
+
+                out = replay.run("B", chunk, i, work)
                 if (chunk, i) in self.deferred:
                     works = self.deferred[chunk, i]
                     last = partial(replay.run, "W", chunk, i, partial(run_deferred, works))
                     self.deferred[chunk, i] = deque([last])
                 return out
-            out = replay.copy("B", chunk, i, None if step.stage == 0 else self._make)
-            if not fused or (step.stage == self.last and i < self.schedule.deferred):
+            later = not fused or (step.stage == self.last and i < self.schedule.deferred)
+            make = None if step.stage == 0 else self._make
+            out = replay.copy("B", chunk, i, make, whole=not later)
+            if later:
                 self.deferred[chunk, i] = deque([partial(replay.copy, "W", chunk, i, None)])
             return out
 

@@ -55,7 +55,7 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (8, PP + "2 " + SP + ZERO[1] + GRADS + GATHERS + SCHEDULE + "interleaved " + VP),
     (8, PP + "2 " + SP + ZERO[3] + GATHERS + RECOMPUTE + "full"),
 ]
-QUICK = (18, 29)
+QUICK = (29,)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[i] for i in QUICK], ids=str)

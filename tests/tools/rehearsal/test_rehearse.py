@@ -30,6 +30,7 @@ def test_flops_of_a_step(rehearse):
     assert core == pytest.approx(forward * 3.5)  # flash's backward computes the scores again
 
 
+@pytest.mark.prove
 def test_kernels_that_overlap_multiply_as_much(rehearse):
     """A Triton kernel's launch declares its FLOPs (mpu/kernels/costs.py)."""
     flops = {}
