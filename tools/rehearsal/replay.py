@@ -251,10 +251,9 @@ def let_go(recorder: Recorder) -> None:
     if recorder.device == "cpu":
         return
     first = len(recorder.events)
-    one = torch.zeros((), device=recorder.device, requires_grad=True)
-    torch.autograd.backward((one * 1,))
-    del one
-    own = {e.storage for e in (events := recorder.events[first:]) if isinstance(e, Alloc)}
+    torch.zeros((), device=recorder.device, requires_grad=True).mul(1).backward()
+    events = recorder.events[first:]
+    own = {e.storage for e in events if isinstance(e, Alloc)}
     recorder.events[first:] = [e for e in events if isinstance(e, Free) and e.storage not in own]
 
 
