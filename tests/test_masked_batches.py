@@ -40,6 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "ranks, more",
     [

@@ -29,6 +29,7 @@ def results(comm) -> None:
         assert all(len(found[side]) == 5 and min(found[side]) > 0 for side in SIDES)
 
 
+@pytest.mark.prove
 def test_the_sides_agree(world):
     world(2).run(results)
 

@@ -66,6 +66,7 @@ def test_an_error_in_one_rank_is_what_all_report(ranks: Ranks, rank: int) -> Non
     assert own[-1] == "RuntimeError: broken on purpose"
 
 
+@pytest.mark.prove
 def test_an_exit_before_the_run_is_done_is_a_failure(ranks: Ranks) -> None:
     """A loader that calls sys.exit(0) says no goodbye, and its rank does not end well."""
     result = ranks.run(2, 2, fault("data", 1, "exit"))

@@ -22,6 +22,7 @@ def run(launcher: Launcher, ranks: int, *more: str, fault: Any = None) -> Result
     return launcher.run(ranks, flags, fault=fault, monitor={"silence": 8.0})
 
 
+@pytest.mark.prove
 def test_a_transient_flip_is_replayed_and_the_run_goes_on_as_if_it_had_not_been(
     launcher: Launcher,
 ) -> None:

@@ -99,6 +99,7 @@ def test_twenty_steps_follow_the_twin(world):
     follow(world, 2, ways, rel=1e-10)
 
 
+@pytest.mark.prove
 def test_sums_of_each_micro_batch_and_by_instances_follow_the_twin(world):
     """Other orders of addition, so other bits than the levels': to 1e-10 over a run in fp64."""
     each = [dict(zero=2, each=True), dict(zero=3, each=True, overlap=False)]

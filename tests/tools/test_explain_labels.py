@@ -108,6 +108,7 @@ def test_no_local_variable_is_read():
             assert "f_locals" not in source and not names, file
 
 
+@pytest.mark.prove
 def test_locals_may_be_renamed(world):
     """Two processes import the product with every local renamed, and explain the same steps."""
     expected = world(2).run(explained)[0]

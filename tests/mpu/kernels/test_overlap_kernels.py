@@ -105,6 +105,7 @@ def run(comm, cases):
     return run_cases(memory(comm, cases[0]["size"]), cases)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("size", "largest", "delay"), [(2, 24, 0.0), pytest.param(4, 20, 0.05, marks=pytest.mark.prove)]
 )

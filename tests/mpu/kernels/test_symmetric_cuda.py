@@ -89,6 +89,7 @@ def run_turns(comm, cases):
     return worst
 
 
+@pytest.mark.prove
 def test_the_turns_of_gpus(interpreted):
     cases = sample(8, 4, seed=6, largest=20, in_place=False)
     check(interpreted(4).run(run_turns, cases))
@@ -141,6 +142,7 @@ def replay(comm):
         space.check()
 
 
+@pytest.mark.prove
 def test_recorded_launches_may_be_replayed(interpreted):
     """As a CUDA graph's: neither the epoch nor the slot's turn comes from the host."""
     interpreted(4).run(replay)

@@ -58,6 +58,7 @@ LAYOUTS = [  # world, flags; a global batch of 8
 QUICK = (29,)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("layout", [LAYOUTS[i] for i in QUICK], ids=str)
 def test_a_rank_of_a_layout_has_no_finding(rehearse, layout):
     world, flags = layout

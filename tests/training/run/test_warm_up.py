@@ -76,6 +76,7 @@ def case_of(name, tp, zero, **more):
     return case | more
 
 
+@pytest.mark.prove
 def test_a_step_after_it_has_the_same_bits(world):
     cases = [case_of("1f1b", 1, zero) for zero in (0, 1, 2, 3)]
     cases += [case_of("zb-v", 2, 0), case_of("interleaved", 2, 0, recompute="full")]
