@@ -12,6 +12,7 @@ from typing import Any
 
 from mpu.launch import Launch
 from mpu.param import PlacementError
+from mpu.pipeline.schedules import V_SHAPED
 from tools.rehearsal import replay, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
@@ -102,7 +103,8 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     else:
         Host(recorder).install(patches, network)
     network.install(patches)
-    unlike = bool(config.parallel.wgrad_deferral_limit)  # then the first micro-batches differ
+    p = config.parallel  # the first micro-batches differ, or chunks hand on what others keep
+    unlike = bool(p.wgrad_deferral_limit) or p.schedule in V_SHAPED
     replay.install(recorder, asked.rehearse_full or unlike)
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches

@@ -17,8 +17,6 @@ LAYOUTS = {
                        "--recompute-method uniform --recompute-num-layers 1"),
     "ZB-H1": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 --pipeline-schedule zb-h1 "
                  "--global-batch-size 8"),
-    "ZB-V": (4, "--pipeline-model-parallel-size 2 --rehearse-rank 2 --pipeline-schedule zb-v "
-                "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 8"),
     "a deep pipeline": (8, "--num-layers 8 --pipeline-model-parallel-size 4 "
                            "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 "
                            "--tensor-model-parallel-size 2 --sequence-parallel "
