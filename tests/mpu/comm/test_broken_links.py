@@ -176,9 +176,12 @@ def test_after_a_reset_both_ends_tell_one_story(linked: Callable[..., Linked]) -
         monitor._told.set()
         error = CommunicationError(text)
         monitor.__exit__(CommunicationError, error, None)
-    assert {three.first(rank) for rank in range(3)} == {
-        f"rank 1 failed first during start-up: CommunicationError: {text}; rank 1 and rank 2 do "
-        "not hear each other (a connection broke while every process lived)"
+    stories = {three.first(rank) for rank in range(3)}
+    assert len(stories) == 1
+    assert stories <= {  # whichever report arrives first
+        f"rank {rank} failed first during start-up: CommunicationError: {text}; rank 1 and rank 2 "
+        "do not hear each other (a connection broke while every process lived)"
+        for rank in (1, 2)
     }
 
 
