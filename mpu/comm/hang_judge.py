@@ -197,9 +197,7 @@ def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     first, inside = group[0], {s.rank for s in group}
     everyone = len(group) == len(ranks) > 1
     subject = (
-        f"{named([s.rank for s in group])}, which is every rank,"
-        if everyone
-        else (named([s.rank for s in group]))
+        f"{named(sorted(inside))}, which is every rank," if everyone else named(sorted(inside))
     )
     verb = "hangs" if len(group) == 1 else "hang"
     limit = f" (limit {first.limit:.0f} s)" if first.limit is not None else ""

@@ -145,7 +145,8 @@ class HangWatch:
             if self._over:
                 return
             if several:
-                self.dump.arm(silence / 2)
+                # set-up's silence is longer, but a step may begin before this is called again
+                self.dump.arm(min(silence, self.hang_timeout or silence) / 2)
                 end = min(self.deadline, self.hang_timeout or self.deadline) + LATE
                 if end < math.inf:
                     signal.setitimer(signal.ITIMER_REAL, max(end, silence + LATE))

@@ -122,7 +122,8 @@ def test_ranks_that_hang_all_at_once_end_at_the_timeout_of_collectives_at_the_la
 @LATER
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_report_is_made_once_and_a_rank_that_goes_on_may_go_on(ranks: Ranks, layout: str) -> None:
-    fault = {"point": "data", "rank": 1, "call": 4, "how": "slow", "seconds": 9.0}
+    # ten times a step of a busy machine is less than that
+    fault = {"point": "data", "rank": 1, "call": 2, "how": "slow", "seconds": 24.0}
     flags = "--train-iters 4 --save-interval 9"
     result = run(ranks, layout, fault, flags, monitor=SOON | {"floor": 4.0})
     assert result.codes == [0, 0], result.said(0)

@@ -316,6 +316,19 @@ def test_a_process_that_nobody_ends_is_ended_by_the_kernel(tmp_path: Path) -> No
     assert child_of(ALARM, tmp_path).wait(60) == -signal.SIGALRM
 
 
+def test_stacks_are_there_when_a_step_that_begins_at_once_after_set_up_hangs() -> None:
+    """The others wait --hang-timeout for it then, not set-up's silence."""
+    watch = HangWatch(deadline=1000.0, hang_timeout=0.4)
+    watch.arm(60.0, several=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not os.fstat(watch.dump.address()["fd"]).st_size:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        watch.disarm()
+
+
 def test_what_was_armed_is_taken_back_for_good() -> None:
     watch = HangWatch(deadline=1000.0)
     watch.arm(20.0, several=True)
