@@ -248,6 +248,7 @@ def in_child(folder: Path, world: int, flags: str, rank: int | None, hits: bool)
             found: set[str] = set()
             steps: list[int] = []  # before the first one the host may read
             builtins.__hit__ = hit_list(found, steps)  # type: ignore[attr-defined]
+            os.chdir(folder)  # where --model-file is looked for
             sys.path[0] = str(folder)
             os.environ["WORLD_SIZE"] = str(world)
             argv = [*MODEL.split(), *flags.split(), "--rehearse", "--rehearse-json", f"{out}.json"]

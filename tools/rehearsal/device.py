@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from tools.rehearsal.events import Alloc
+from tools.rehearsal.memory import step
 from tools.rehearsal.record import Recorder
 
 DEVICE = torch.device("cuda", 0)
@@ -117,17 +120,13 @@ class Memory:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.at, self.now, self.most = recorder, 0, 0, 0
+        self.live: dict[int, Alloc] = {}
 
     def allocated(self, device: Any = None) -> int:
         """Return the bytes that live now."""
-        from tools.rehearsal.events import Alloc, Free
-
         for event in self.recorder.events[self.at :]:
-            if isinstance(event, Alloc) and event.device == self.recorder.device:
-                self.now += event.bytes
-                self.most = max(self.most, self.now)
-            elif isinstance(event, Free):
-                self.now -= self.recorder.sizes[event.storage]
+            self.now += step(self.live, event, self.recorder.device)
+            self.most = max(self.most, self.now)
         self.at = len(self.recorder.events)
         return self.now
 
@@ -208,7 +207,7 @@ class Reads(TorchFunctionMode):
             self.recorder.host_wait(stream=self.recorder.stream, reads=name)
 
     def _tolist(self, x: Tensor) -> Any:
-        if not isinstance(x, self.fake_mode_tensor):
+        if not isinstance(x, FakeTensor):
             return x.tolist()
         self._reads(x, "tolist")
         zero: Any = 0.0 if x.dtype.is_floating_point else 0
@@ -218,21 +217,14 @@ class Reads(TorchFunctionMode):
 
         return zeros(tuple(x.shape))
 
-    @property
-    def fake_mode_tensor(self) -> type:
-        """The class of fake tensors."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        return FakeTensor
-
     def _numpy(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, self.fake_mode_tensor):
+        if not isinstance(x, FakeTensor):
             return x.numpy(*args, **kwargs)
         self._reads(x, "numpy")
         return torch.zeros(x.shape, dtype=x.dtype, device="meta").numpy()
 
     def _address(self, x: Tensor) -> int:
-        if not isinstance(x, self.fake_mode_tensor):
+        if not isinstance(x, FakeTensor):
             return x.data_ptr()
         if (address := getattr(x, "weft_address", None)) is not None:  # another rank's memory
             return int(address)
@@ -241,7 +233,7 @@ class Reads(TorchFunctionMode):
         return int(start + x.storage_offset() * x.element_size())
 
     def _pin(self, x: Tensor, *args: Any) -> Tensor:
-        if not isinstance(x, self.fake_mode_tensor):
+        if not isinstance(x, FakeTensor):
             x = self.fake_mode.from_tensor(x)
         out = torch.empty_like(x)
         pin(out)

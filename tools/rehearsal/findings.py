@@ -10,6 +10,8 @@ from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.places import ROOT
+from tools.rehearsal.roofline import MATMULS, short_name
+from tools.rehearsal.step_rules import in_whole_step
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -24,13 +26,15 @@ HOST_MAY_WAIT = {
 # blocks, and what the update takes of them.
 DOUBLE = {
     "pretrain_llama.py": 2, "mpu/zero/optimizer.py": 1 << 40, "mpu/zero/adam.py": 1,
+    "mpu/zero/adam_backends.py": 4,
     "mpu/zero/offload.py": 2,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters; no matmul.
 SINGLE = (
-    "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/fused.py",
-    "mpu/layers/linear.py", "mpu/layers/rope.py", "mpu/zero/", "pretrain_llama.py",
-    "training/run/", "training/data/batch.py",
+    "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/float8", "mpu/layers/fused",
+    "mpu/layers/linear.py", "mpu/layers/linear_cross_entropy.py", "mpu/layers/rope.py",
+    "mpu/layers/softmax_rows.py", "mpu/zero/", "pretrain_llama.py", "training/run/",
+    "training/data/batch.py",
 )  # fmt: skip
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
@@ -39,10 +43,18 @@ ON_HOST = (
     "mpu/layers/packed_seq_params.py",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
-MIXES = {"mpu/layers/fused.py": ("aten::mul_",)}
+MIXES = {
+    "mpu/layers/fused_gpu.py": ("aten::mul_",),
+    "mpu/layers/float8_cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
+}
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run
-WIDER = ("aten::copy_", "aten::_to_copy", "aten::mm", "aten::fill_", "aten::_fused_adamw_")
+HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE
+PROMOTES = ("aten::add_", "aten::cat", "aten::stack")  # what meets a float64 number
+WIDER = (
+    "aten::copy_", "aten::_to_copy", "aten::mm", "aten::addmm", "aten::fill_",
+    "aten::_fused_adamw_",
+)  # fmt: skip
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -51,7 +63,8 @@ def findings(seen: "Rehearsed") -> list[Finding]:
     found: dict[tuple[str, str, str], Finding] = {}
     every = [] if seen.failure is None else [seen.failure]
     chains = seen.recorder.chains
-    for one in [*every, *in_step(seen), *order(seen.recorder.events, chains)]:
+    every += [*seen.recorder.found, *in_step(seen), *in_whole_step(seen)]
+    for one in [*every, *order(seen.recorder.events, chains)]:
         found.setdefault((one.kind, one.place, one.also), one)
     return list(found.values())
 
@@ -64,6 +77,10 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
     for place in recorder.host_made:
         if not place.startswith(ON_HOST):
             yield Finding("device", place, "a tensor is made in host memory")
+    for place, dtypes in recorder.computed.items():
+        if place.startswith(HOST_IN_DOUBLE) and dtypes != {"float64"}:
+            what = f"the host computes in {' and '.join(sorted(dtypes))} what is rounded once"
+            yield Finding("dtype", place, what)
     for index in range(seen.first, len(recorder.events)):
         event = recorder.events[index]
         if type(event) is HostWait and not may_wait(event.where.place):
@@ -107,9 +124,12 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
         yield "float64", f"{op} computes in float64"
     if op.startswith("aten::_fused_adam") and len(floats) > 1:
         yield "dtype", f"{op} takes its tensors and its scale in one dtype"
-    if narrow not in ("bfloat16", "float16"):
-        return
-    if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[:2]:
+    if op in PROMOTES and "float64" in floats and len(floats) > 1:
+        yield "dtype", f"{op} takes {' and '.join(sorted(floats))}: one of them is converted"
+    if narrow not in ("bfloat16", "float16") or op.startswith("triton::"):
+        return  # our own kernels load each tensor in its dtype and compute in fp32
+    at = MATMULS.get(short_name(event), 0)  # where its factors stand, behind what it adds to
+    if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[at : at + 2]:
         yield "dtype", f"{op} multiplies in float32 in a {narrow} run"
         return
     # a number alone takes the dtype of the tensor that it meets

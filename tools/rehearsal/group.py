@@ -5,7 +5,6 @@ A group has a communicator with a stream of its own. A message that is not part 
 as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm import collectives
-from mpu.comm.transport import sent_bytes
+from mpu.comm import collectives, transport
+from mpu.comm.transport import Handle, sent_bytes
 from mpu.pipeline.engine import Parcel
+from tools.rehearsal.events import Transfer
+from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
-
-real_gather_bytes = collectives.gather_bytes
 
 
 class Communicator:
@@ -69,8 +68,9 @@ class Work:
     torch's own keeps the tensors until then, this one does not: that is for Weft's Handle to do.
     """
 
-    def __init__(self, recorder: Recorder, transfer: int) -> None:
-        self.recorder, self.transfer = recorder, transfer
+    def __init__(self, recorder: Recorder, transfer: Transfer) -> None:
+        self.recorder, self.transfer = recorder, transfer.id
+        self.uses = {*transfer.read, *transfer.written}
         self._asked = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -86,11 +86,6 @@ class Work:
         return asked
 
 
-def _is_gather_bytes(value: Any) -> bool:
-    """Return whether this is the real one, or that of an earlier rehearsal."""
-    return value is real_gather_bytes or isinstance(getattr(value, "__self__", None), Distributed)
-
-
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
@@ -98,12 +93,11 @@ class Distributed:
     exchange: asks them, where all ranks are rehearsed (world.py).
     """
 
-    def __init__(self, recorder: Recorder, rank: int, backend_stream: bool = True) -> None:
+    def __init__(self, recorder: Recorder, rank: int) -> None:
         self.recorder, self.rank = recorder, rank
         self.groups: Counter[tuple[int, ...]] = Counter()
         self.batches = 0
         self.batch = -1
-        self.axes: dict[tuple[int, ...], str] = {}
         self.trace_axis, self.trace_label = "", ""
         self.exchange: Any = None
         self.starts: Any = None
@@ -118,9 +112,8 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             patches.replace(dist, name, getattr(self, name))
-        for module in list(sys.modules.values()):
-            if _is_gather_bytes(vars(module).get("gather_bytes")):
-                patches.replace(module, "gather_bytes", self.gather_bytes)
+        patches.everywhere(collectives.gather_bytes, self.gather_bytes)
+        patches.replace(transport, "Handle", self.handle)
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
         patches.replace(dist, "P2POp", P2POp)
@@ -259,7 +252,7 @@ class Distributed:
         recorder.chain()
         like = "reduce_scatter" if verb == "all_to_all" else verb
         sent = sent_bytes(like, tensor, len(over.ranks))
-        number = recorder.transfer(
+        transfer = recorder.transfer(
             verb=verb,
             axis=self.trace_axis,
             group=over.ranks,
@@ -278,7 +271,18 @@ class Distributed:
             op=op,
             communicator=over.name,
         )
-        return Work(recorder, number)
+        return Work(recorder, transfer)
+
+    def handle(self, work: Any, keep: tuple[Tensor, ...], *args: Any, **named: Any) -> Handle:
+        """Make a Handle, which must keep the tensors of its transfers until they are over."""
+        recorder = self.recorder
+        kept = {recorder.number(x) for x in keep}
+        for one in getattr(work, "works", [work]):
+            if isinstance(one, Work) and not one.uses <= kept:
+                what = f"a tensor of the {named['what']} is not kept until the wait"
+                _, place, *lines = recorder.lines()  # the first is in Axis.start
+                recorder.found.append(Finding("keep", place, what, "", tuple(lines)))
+        return Handle(work, keep, *args, **named)
 
     def through_memory(self) -> None:
         """Note that what the trace has just heard of goes through memory, on no stream of its own.

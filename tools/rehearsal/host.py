@@ -7,7 +7,7 @@ tensor of the kind `shared memory`, whose flags are always up. A recorded run on
 through the same functions, which then call the library too: `real`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +23,9 @@ from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
 SHARED = "shared memory"
-CALLS = {  # of csrc: which of its tensors it reads, and which it writes, by their places
-    "norm_forward": ((0, 1), (2, 3)),
-    "norm_backward": ((0, 1, 2, 3, 5), (4, 5)),
+CALLS = {  # of csrc: which of its tensors (or None) it reads, and which it writes, by their places
+    "norm_forward": ((0, 1, 2), (3, 4, 5)),
+    "norm_backward": ((0, 1, 2, 3, 4, 6), (5, 6)),
     "swiglu_forward": ((0,), (1,)),
     "swiglu_backward": ((0, 1), (2,)),
     "rope": ((0, 1, 2), (3,)),
@@ -60,10 +60,10 @@ class Host:
     def call(self, native: Callable[..., None]) -> Callable[..., None]:
         """Return what takes the place of mpu.layers.fused.call."""
 
-        def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
+        def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
             if self.real:
                 native(name, dtype, *args)
-            self.launched(name, [a for a in args if isinstance(a, Tensor)])
+            self.launched(name, [a for a in args if a is None or isinstance(a, Tensor)])
 
         return call
 
@@ -77,14 +77,17 @@ class Host:
             symmetric._library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
         self.launched("copy", [x, to])
 
-    def launched(self, name: str, tensors: list[Tensor]) -> None:
+    def launched(self, name: str, args: Sequence[Tensor | None]) -> None:
         """Record a call of the library, if the recorder listens."""
         recorder = self.recorder
         if recorder.paused:
             return
         where = recorder.where()
         reads, writes = CALLS[name]
-        read, written = [tensors[i] for i in reads], [tensors[i] for i in writes]
+        read, written = (
+            [x for i in places if (x := args[i]) is not None] for places in (reads, writes)
+        )
+        tensors = [x for x in args if x is not None]
         found = recorder.uses(read, written, where, recorder.stream)
         kinds = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
         recorder.events.append(
@@ -95,7 +98,7 @@ class Host:
                 dtype=kinds[0],
                 read=found[0],
                 written=found[1],
-                bytes=sum(tensors[i].nbytes for i in {*reads, *writes}),
+                bytes=sum(x.nbytes for i in {*reads, *writes} if (x := args[i]) is not None),
                 flops=0.0,
                 where=where,
                 spans=found[2],

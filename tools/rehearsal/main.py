@@ -30,7 +30,6 @@ from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
 from training.plan import pipeline
-from training.plan.batch_size import global_batch_size
 from training.plan.model_profile import model_profile
 
 GPUS_A_NODE = 8
@@ -156,9 +155,8 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
 def time_of(seen: Rehearsed, device: Device) -> Timing:
     """Time the last step on a device."""
     config, grid, provider = seen.config, seen.grid, seen.script.model_provider
-    b = config.batch.micro_batch_size * grid.dp.size
-    batches = global_batch_size(config, seen.run.consumed - config.batch.global_batch_size) // b
-    tokens = batches * b * config.model.seq_length
+    batches = seen.micro_batches
+    tokens = batches * config.batch.micro_batch_size * grid.dp.size * config.model.seq_length
     flops = model_profile(config, provider).flops * tokens / grid.world_size
     dtype = str(config.run.dtype).removeprefix("torch.")
     step = seen.recorder.events[seen.first :]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tools.rehearsal.events import Alloc, Event, Free, Where
 
 ROUND = 512  # bytes: the CUDA allocator's smallest block
-SMALL, LARGE = 1 << 20, 2 << 20  # blocks above 1 MiB are cut from segments of 2 MiB
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,9 @@ def memory(
     now = peak = 0
     at = -1
     for i, event in enumerate(events):
-        if type(event) is Alloc and event.device == device:
-            live[event.storage] = event
-            now += event.bytes
-            if now > peak and i >= first:
-                peak, at = now, i
-        elif type(event) is Free and event.storage in live:
-            now -= live.pop(event.storage).bytes
-        if i + 1 == first:
+        changed = step(live, event, device)
+        now += changed
+        if i + 1 == first or (changed > 0 and now > peak and i >= first):
             peak, at = now, i
     fullest = living(events[: at + 1], device)
     by_kind: dict[str, int] = defaultdict(int)
@@ -61,11 +55,18 @@ def living(events: Iterable[Event], device: str) -> list[Alloc]:
     """Return the storages that live after these events."""
     live: dict[int, Alloc] = {}
     for event in events:
-        if type(event) is Alloc and event.device == device:
-            live[event.storage] = event
-        elif type(event) is Free:
-            live.pop(event.storage, None)
+        step(live, event, device)
     return list(live.values())
+
+
+def step(live: dict[int, Alloc], event: Event, device: str) -> int:
+    """Let an event change which storages live; return by how many bytes."""
+    if type(event) is Alloc and event.device == device:
+        live[event.storage] = event
+        return event.bytes
+    if type(event) is Free and event.storage in live:
+        return -live.pop(event.storage).bytes
+    return 0
 
 
 def kind_of(alloc: Alloc, kinds: Mapping[int, str]) -> str:

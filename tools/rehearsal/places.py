@@ -12,12 +12,17 @@ SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do
 PARTS = {  # of a file, or of a function in it
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
+    "mpu/layers/linear_cross_entropy.py": "loss",
+    "mpu/layers/softmax_rows.py": "loss",
     "mpu/layers/attention.py": "attention",
     "mpu/layers/attention_blocks.py": "attention",
     "mpu/layers/block_attention.py": "attention",
     "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",
+    "mpu/layers/float8_cuda.py": "linear",
+    "mpu/layers/float8.py": "float8",
+    "mpu/layers/float8_rows.py": "float8",
 }
 FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
 

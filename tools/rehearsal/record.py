@@ -7,9 +7,7 @@ which tests compare. What the fake device and the fake communicators do comes th
 methods.
 """
 
-import gc
 import sys
-import threading
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -17,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mpu.comm.failure_monitor import FailureMonitor
 from tools.explain_ops import Layers
 from tools.rehearsal.events import (
     Action,
@@ -33,6 +30,7 @@ from tools.rehearsal.events import (
     Wait,
     Where,
 )
+from tools.rehearsal.order import Finding
 from tools.rehearsal.places import (
     CARRIERS,
     FUNCTIONS,
@@ -56,9 +54,7 @@ class Recorder:
         self.events: list[Event] = []
         self.stream = 0  # the current one
         self.layers: Layers | None = None
-        self.monitor: FailureMonitor | None = None
         self.action = ""
-        self.kinds: dict[int, str] = {}  # storage -> what it was named later
         self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
@@ -68,11 +64,12 @@ class Recorder:
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
         self.born: dict[int, str] = {}  # storage -> the line that asked for it
         self.host_made: dict[str, None] = {}  # lines that make tensors in host memory
+        self.computed: dict[str, set[str]] = {}  # lines -> floating point dtypes made there
         self.abroad: set[int] = set()  # storages that another stream has used
         self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
         self._spans: dict[Any, Any] = {}
         self.paused = False
-        self.lock = threading.RLock()
+        self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after
 
     # where
 
@@ -87,7 +84,7 @@ class Recorder:
         if use:
             file = use.partition(":")[0]
             part = PARTS.get(file, "glue")
-            if file == "mpu/layers/fused.py":
+            if file.startswith("mpu/layers/fused"):
                 part = next((p for f, p in FUNCTIONS.items() if f in function.lower()), "glue")
         if phase in ("forward", "backward") and layers is not None:
             if back:
@@ -204,19 +201,29 @@ class Recorder:
         return tuple(number for number in found if number >= 0)
 
     def chain(self) -> None:
-        """Keep the lines of the product that lead to the next event, innermost first."""
+        """Keep the lines of the product that lead to the next event."""
+        found = self.lines()
+        self.chains[len(self.events)] = self._spans.setdefault(found, found)
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines of the product that run now, innermost first."""
         lines, frame = [], sys._getframe(1)
         while frame is not None:
             if path := path_of(frame.f_code.co_filename, self.fork):
                 lines.append(f"{path}:{frame.f_lineno}")
             frame = frame.f_back  # type: ignore[assignment]
-        found = tuple(lines)
-        self.chains[len(self.events)] = self._spans.setdefault(found, found)
+        return tuple(lines)
 
     def made_on_host(self) -> None:
         """Note that a tensor is made in host memory, out of nothing, and where."""
         if place := self.place():
             self.host_made[place] = None
+
+    def host_floats(self, made: Iterable[Tensor]) -> None:
+        """Note the floating point dtypes in which the host computes at a line."""
+        for x in made:
+            if x.is_floating_point() and x.numel() > 1 and (place := self.place()):
+                self.computed.setdefault(place, set()).add(str(x.dtype).removeprefix("torch."))
 
     def birthplace(self, x: Tensor) -> str:
         """Return the line of the product at which a tensor's storage was made, if it is known."""
@@ -273,11 +280,12 @@ class Recorder:
         """Note that a stream uses a storage."""
         self.events.append(RecordStream(self.number(tensor), stream, self.place()))
 
-    def transfer(self, **fields: Any) -> int:
-        """Note a collective or a message; return its number."""
+    def transfer(self, **fields: Any) -> Transfer:
+        """Note a collective or a message."""
         number, place = self.new_transfer(fields["stream"])
-        self.events.append(Transfer(id=number, number=place, where=self.where(), **fields))
-        return number
+        made = Transfer(id=number, number=place, where=self.where(), **fields)
+        self.events.append(made)
+        return made
 
     def acts(self, words: str) -> None:
         """Note that the rank begins something else."""
@@ -286,26 +294,6 @@ class Recorder:
             self.layers.new_action()
         if not self.paused:
             self.events.append(Action(words))
-
-
-class Actions(FailureMonitor):
-    """A FailureMonitor without a connection that tells a recorder each action."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        super().__init__()
-
-    @property
-    def action(self) -> str:
-        """The action of the rank, in words."""
-        return self._action
-
-    @action.setter
-    def action(self, words: str) -> None:
-        self._action = words
-        if words.startswith("iteration "):
-            gc.collect()  # run.py lets no collection happen at another moment
-        self._recorder.acts(words)
 
 
 def span(x: Tensor) -> tuple[int, int]:

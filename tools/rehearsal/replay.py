@@ -42,7 +42,8 @@ from tools.rehearsal.events import (
 from tools.rehearsal.record import Recorder
 
 RealRun, real_begin_step = engine._Run, ParamAndGradBuffer.begin_step
-PASSING = "mpu/recompute.py"  # autograd's thread holds its last result until the next backward
+# what begins here ends with a whole backward: autograd's thread holds it until the next one begins
+PASSING = ("mpu/recompute.py", "mpu/layers/")
 PATTERN = 2  # the micro-batch that is copied
 STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
 
@@ -63,11 +64,10 @@ class Place(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """The events of an action. out: the storage that it hands on, given: that it took, or -1."""
+    """The events of an action. out: the storage that it hands on, or -1."""
 
     events: list[Event]
     out: int
-    given: int
 
 
 class Replay:
@@ -115,11 +115,10 @@ class Replay:
                 self._note(Place(action, chunk, i, sort, counts[sort]), number)
                 counts[sort] += 1
         if i == PATTERN:
-            took = recorder.number(given) if given is not None else -1
             if action == "F":
-                self.given[chunk] = took
+                self.given[chunk] = recorder.number(given) if given is not None else -1
             made = recorder.number(out) if isinstance(out, Tensor) else -1
-            self.patterns[action, chunk] = Pattern(events, made, took)
+            self.patterns[action, chunk] = Pattern(events, made)
             self.tail = events, len(recorder.events)
         return out
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.rehearsal.events import Event, Launch, Transfer
+from training.run.dry_run import in_units
 
 
 def launches(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -41,15 +42,6 @@ def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def size(value: float) -> str:
-    """Return bytes as text in decimal units."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 1000 or unit == "TB":
-            return f"{value:.4g} {unit}"
-        value /= 1000
-    raise AssertionError
-
-
 def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
     """Return the report that is printed. time: the lines about it."""
     lines = [heading, "", "Launches of the step, by part"]
@@ -57,13 +49,14 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
     for row in made["launches"]:
         parts[row["part"]].update(count=row["count"], bytes=row["bytes"], flops=round(row["flops"]))
     for part, sums in sorted(parts.items(), key=lambda item: -item[1]["count"]):
+        nbytes = in_units(sums["bytes"])
         lines.append(
-            f"  {part:<10} {sums['count']:>9,} launches  {size(sums['bytes']):>9} read and written"
+            f"  {part:<10} {sums['count']:>9,} launches  {nbytes:>9} read and written"
             f"  {sums['flops']:.3g} FLOPs"
         )
-    lines += ["", f"Memory at the fullest moment: {size(made['memory']['peak_bytes'])}"]
+    lines += ["", f"Memory at the fullest moment: {in_units(made['memory']['peak_bytes'])}"]
     for kind, nbytes in made["memory"]["by_kind"].items():
-        lines.append(f"  {kind:<28} {size(nbytes):>9}")
+        lines.append(f"  {kind:<28} {in_units(nbytes):>9}")
     lines += ["", "Collectives and messages of the step"]
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
@@ -72,7 +65,7 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
         rows[key] += 1
         sent[key] += row["sent"]
     for (axis, verb), count in sorted(rows.items()):
-        nbytes = size(sent[axis, verb])
+        nbytes = in_units(sent[axis, verb])
         lines.append(f"  {axis:<12} {verb:<15} {count:>7,}  this rank sends {nbytes}")
     if not rows:
         lines.append("  none: one rank")

@@ -15,7 +15,8 @@ from tools.rehearsal.events import Launch
 TILES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (0.5, 0.25), (0.25, 0.5))  # of the largest
 SPLITS = (1, 2, 4, 8)  # parts of k, each with its own tiles
 PARTIAL = 4  # bytes of a partial sum, fp32
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "matmul": 0}
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0,
+           "matmul": 0}  # fmt: skip
 BACKWARD = 0.8  # attention's backward keeps this share of its forward's rate; FlashAttention-2, 4.1
 
 
@@ -84,7 +85,7 @@ def matmul_dtype(launch: Launch) -> str:
     operands have, the operands are bfloat16.
     """
     op = short_name(launch)
-    if op == "_scaled_mm":
+    if op.startswith("_scaled_mm"):
         return "float8"
     if launch.dtype == "float32" and op in MATMULS:
         if launch.bytes < 4 * sum(prod(shape) for shape in launch.shapes):

@@ -20,13 +20,14 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explain_ops import Layers
+from tools.explain_trace import Actions
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.places import CARRIERS, lines_of
-from tools.rehearsal.record import Actions, Recorder
+from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
 from training.config import Config, UsageError
 from training.data.batch import DocumentRules
@@ -35,6 +36,7 @@ from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.plan import rank_memory
+from training.plan.batch_size import global_batch_size
 from training.plan.model_profile import ModelProvider, model_profile
 
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
@@ -42,7 +44,8 @@ STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
 @dataclass
 class Rehearsed:
-    """What a rehearsal of one rank saw. first: the index of the last step's first event.
+    """What a rehearsal of one rank saw. begin, first: indices of the first event of the first step,
+    and of the last.
 
     failure: the exception that ended it before, if one did; run is None where it was not built yet.
     """
@@ -50,11 +53,19 @@ class Rehearsed:
     config: Config
     grid: Grid
     recorder: Recorder
+    begin: int
     first: int
     notes: list[str]
     run: Any
     script: ModuleType
     failure: Finding | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many micro-batches a data-parallel rank runs in the last step."""
+        batch = self.config.batch
+        size = global_batch_size(self.config, self.run.consumed - batch.global_batch_size)
+        return size // (batch.micro_batch_size * self.grid.dp.size)
 
     def kinds(self) -> dict[int, str]:
         """Return what is kept from step to step: the storage's number and its kind."""
@@ -155,7 +166,13 @@ def rehearse(
     loaders = Loaders(loader(config, grid), None, None)
     grid.traced(network)
     network.said = partial(of_stages, config, script.model_provider)
-    monitor = Actions(recorder)
+
+    def begins(action: str) -> None:
+        if action.startswith("iteration "):
+            gc.collect()  # no collection happens at another moment
+        recorder.acts(action)
+
+    monitor = Actions(begins)
     patches.replace(script, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
     run, failure = None, None
@@ -184,9 +201,11 @@ def rehearse(
         recorder.paused = True
     events = recorder.events
     steps_begin = [i for i, event in enumerate(events) if event in STEPS]
-    first = steps_begin[-1] if steps_begin else len(events)
+    begin, first = (steps_begin[0], steps_begin[-1]) if steps_begin else (len(events),) * 2
     notes += out.getvalue().splitlines()
-    return Rehearsed(config, grid, recorder, first, notes, run=run, script=script, failure=failure)
+    return Rehearsed(
+        config, grid, recorder, begin, first, notes, run=run, script=script, failure=failure
+    )
 
 
 def failed(error: BaseException, fork: str) -> Finding:

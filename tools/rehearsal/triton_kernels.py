@@ -58,17 +58,19 @@ def install(recorder: Recorder, rank: int) -> None:
         written = [x for key, x in tensors.items() if key in cost.written]
         read = [x for key, x in tensors.items() if key not in cost.written]
         named = written or list(tensors.values())
+        uses = recorder.uses(read, written, where, recorder.stream)
         recorder.events.append(
             Launch(
                 f"triton::{name}",
                 recorder.stream,
                 tuple(tuple(x.shape) for x in tensors.values()),
                 str(named[0].dtype).removeprefix("torch."),
-                recorder.numbers(read, where),
-                recorder.numbers(written, where),
+                *uses[:2],
                 bytes=cost.bytes,
                 flops=cost.flops,
                 where=where,
+                spans=uses[2],
+                dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in tensors.values()),
             )
         )
 

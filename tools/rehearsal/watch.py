@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from tools.rehearsal.events import HostWait, Launch, Where
+from tools.rehearsal.order import Finding
+from tools.rehearsal.places import path_of
 from tools.rehearsal.record import Recorder
 
 NO_KERNEL = {  # they make or change tensors, and launch nothing
@@ -18,6 +20,7 @@ NO_KERNEL = {  # they make or change tensors, and launch nothing
     "_reshape_alias", "_unsafe_view", "is_same_size",
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # where a step calls autograd
 COPIES = ("_to_copy", "copy_", "clone")
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
@@ -51,8 +54,11 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
         before = [t.untyped_storage()._cdata for t in inputs]
-        try:
-            out = func(*args, **kwargs)
+        if self.fake and func._schema.name == "aten::_fused_adamw_":
+            scalars_are_single(kwargs)
+        try:  # torch before 2.13 has no rule for the shape of a sum in another dtype
+            adds = self.fake and func is torch.ops.aten.addmm.dtype_out
+            out = kwargs["out"] if adds else func(*args, **kwargs)
         except Exception as error:
             made = [f"{recorder.birthplace(x)} ({x.dtype}, {x.device.type})" for x in inputs]
             error.add_note(f"its inputs were made at {', '.join(made)}")
@@ -74,6 +80,8 @@ class Watch(TorchDispatchMode):
                 recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
             if not inputs:
                 recorder.made_on_host()
+            if func is not torch.ops.aten._to_copy.default:
+                recorder.host_floats(outputs)
             for x in outputs:
                 storage = x.untyped_storage()
                 if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
@@ -83,6 +91,8 @@ class Watch(TorchDispatchMode):
         if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
             where = where._replace(part="attention")
         short = name.rpartition("::")[2]
+        if short == "_to_copy":
+            recorder.found += cast_by_autograd(where.place)
         recorder.numbers((*inputs, *outputs), where)
         if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
             recorder.resized(inputs[0], where)
@@ -169,6 +179,30 @@ class Watch(TorchDispatchMode):
         return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
 
 
+def scalars_are_single(given: dict[str, Any]) -> None:
+    """Raise what the fused AdamW of torch raises, and its fake does not, for a scalar's dtype."""
+    for name in ("grad_scale", "found_inf"):
+        x = given.get(name)
+        if x is not None and x.dtype != torch.float32:
+            raise RuntimeError(f"expected scalar type Float but found {x.dtype} ({name})")
+
+
+def cast_by_autograd(place: str) -> list[Finding]:
+    """Return the finding that the current cast is, if autograd makes it for a Function's result.
+
+    Autograd casts a gradient to its input's dtype where a backward returned another.
+    """
+    node: Any = torch._C._current_autograd_node()
+    called = place.partition(":")[0] in RUN_BACKWARD
+    if not called or not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return []
+    code = type(node)._forward_cls.backward.__code__  # type: ignore[attr-defined]
+    line = max(line for _, _, line in code.co_lines() if line)  # where it returns
+    what = "autograd casts a gradient that this backward returns in another dtype than its input's"
+    file = path_of(code.co_filename, "") or code.co_filename
+    return [Finding("dtype", f"{file}:{line}", what)]
+
+
 def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
     """Return the result of an indexing with the strides that it has on a device.
 
@@ -199,10 +233,13 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
+    if func._overloadpacket is torch.ops.aten._scaled_mm_v2:  # torch's table has the first alone
+        return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0.0
-    flops = float(count(*args, **kwargs, out_val=out))
+    operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
+    flops = float(count(*operands, **kwargs, out_val=out))
     if "attention" in func._schema.name and _causal(func, args, kwargs):
         flops /= 2
     return flops
@@ -211,8 +248,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:
     for i, argument in enumerate(func._schema.arguments):
         if argument.name == "is_causal":
-            default = kwargs.get("is_causal", argument.default_value)
-            return bool(args[i] if i < len(args) else default)
+            return bool(args[i]) if i < len(args) else bool(kwargs.get("is_causal"))
     return False
 
 

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step in float8 on a GPU: what scaled_mm is given, which of torch's own checks it passes."""
+
+import pytest
+
+pytest.importorskip("triton", reason="this platform has no triton")
+
+SIZES = (
+    "--hidden-size 256 --ffn-hidden-size 512 --kv-channels 128 --seq-length 128 "
+    "--max-position-embeddings 128 --fp8-format hybrid --fp8-recipe"
+)
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def parts(report, key="count"):
+    return {row["part"]: row[key] for row in report["launches"]}
+
+
+@pytest.mark.parametrize(
+    "recipe, world, flags",
+    [
+        ("tensorwise", 2, SPLIT),
+        ("rowwise", 1, ""),
+        ("rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1"),
+        ("blockwise", 2, SPLIT),
+        ("mxfp8", 2, f"{SPLIT} --rehearse-device b200"),
+    ],
+)
+def test_nothing_is_found_and_the_flops_are_those_of_bf16(rehearse, recipe, world, flags):
+    found = rehearse(f"{flags} {SIZES} {recipe}", world)
+    assert found.code == 0, found.text
+    plain = rehearse(f"{flags} {SIZES} {recipe}".partition("--fp8-format")[0], world)
+    flops, wanted = (sum(parts(each.report, "flops").values()) for each in (found, plain))
+    assert flops == wanted > 0
+    assert 0 < parts(found.report)["float8"] < 26 * 4 * 2  # of two layers, four projections each
+
+
+@pytest.mark.parametrize(
+    "recipe, device, why",
+    [
+        ("tensorwise", "a100", "8.9 or more"),
+        ("blockwise", "b200", "on Blackwell take mxfp8"),
+        ("mxfp8", "h100", "on Hopper take blockwise"),
+    ],
+)
+def test_a_device_that_cannot_is_refused(rehearse, recipe, device, why):
+    found = rehearse(f"{SIZES} {recipe} --rehearse-device {device}")
+    assert found.code == 2 and why in found.text
