@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from model.sizes import check_sizes
 from mpu.context import LayerContext
 from mpu.layers.attention import core_attention
-from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
+from mpu.layers.cross_entropy import output_loss
 from mpu.layers.embedding import VocabParallelEmbedding
-from mpu.layers.fused import RMSNorm, swiglu
+from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
@@ -141,17 +141,18 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.attention_norm = ResidualRMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.attention = self.attention_type(config, ctx, recompute)
-        self.mlp_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.mlp_norm = ResidualRMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.mlp = MLP(config, ctx)
 
     def forward(
         self, h: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """h [s/t, b, h] -> [s/t, b, h]."""
-        h = h + self.attention(self.attention_norm(h), cos, sin, packed, cache)
-        return h + self.mlp(self.mlp_norm(h))
+        x, h = self.attention_norm(h)
+        x, h = self.mlp_norm(h, self.attention(x, cos, sin, packed, cache))  # of h + attention(x)
+        return h + self.mlp(x)
 
 
 class Llama(nn.Module):
@@ -247,11 +248,10 @@ class Llama(nn.Module):
                 h = block(h, cos, sin, packed_seq_params, caches and caches[i])
         if not stage.loss:
             return h
-        logits = self.head(self.norm(h))  # [s, b, V/t]
+        h, v = self.norm(h), self.config.vocab_size
         if labels is None:
-            return logits
-        loss = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.ctx)
-        return loss.t()  # [b, s]
+            return self.head(h)  # [s, b, V/t]
+        return output_loss(self.head, h, labels.t(), v, self.ctx).t()  # [b, s]
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states between stages, for tokens [batch, length]."""

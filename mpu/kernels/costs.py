@@ -2,7 +2,7 @@
 """What each kernel reads, writes and multiplies: declared here, for plans and rehearsals.
 
 A kernel is named as its function is. Bytes are those that must move once: of x, w and y, not of a
-tile that is read again. Flags and tables are left out: some hundred bytes a launch.
+tile or a weight that is read again. Flags and tables are left out: some hundred bytes a launch.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,10 +44,75 @@ def _reduce(a: Mapping[str, Any]) -> Cost:
     return Cost(m * n * (a["WORLD"] * wire + out.element_size()), 0.0, ("out",))
 
 
+def _softmax_stats(a: Mapping[str, Any]) -> Cost:
+    """Logits are read once; three numbers a row are written."""
+    n, size = a["n"], a["rows"].element_size()
+    return Cost(n * (a["real"] * size + 8 + 3 * 4), 0.0, ("out",))
+
+
+def _softmax_gradient(a: Mapping[str, Any]) -> Cost:
+    """Logits are read, and their gradient is written over them."""
+    n, width = a["rows"].shape
+    return Cost(n * ((a["real"] + width) * a["rows"].element_size() + 8 + 2 * 4), 0.0, ("rows",))
+
+
+def _adamw(a: Mapping[str, Any]) -> Cost:
+    """Four numbers are read and three written, and the weight where it is narrower."""
+    narrow = 0 if a["weight"] is None else a["weight"].element_size()
+    written = ("master", "exp_avg", "exp_avg_sq", "weight")
+    return Cost(a["n"] * (7 * a["master"].element_size() + narrow), 0.0, written)
+
+
+def _pass(a: Mapping[str, Any], read: str, written: str) -> Cost:
+    """Each of these arguments once, where it is given; `written` of them are written."""
+    wrote = tuple(written.split())
+    tensors = [a[name] for name in (*read.split(), *wrote) if a[name] is not None]
+    return Cost(sum(x.nbytes for x in tensors), 0.0, wrote)
+
+
+def _norm_forward(a: Mapping[str, Any]) -> Cost:
+    return _pass(a, "x added w", "h y inverse" if a["ADD"] else "y inverse")
+
+
+def _fold(a: Mapping[str, Any]) -> Cost:
+    """The parts, and the gradient: it is read, too, where something was added before."""
+    once = _pass(a, "parts", "main")
+    return once._replace(bytes=once.bytes + (0 if a["FRESH"] else a["main"].nbytes))
+
+
+def _rope(a: Mapping[str, Any]) -> Cost:
+    """q and k are read and written, v where it is copied; the angles are read."""
+    moved = sum(a[name].nbytes for name in ("q", "k") + ("v",) * a["COPY"])
+    return Cost(2 * moved + a["cos"].nbytes + a["sin"].nbytes, 0.0, ("out",))
+
+
+def _row_scales(a: Mapping[str, Any]) -> Cost:
+    """Numbers are read once."""
+    size = a["x"].element_size()
+    return Cost(a["n"] * a["k"] * size + a["out"].numel(), 0.0, ("out",))
+
+
+def _encode(a: Mapping[str, Any]) -> Cost:
+    """Numbers and scales are read, rows are written."""
+    moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
+    return Cost(moved + a["out"].numel(), 0.0, ("out",))
+
+
 COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "all_gather_matmul_kernel": _all_gather_matmul,
     "matmul_scatter_kernel": _matmul_scatter,
     "reduce_kernel": _reduce,
+    "softmax_stats_kernel": _softmax_stats,
+    "softmax_gradient_kernel": _softmax_gradient,
+    "adamw_kernel": _adamw,
+    "row_scales_kernel": _row_scales,
+    "encode_kernel": _encode,
     "raise_flags_kernel": lambda a: Cost(0, 0.0),
     "wait_flags_kernel": lambda a: Cost(0, 0.0),
+    "norm_forward_kernel": _norm_forward,
+    "norm_backward_kernel": lambda a: _pass(a, "h w inverse dy dh", "dx parts"),
+    "fold_kernel": _fold,
+    "rope_kernel": _rope,
+    "swiglu_forward_kernel": lambda a: _pass(a, "x", "y"),
+    "swiglu_backward_kernel": lambda a: _pass(a, "x dy", "dx"),
 }

@@ -27,16 +27,16 @@ def core_attention(
 ) -> Tensor:
     """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
 
-    heads, groups: those of this rank. packed: the documents, which a query does not look out of;
-    None: each row is one. cache: when text is generated, the keys and values of the S - s tokens
-    before these, to which this adds theirs. window: a query looks at itself and the window - 1
-    tokens before it; 0: at all before it.
+    qkv may be overwritten (`apply_rope`). heads, groups: those of this rank. packed: the documents,
+    which a query does not look out of; None: each row is one. cache: when text is generated, the
+    keys and values of the S - s tokens before these, to which this adds theirs. window: a query
+    looks at itself and the window - 1 tokens before it; 0: at all before it.
     """
     s, b, _ = qkv.shape
-    qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
+    q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
     if packed is not None:  # rows one after another, as a batch of one
-        qkv = qkv.transpose(0, 1).reshape(b * s, 1, heads + 2 * groups, -1)
-    q, k, v = qkv.permute(1, 2, 0, 3).split([heads, groups, groups], dim=1)  # each [b, n, s, d]
+        q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)  # [b, g, S, d]

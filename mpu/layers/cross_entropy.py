@@ -5,21 +5,22 @@ loss = log(sum_v exp(l_v - m)) + m - l_target, with m the maximum. Each rank com
 columns, the maximum, the sum of exp(l - maximum), and the target's logit; ONE all-gather of these
 three numbers a token lets every rank combine them, in rank order. Padded columns (beyond
 vocab_size) are masked: they enter neither the softmax nor its gradient, so the loss does not depend
-on the tensor-parallel size.
+on the tensor-parallel size. mpu/layers/softmax_rows.py does what csrc/fused.cpp does not take.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.layers import softmax_rows
 from mpu.layers.fused import call, fits
 
 LABEL = Label("cross_entropy", "forward")
-ROWS = 64  # tokens a chunk: a chunk of logits stays in the cache through every pass over it
+Columns = tuple[int, int]  # number of a first column; size of the vocabulary, padding comes after
 
 
 def vocab_parallel_cross_entropy(
@@ -32,68 +33,67 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, vocab_size, ctx)
 
 
+def output_loss(
+    head: nn.Module, x: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+) -> Tensor:
+    """Return each token's loss [s, b] of the output layer's logits, head(x), which may never exist:
+    ctx.loss_in_chunks, where it is set, makes them some columns at a time.
+    """
+    if ctx.loss_in_chunks is not None:
+        return ctx.loss_in_chunks(head, x, labels, vocab_size)
+    return vocab_parallel_cross_entropy(head(x), labels, vocab_size, ctx)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         saved_ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
     ) -> Tensor:
-        tp, width = ctx.tp, logits.shape[-1]
-        first = tp.rank * width
-        real = min(max(vocab_size - first, 0), width)  # this rank's columns that are not padding
-        rows, target = logits.view(-1, width), labels.reshape(-1) - first
-        mine = (target >= 0) & (target < real)
-        target = target.masked_fill(~mine, 0)
-
-        stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=logits.device)
-        top, total, chosen = stats
-        fused = fits(logits, accumulate=ctx.accumulate)
-        saved_ctx.fused = fused
-        if real and fused:
-            call("softmax_stats", rows.dtype, rows, top, total, len(rows), width, real)
-        elif real:
-            for i in range(0, len(rows), ROWS):
-                chunk = rows[i : i + ROWS, :real].to(ctx.accumulate)
-                top[i : i + ROWS] = chunk.amax(-1)
-                chunk = (chunk - top[i : i + ROWS, None]).exp_()
-                total[i : i + ROWS] = chunk.sum(-1)
-        if real:
-            chosen.copy_(rows.gather(-1, target[:, None])[:, 0]).masked_fill_(~mine, 0.0)
-        else:
-            top.fill_(-torch.inf)
-            stats[1:].zero_()
-
-        every = all_gather(stats[None], tp, label=LABEL)[0]  # [t, 3, tokens]
-        peak = every[:, 0].amax(0)
-        sums = torch.zeros_like(peak)
-        for part in every:
-            sums += part[1] * (part[0] - peak).exp()
-        log_sum = sums.log() + peak
-        loss = log_sum - every[:, 2].sum(0)
-
-        saved_ctx.save_for_backward(logits, log_sum, target, mine)
-        saved_ctx.real = real
+        rows, targets = logits.flatten(0, 1), labels.reshape(-1)
+        saved_ctx.columns = columns = (ctx.tp.rank * rows.shape[1], vocab_size)
+        stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=rows.device)
+        softmax_stats(rows, targets, columns, stats)
+        loss, log_sum = loss_of(stats, ctx)
+        saved_ctx.save_for_backward(logits, targets, log_sum)
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
-        # dlogits = (softmax - onehot(target)) * dloss
-        logits, log_sum, target, mine = saved_ctx.saved_tensors
-        rows, weight = logits.view(-1, logits.shape[-1]), dloss.reshape(-1)
-        if saved_ctx.fused:
-            places, scale = target.masked_fill(~mine, -1), weight.to(log_sum.dtype).contiguous()
-            sizes = (len(rows), rows.shape[1], saved_ctx.real)
-            call("softmax_gradient", rows.dtype, rows, log_sum, scale, places, *sizes)
-            return logits, None, None, None
-        at = torch.arange(len(rows), device=rows.device)
-        for i in range(0, len(rows), ROWS):
-            some = slice(i, i + ROWS)
-            chunk = rows[some, : saved_ctx.real].to(
-                log_sum.dtype
-            )  # a view of the logits where dtypes agree
-            chunk.sub_(log_sum[some, None]).exp_().mul_(weight[some, None])
-            if saved_ctx.real:
-                chunk[at[: len(chunk)], target[some]] -= weight[some] * mine[some]
-            if chunk.dtype != rows.dtype:
-                rows[some, : saved_ctx.real] = chunk
-        rows[:, saved_ctx.real :] = 0
+        logits, targets, log_sum = saved_ctx.saved_tensors
+        softmax_gradient(logits.flatten(0, 1), targets, saved_ctx.columns, log_sum, dloss)
         return logits, None, None, None
+
+
+def softmax_stats(rows: Tensor, targets: Tensor, columns: Columns, out: Tensor) -> None:
+    """Write each row's maximum, sum of exp(l - maximum) and target's logit to out [3, n].
+
+    rows: logits [n, width]. The target's logit is 0 where the target [n] is in no column of them.
+    """
+    if fits(rows, accumulate=out.dtype):
+        call("softmax_stats", rows.dtype, rows, targets, out, *rows.shape, *columns)
+    else:
+        softmax_rows.stats(rows, targets, *columns, out)
+
+
+def softmax_gradient(
+    rows: Tensor, targets: Tensor, columns: Columns, log_sum: Tensor, dloss: Tensor
+) -> None:
+    """Write dloss (exp(l - log_sum) - [column is the target]) over logits, 0 over padding."""
+    dloss = dloss.reshape(-1).to(log_sum.dtype).contiguous()
+    if fits(rows, accumulate=log_sum.dtype):
+        given = (rows, targets, log_sum, dloss)
+        call("softmax_gradient", rows.dtype, *given, *rows.shape, *columns)
+    else:
+        softmax_rows.gradient(rows, targets, *columns, log_sum, dloss)
+
+
+def loss_of(stats: Tensor, ctx: LayerContext) -> tuple[Tensor, Tensor]:
+    """Return (loss, log of the sum of exp) of each token, from the stats of this rank's columns."""
+    every = all_gather(stats[None], ctx.tp, label=LABEL)[0]  # [t, 3, n]
+    peak = every[:, 0].amax(0)
+    terms = every[:, 1] * (every[:, 0] - peak).exp()
+    total = terms[0]
+    for term in terms[1:]:
+        total += term
+    log_sum = total.log() + peak
+    return log_sum - every[:, 2].sum(0), log_sum

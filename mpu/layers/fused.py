@@ -5,22 +5,25 @@
     apply_rope   rotate q and k by their position     Su et al. 2021; the angles: mpu/layers/rope.py
     swiglu       silu(gate) * up                      Shazeer 2020
 
-On a CPU each calls a function of csrc/fused.cpp. Where that library is not built, or does not take
-the tensors (`fits`), torch's operations compute the same.
+Each is the same function three times (docs/fused.md): in csrc/fused.cpp for a CPU, called here; in
+mpu/kernels for a GPU (Triton) and in torch's operations for all the rest, called by fused_gpu.py.
 """
 
-import ctypes
+from ctypes import c_double, c_int64, c_void_p
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mpu import native
 from mpu.context import LayerContext
+from mpu.layers import fused_gpu
+from mpu.layers.linear import AllGatherMatmul
 from mpu.param import Region
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
+C_TYPES: dict[type, Any] = {int: c_int64, float: c_double, type(None): c_void_p}
 
 
 def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
@@ -38,19 +41,13 @@ def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
     )
 
 
-def call(name: str, dtype: torch.dtype, *args: Tensor | int | float) -> None:
+def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
     """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers."""
     library = native.load()
     assert library is not None
+    given = (KINDS[dtype], torch.get_num_threads(), *args)
     getattr(library, f"weft_{name}")(
-        ctypes.c_int64(KINDS[dtype]),
-        ctypes.c_int64(torch.get_num_threads()),
-        *(
-            ctypes.c_void_p(a.data_ptr())
-            if isinstance(a, Tensor)
-            else (ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_double(a))
-            for a in args
-        ),
+        *(c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given)
     )
 
 
@@ -75,99 +72,111 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
-        return _RMSNorm.apply(x, self.weight, self)
+        return _RMSNorm.apply(x, None, self.weight, self)[0]
+
+
+class ResidualRMSNorm(RMSNorm):
+    """RMSNorm of a residual stream, from which a branch leaves, and the add before it: one pass.
+
+    Backward is one pass too: it adds the stream's gradient to the branch's.
+    """
+
+    def forward(  # type: ignore[override]
+        self, stream: Tensor, branch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return norm(stream + branch) and stream + branch; without a branch the stream itself."""
+        return _RMSNorm.apply(stream, branch, self.weight, self)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RMSNorm) -> Tensor:
-        saved_ctx.layer = layer
+    def forward(
+        saved_ctx: Any, x: Tensor, branch: Tensor | None, weight: nn.Parameter, layer: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        saved_ctx.layer, saved_ctx.adds = layer, branch is not None
+        saved_ctx.set_materialize_grads(False)
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        full_weight = layer.ctx.sink.acquire(weight)
-        if fits(x, full_weight, accumulate=kind):
-            y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
-            rows = x.numel() // h
-            call("norm_forward", x.dtype, x, full_weight, y, inverse, rows, h, layer.eps)
-            layer.ctx.sink.end_use(weight)
-            saved_ctx.save_for_backward(x, inverse)
-            return y
-        up = x.to(kind)
-        length = torch.linalg.vector_norm(up, dim=-1, keepdim=True)
-        inverse = length.square_().div_(x.shape[-1]).add_(layer.eps).rsqrt_()
-        saved_ctx.save_for_backward(x, inverse)
-        y = (up * inverse).mul_(full_weight)
+        w = layer.ctx.sink.acquire(weight)
+        if fits(x, w, *() if branch is None else (branch,), accumulate=kind):
+            y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
+            total = None if branch is None else torch.empty_like(x)
+            call("norm_forward", x.dtype, x, branch, w, total, y, r, x.numel() // h, h, layer.eps)
+            x = x if total is None else total
+        else:
+            y, x, r = fused_gpu.norm_forward(x, branch, w, layer.eps, kind)
         layer.ctx.sink.end_use(weight)
-        return y.to(x.dtype)
+        saved_ctx.save_for_backward(x, r)
+        return y, x
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(
+        saved_ctx: Any, dy: Tensor | None, more: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         # with r = 1 / sqrt(mean(x^2) + eps) and p = dy * x, over n rows of h:
-        #   dw = sum_n r p;   dx = r (dy * w) - x r^3 (p . w) / h
+        #   dw = sum_n r p;   dx = r (dy * w) - x r^3 (p . w) / h, plus the stream's gradient
         layer: RMSNorm = saved_ctx.layer
-        ctx, kind = layer.ctx, layer.ctx.accumulate
-        x, inverse = saved_ctx.saved_tensors
-        h, n = x.shape[-1], x.numel() // x.shape[-1]
-        dy = dy.contiguous()
-        weight = ctx.sink.acquire(layer.weight)
-        if fits(x, dy, weight, accumulate=kind):
+        x, r = saved_ctx.saved_tensors
+        sink, kind, h = layer.ctx.sink, layer.ctx.accumulate, x.shape[-1]
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        w, more = sink.acquire(layer.weight), None if more is None else more.contiguous()
+        if fits(x, dy, w, *() if more is None else (more,), accumulate=kind):
             dx = torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
-            call("norm_backward", x.dtype, x, weight, inverse, dy, dx, parts, n, h)
-            ctx.sink.end_use(layer.weight)
-            ctx.sink.add(layer.weight, parts.sum(0))
-            ctx.sink.register_grad_ready(layer.weight)
-            return dx, None, None
-        weight = weight.to(kind)
-        rows, grads, r = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind), inverse.view(-1, 1)
-        p = grads * rows
-        dw = torch.mv(p.t(), r[:, 0])
-        pull = torch.mv(p, weight)[:, None].mul_(r.pow(3)).div_(h)
-        dx = torch.mul(grads, weight, out=p).mul_(r).addcmul_(rows, pull, value=-1.0)
-        ctx.sink.end_use(layer.weight)
-        ctx.sink.add(layer.weight, dw)
-        ctx.sink.register_grad_ready(layer.weight)
-        return dx.view(x.shape).to(x.dtype), None, None
+            call("norm_backward", x.dtype, x, w, r, dy, more, dx, parts, x.numel() // h, h)
+            sink.add(layer.weight, parts.sum(0))
+        else:
+            dx = fused_gpu.norm_backward(x, w, r, dy, more, sink=sink, weight=layer.weight)
+        sink.end_use(layer.weight)
+        sink.register_grad_ready(layer.weight)
+        return dx, dx if saved_ctx.adds else None, None, None
 
 
-def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Return qkv [s, b, n, d] with its first `heads` heads (q and k) rotated, the rest (v) as is.
+def apply_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v [s, b, n, d] of qkv [s, b, (heads + 2 groups) d], q and k rotated.
 
-    cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's.
+    cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's. What
+    a ColumnParallelLinear returned is rotated in its own memory while autograd records, since its
+    backward does not read it: take what else you need of qkv before.
     """
-    return _Rope.apply(qkv, cos, sin, heads)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if fits(x, accumulate=cos.dtype) and fits(cos, sin):
-        s, b, n, d = x.shape
-        share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
-        call("rope", x.dtype, x, cos, sin, out, s * b, n, heads, d, share, float(sign))
-        return out
-    out[:, :, heads:].copy_(x[:, :, heads:])
-    half = x.shape[-1] // 2
-    turned, target = x[:, :, :heads], out[:, :, :heads]
-    if x.dtype != cos.dtype:
-        turned, target = turned.to(cos.dtype), torch.empty_like(turned, dtype=cos.dtype)
-    first, second = turned[..., :half], turned[..., half:]
-    torch.mul(first, cos, out=target[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=target[..., half:]).addcmul_(first, sin, value=sign)
-    if x.dtype != cos.dtype:
-        out[:, :, :heads].copy_(target)
-    return out
+    own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
+    return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(saved_ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        saved_ctx.cos, saved_ctx.sin, saved_ctx.heads = cos, sin, heads
-        return _rotate(qkv, cos, sin, heads, 1.0)
+    def forward(
+        saved_ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, ...], own: bool
+    ) -> tuple[Tensor, ...]:
+        saved_ctx.cos, saved_ctx.sin, saved_ctx.turned = cos, sin, sizes[0] + sizes[1]
+        x = qkv.contiguous().view(*qkv.shape[:2], sum(sizes), -1)
+        saved_ctx.native = fits(x, accumulate=cos.dtype) and fits(cos, sin)
+        if saved_ctx.native:
+            out = _rotate(saved_ctx, x, 1.0, own)
+        else:
+            out = fused_gpu.rope(x, sizes, cos, sin, own)
+        if own:
+            increment_version(qkv)
+        return out.split(sizes, 2)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         # a rotation's transpose is the rotation by the opposite angle
-        return _rotate(dy, saved_ctx.cos, saved_ctx.sin, saved_ctx.heads, -1.0), None, None, None
+        if saved_ctx.native:
+            dx = _rotate(saved_ctx, torch.cat(grads, 2).contiguous(), -1.0, True)
+        else:
+            dx = fused_gpu.rope_backward(grads, saved_ctx.cos, saved_ctx.sin)
+        return dx.flatten(2), None, None, None, None
+
+
+def _rotate(saved_ctx: Any, x: Tensor, sign: float, own: bool) -> Tensor:
+    (s, b, n, d), cos = x.shape, saved_ctx.cos
+    out = x.data if own else torch.empty_like(x)
+    share = s * b // (cos.numel() // (d // 2))  # b where the batch shares its positions
+    sizes = (s * b, n, saved_ctx.turned, d, share, sign)
+    call("rope", x.dtype, x, cos, saved_ctx.sin, out, *sizes)
+    return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -179,26 +188,19 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(saved_ctx: Any, gate_up: Tensor) -> Tensor:
         saved_ctx.save_for_backward(gate_up)
+        if not fits(gate_up):
+            return fused_gpu.swiglu(gate_up)
         size = gate_up.shape[-1] // 2
-        if fits(gate_up):
-            y = gate_up.new_empty((*gate_up.shape[:-1], size))
-            call("swiglu_forward", y.dtype, gate_up, y, y.numel() // size, size)
-            return y
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        y = gate_up.new_empty((*gate_up.shape[:-1], size))
+        call("swiglu_forward", y.dtype, gate_up, y, y.numel() // size, size)
+        return y
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> Tensor:
-        # silu(g) = g sig(g);  silu'(g) = sig(g) (1 + g (1 - sig(g)))
         (gate_up,) = saved_ctx.saved_tensors
-        grad, dy = torch.empty_like(gate_up), dy.contiguous()
-        if fits(gate_up, dy):
-            size = dy.shape[-1]
-            call("swiglu_backward", dy.dtype, gate_up, dy, grad, dy.numel() // size, size)
-            return grad
-        gate, up = gate_up.chunk(2, -1)
-        d_gate, d_up = grad.chunk(2, -1)
-        torch.mul(dy, F.silu(gate), out=d_up)
-        torch.mul(dy, up, out=d_gate)
-        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        dy = dy.contiguous()
+        if not fits(gate_up, dy):
+            return fused_gpu.swiglu_backward(gate_up, dy)
+        grad, size = torch.empty_like(gate_up), dy.shape[-1]
+        call("swiglu_backward", dy.dtype, gate_up, dy, grad, dy.numel() // size, size)
         return grad

@@ -35,19 +35,31 @@ from mpu.comm.overlap import OverlapMethod
 from mpu.comm.overlap_map import OverlapMap
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.layers.placement import column_placement
 from mpu.param import Placement, divide, parameter
 
 
 class Recipe:
     """How a parallel linear multiplies; subclass it for another arithmetic, such as float8.
 
-    An operand is what is multiplied, saved for backward and sent to other ranks. This recipe's
-    operands are the tensors themselves, in their own dtype.
+    An operand is what is multiplied, saved for backward and sent to other ranks: rows [..., k],
+    summed over k. This recipe's operands are the tensors themselves, in their own dtype.
     """
 
-    def operand(self, x: Tensor) -> Tensor:
-        """Return the operand for x, w or dy, before it is sent or saved."""
-        return x
+    def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
+        """Return the operand for x, w or dy, before it is sent or saved; for "wt", that of w^T.
+
+        cut: whether tensor-parallel ranks divide its rows ("sp": under sequence parallelism) or k.
+        """
+        return x.t() if role == "wt" else x
+
+    def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
+        """Return what wgrad takes of x or dy: here their operand."""
+        return operand
+
+    def row(self, k: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return the length and the dtype of an operand's row, of k numbers of a dtype."""
+        return k, dtype
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x w^T: x [..., i], weight [o, i] -> [..., o].
@@ -62,27 +74,31 @@ class Recipe:
         y: Tensor = onednn(x, weight, None, "none", [], "")
         return y
 
+    def dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Return dy w: dy [..., o], the operand of w^T [i, o] -> [..., i]."""
+        return self.product(dy, weight)
+
     def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o].
 
-        Same dtype: one matmul that accumulates in place. bf16 on CUDA: the product comes out in
-        fp32; on CPU it is rounded to bf16, then added in fp32 (docs/numerics.md).
+        One matmul that accumulates in place, in fp32 for bf16 on CUDA. Elsewhere a product of
+        another dtype is rounded to its own, then added (docs/numerics.md).
         """
         if x.dtype == main_grad.dtype:
-            if fresh:
-                torch.mm(dy.t(), x, out=main_grad)
-            else:
-                main_grad.addmm_(dy.t(), x)
-            return
-        if x.device.type != "cpu":
-            product = torch.mm(dy.t(), x, out_dtype=main_grad.dtype)
-        else:
+            torch.mm(dy.t(), x, out=main_grad) if fresh else main_grad.addmm_(dy.t(), x)
+        elif x.device.type == "cpu" or (x.itemsize, main_grad.dtype) != (2, torch.float32):
             product = torch.mm(dy.t(), x)
-        main_grad.copy_(product) if fresh else main_grad.add_(product)
+            main_grad.copy_(product) if fresh else main_grad.add_(product)
+        elif fresh:
+            torch.mm(dy.t(), x, out=main_grad, out_dtype=main_grad.dtype)
+        else:
+            torch.addmm(main_grad, dy.t(), x, out=main_grad, out_dtype=main_grad.dtype)
 
 
 class _ParallelLinear(nn.Module):
     """What both layers share: a weight, its Recipe and its OverlapMethod."""
+
+    cuts: dict[str, str]  # see Recipe.operand
 
     def __init__(
         self, sizes: tuple[int, int], weight: nn.Parameter, ctx: LayerContext, recipe: Recipe | None
@@ -94,9 +110,13 @@ class _ParallelLinear(nn.Module):
         phases = ("forward", "backward", "wgrad")
         self.on_forward, self.on_backward, self.on_wgrad = (Label(self, phase) for phase in phases)
 
-    def operand_of_weight(self) -> Tensor:
-        """Return the operand of the whole local weight [o, i]; call `end_use` after its use."""
-        return self.recipe.operand(self.ctx.sink.acquire(self.weight))
+    def operand(self, x: Tensor, role: str) -> Tensor:
+        """Return the operand of "x" or "dy"."""
+        return self.recipe.operand(x, role, self.cuts[role])
+
+    def operand_of_weight(self, role: str) -> Tensor:
+        """Return that of the whole local weight: "w" [o, i], "wt" [i, o]; then call `end_use`."""
+        return self.operand(self.ctx.sink.acquire(self.weight), role)
 
     def end_use(self) -> None:
         """End the use of the weight, which the sink may then free."""
@@ -124,6 +144,8 @@ class ColumnParallelLinear(_ParallelLinear):
     last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. Raises ValueError
     where a section does not divide by the tensor-parallel size.
     """
+
+    cuts = {"x": "sp", "w": "rows", "dy": "k", "wt": "k"}
 
     def __init__(
         self,
@@ -157,12 +179,12 @@ class AllGatherMatmul(torch.autograd.Function):
         saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear
     ) -> Tensor:
         """x [s/t, b, i] (SP) or [s, b, i] -> [s, b, o/t]."""
-        x = layer.recipe.operand(x)
+        operand = layer.operand(x, "x")
         saved_ctx.layer = layer
-        saved_ctx.save_for_backward(x)
-        method = layer.method.of("gather", x, len(weight))
-        gathering = method.all_gather(x, layer.on_forward)
-        y = gathering.multiply(layer.operand_of_weight(), layer.recipe.product)
+        saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
+        method = layer.method.of("gather", operand, len(weight))
+        gathering = method.all_gather(operand, layer.on_forward)
+        y = gathering.multiply(layer.operand_of_weight("w"), layer.recipe.product)
         gathering.close()
         layer.end_use()
         return y
@@ -176,20 +198,21 @@ class AllGatherMatmul(torch.autograd.Function):
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        dy, queue = layer.recipe.operand(dy), layer.ctx.queue
-        method = layer.method.of("scatter", dy, x.shape[-1])  # decides for all of backward
+        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
         again = None if deferred else method.all_gather_beside(x, layer.on_backward)
-        weight, product = layer.operand_of_weight().t(), layer.recipe.product
-        dx, scattering = method.matmul_reduce_scatter(dy, weight, product, layer.on_backward)
+        w = layer.operand_of_weight("wt")
+        dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
         layer.end_use()
+        kept = recipe.for_wgrad(dy, operand)
 
         def wgrad() -> None:
             gathering = again or method.all_gather_beside(x, layer.on_wgrad)
-            layer.wgrad(gathering.whole(), dy)
+            layer.wgrad(gathering.whole(), kept)
             gathering.close()
 
-        queue.put(wgrad, (x, dy), layer.output_layer)
+        queue.put(wgrad, (x, kept), layer.output_layer)
         scattering.wait()
         return dx, None, None
 
@@ -199,6 +222,8 @@ class RowParallelLinear(_ParallelLinear):
 
     Raises ValueError where in_features does not divide by the tensor-parallel size.
     """
+
+    cuts = {"x": "k", "w": "k", "dy": "sp", "wt": "rows"}
 
     def __init__(
         self,
@@ -229,12 +254,11 @@ class MatmulReduceScatter(torch.autograd.Function):
         saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear
     ) -> Tensor:
         """x [s, b, i/t] -> [s/t, b, o] (SP) or [s, b, o]."""
-        x = layer.recipe.operand(x)
+        operand, product = layer.operand(x, "x"), layer.recipe.product
         saved_ctx.layer = layer
-        saved_ctx.save_for_backward(x)
-        method, product = layer.method.of("scatter", x, len(weight)), layer.recipe.product
-        operand = layer.operand_of_weight()
-        y, scattering = method.matmul_reduce_scatter(x, operand, product, layer.on_forward)
+        saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
+        method, w = layer.method.of("scatter", operand, len(weight)), layer.operand_of_weight("w")
+        y, scattering = method.matmul_reduce_scatter(operand, w, product, layer.on_forward)
         layer.end_use()
         scattering.wait()
         return y
@@ -244,41 +268,23 @@ class MatmulReduceScatter(torch.autograd.Function):
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        dy, queue = layer.recipe.operand(dy), layer.ctx.queue
-        method = layer.method.of("gather", dy, x.shape[-1])
-        gathering = method.all_gather(dy, layer.on_backward)
-        dx = gathering.multiply(layer.operand_of_weight().t(), layer.recipe.product)
+        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        method = layer.method.of("gather", operand, layer.weight.shape[1])
+        gathering = method.all_gather(operand, layer.on_backward)
+        dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
         layer.end_use()
-        arrived = None if queue.defers() else gathering
+        kept = recipe.for_wgrad(dy, operand)
+        arrived = None if queue.defers() or kept is not operand else gathering
         if arrived is None:
             gathering.close()
 
         def wgrad() -> None:
-            whole_dy = arrived or method.all_gather_beside(dy, layer.on_wgrad)
+            whole_dy = arrived or method.all_gather_beside(kept, layer.on_wgrad)
             layer.wgrad(x, whole_dy.whole())
             whole_dy.close()
 
-        queue.put(wgrad, (x, dy))
+        queue.put(wgrad, (x, kept))
         return dx, None, None
-
-
-def column_placement(
-    width: int, sections: tuple[int, ...], ctx: LayerContext, pad_to: int = 0
-) -> Placement:
-    """Return the Placement of a [sum(sections), width] weight cut by rows.
-
-    pad_to: round the local rows of a single section up to a multiple of this.
-    """
-    tp = ctx.tp
-    if pad_to:
-        (rows,) = sections
-        local = -(-rows // (pad_to * tp.size)) * pad_to
-    else:
-        local = sum(
-            divide("tensor-parallel", n, tp, "output features of a column-parallel layer")
-            for n in sections
-        )
-    return Placement((sum(sections), width), 0, tp, sections, local)
 
 
 def use_overlap(model: nn.Module, overlap: OverlapMap) -> OverlapMethod | None:

@@ -21,7 +21,7 @@ from mpu.comm.collectives import barrier, gather_bytes
 from mpu.comm.overlap_map import OverlapMap, key
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
-from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 
 MARGIN = 0.01  # share of the time of `none`: a smaller gain is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
@@ -34,7 +34,8 @@ class Projection:
     """The two matmuls of a linear layer, as one rank makes them.
 
     column: x [rows, k] of every rank is gathered, and multiplied with w [width, k]. Else x [t rows,
-    k] is multiplied, and the sum over the ranks scattered to [rows, width].
+    k] is multiplied, and the sum over the ranks scattered to [rows, width]. recipe: the layer's, if
+    it is not the plain one.
     """
 
     column: bool
@@ -42,18 +43,21 @@ class Projection:
     k: int
     width: int
     dtype: torch.dtype
+    recipe: Recipe | None = None
 
     @property
     def forward(self) -> str:
         """Return the key by which Auto looks up the forward matmul."""
-        op = "gather" if self.column else "scatter"
-        return key(op, self.rows, self.k, self.width, self.dtype)
+        return self._key("gather" if self.column else "scatter", self.k, self.width)
 
     @property
     def backward(self) -> str:
         """Return the key of the dgrad matmul; its method is taken for all of backward."""
-        op = "scatter" if self.column else "gather"
-        return key(op, self.rows, self.width, self.k, self.dtype)
+        return self._key("scatter" if self.column else "gather", self.width, self.k)
+
+    def _key(self, op: str, k: int, width: int) -> str:
+        length, dtype = (self.recipe or Recipe()).row(k, self.dtype)
+        return key(op, self.rows, length, width, dtype)
 
 
 def measure(
@@ -71,9 +75,9 @@ def measure(
     )
     layer: ColumnParallelLinear | RowParallelLinear
     if p.column:
-        layer = ColumnParallelLinear(p.k, p.width * size, ctx=ctx)
+        layer = ColumnParallelLinear(p.k, p.width * size, ctx=ctx, recipe=p.recipe)
     else:
-        layer = RowParallelLinear(p.k * size, p.width, ctx=ctx)
+        layer = RowParallelLinear(p.k * size, p.width, ctx=ctx, recipe=p.recipe)
     layer.weight.data.normal_(generator=random)
 
     def draw(rows: int, width: int) -> Tensor:

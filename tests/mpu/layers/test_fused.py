@@ -12,7 +12,8 @@ from mpu import native
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
-from mpu.layers.fused import RMSNorm, apply_rope, fits, swiglu
+from mpu.layers.fused import ResidualRMSNorm, RMSNorm, apply_rope, fits, swiglu
+from mpu.layers.linear import ColumnParallelLinear
 from mpu.layers.rope import rope_frequencies, rope_table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -50,14 +51,29 @@ def glu(dtype, rows, f):
     return y.detach(), x.grad
 
 
+def add_norm(dtype, rows, h):
+    """Return both outputs, the gradient of both inputs and that of the weight."""
+    ctx = LayerContext(dtype=dtype, accumulate=wide(dtype), sink=GradientSink(wide(dtype)))
+    layer = ResidualRMSNorm(h, ctx=ctx, eps=1e-3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(h).bfloat16())
+    x, branch = (torch.randint(-99, 99, (rows, 1, h)) / 16 for _ in range(2))  # exact sums
+    x, branch = (t.to(dtype).requires_grad_() for t in (x, branch))
+    y, stream = layer(x, branch)
+    dy = torch.randn(2, rows, 1, h).bfloat16().to(dtype)
+    torch.autograd.backward([y, stream], list(dy))
+    assert torch.equal(x.grad, branch.grad)
+    return y.detach(), stream.detach(), x.grad, ctx.sink.main[layer.weight]
+
+
 def turn(dtype, rows, h):
-    b, n, d = 3, 5, 2 * h
-    x = torch.randn(rows, b, n, d).bfloat16().to(dtype).requires_grad_()
+    b, d = 3, 2 * h
+    x = torch.randn(rows, b, 5 * d).bfloat16().to(dtype).requires_grad_()
     cos, sin = rope_table(rope_frequencies(d, 100.0), rows + 7, wide(dtype), torch.device("cpu"))
     at = torch.randint(0, rows + 7, (rows, b))
-    shared = apply_rope(x, cos[:rows], sin[:rows], 4)
-    own = apply_rope(x, cos[at, 0], sin[at, 0], 4)  # positions of each row of the batch
-    dy = torch.randn(2, rows, b, n, d).bfloat16().to(dtype)
+    shared = torch.cat(apply_rope(x, cos[:rows], sin[:rows], 3, 1), 2)
+    own = torch.cat(apply_rope(x, cos[at, 0], sin[at, 0], 3, 1), 2)  # positions of each row
+    dy = torch.randn(2, rows, b, 5, d).bfloat16().to(dtype)
     torch.autograd.backward([shared, own], list(dy))
     return shared.detach(), own.detach(), x.grad
 
@@ -73,7 +89,7 @@ def entropy(dtype, rows, v):
     return loss.detach(), logits.grad
 
 
-@pytest.mark.parametrize("operation", [norm, glu, turn, entropy])
+@pytest.mark.parametrize("operation", [norm, add_norm, glu, turn, entropy])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 17), (300, 64), (70, 1000)])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -93,6 +109,66 @@ def test_fused_equals_its_twin(operation, dtype, rows, width, threads, monkeypat
         assert torch.isfinite(got).all()
         error = (got.double() - want).norm()
         assert error <= 8 * eps * (want.norm() + 1), f"{error / want.norm():.1e}"  # inputs are ~ 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("rows, h", [(1, 1), (3, 17), (300, 64), (70, 1000)])
+def test_add_and_norm_in_one_pass_have_the_bits_of_both(dtype, rows, h):
+    """Forward and backward, of a stream to which a branch was added and of one alone."""
+    ctx = LayerContext(dtype=dtype, accumulate=wide(dtype), sink=GradientSink(wide(dtype)))
+    fused, plain = ResidualRMSNorm(h, ctx=ctx), RMSNorm(h, ctx=ctx)
+    weight = torch.randn(h)
+    for layer in (fused, plain):
+        layer.weight.data.copy_(weight)
+    x, branch, dy, dh = torch.randn(4, rows, 2, h).to(dtype)
+    for given in ((x, branch), (x,)):
+        once, twice = ([t.clone().requires_grad_() for t in given] for _ in range(2))
+        y, stream = fused(*once)
+        total = sum(twice[1:], start=twice[0])
+        norm = plain(total)
+        assert torch.equal(y, norm) and torch.equal(stream, total)
+        torch.autograd.backward([y, stream], [dy, dh])
+        torch.autograd.backward([norm, total], [dy, dh])
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(once, twice, strict=True))
+        assert torch.equal(ctx.sink.main[fused.weight], ctx.sink.main[plain.weight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_rope_in_a_matmuls_own_memory(dtype):
+    """It has the bits of the rotation elsewhere; recomputation and a leaf keep their qkv."""
+    ctx = LayerContext(dtype=dtype, accumulate=wide(dtype), sink=GradientSink(wide(dtype)))
+    linear = ColumnParallelLinear(6, 40, ctx=ctx)
+    linear.weight.data.normal_()
+    cos, sin = rope_table(rope_frequencies(8, 100.0), 7, wide(dtype), torch.device("cpu"))
+    x, dy = torch.randn(7, 2, 6).to(dtype), torch.randn(7, 2, 5, 8).to(dtype)
+    found = []
+    for own in (True, False):
+        given = x.clone().requires_grad_()
+        qkv = linear(given)
+        before = qkv.detach().clone()
+        turned = apply_rope(qkv if own else qkv.view_as(qkv), cos, sin, 3, 1)
+        assert torch.equal(qkv, before) != own and (turned[0].data_ptr() == qkv.data_ptr()) == own
+        torch.cat(turned, 2).backward(dy)
+        found.append((*turned, given.grad, ctx.sink.main[linear.weight].clone()))
+        ctx.sink.begin_step()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        qkv = linear(x)
+        before = qkv.clone()
+        apply_rope(qkv, cos, sin, 3, 1)
+    assert torch.equal(qkv, before)
+
+
+def test_who_saved_qkv_before_it_was_rotated_gets_an_error():
+    ctx = LayerContext()
+    linear = ColumnParallelLinear(6, 40, ctx=ctx)
+    linear.weight.data.normal_()
+    cos, sin = rope_table(rope_frequencies(8, 100.0), 7, torch.float32, torch.device("cpu"))
+    qkv = linear(torch.randn(7, 2, 6, requires_grad=True))
+    saved = qkv.square().sum()
+    apply_rope(qkv, cos, sin, 3, 1)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        saved.backward()
 
 
 def test_the_sigmoid_is_good_to_a_few_units_in_the_last_place():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, run_deferred
@@ -84,9 +85,10 @@ class Rounding(Recipe):
     def __init__(self) -> None:
         self.made = 0
 
-    def operand(self, x: torch.Tensor) -> torch.Tensor:
+    def operand(self, x: torch.Tensor, role: str = "", cut: str = "") -> torch.Tensor:
         self.made += 1
-        return (x * 4).round() / 4
+        x = (x * 4).round() / 4
+        return x.t() if role == "wt" else x
 
 
 class Sent:
@@ -152,3 +154,22 @@ def test_sizes_that_do_not_divide_are_refused(build):
 def test_printing_a_layer_says_its_full_size_and_rank():
     ctx = LayerContext(Grid(2, 2, launch=Launch(1, 2)))
     assert "4 -> 6, rank 1 of 2" in repr(ColumnParallelLinear(4, 6, ctx=ctx))
+
+
+def test_a_weight_gradient_is_one_matmul_where_it_is_summed_in_fp32():
+    """On a device other than a CPU: no pass over the gradient beside the matmul."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    called: list[object] = []
+    main_grad = torch.empty(5, 7, device="meta")
+    x, dy = (torch.empty(9, n, device="meta", dtype=torch.bfloat16) for n in (7, 5))
+    aten = torch.ops.aten
+    for fresh, operation in ((True, aten.mm.dtype_out), (False, aten.addmm.dtype_out)):
+        called.clear()
+        with Seen():
+            Recipe().accumulate(main_grad, fresh, x, dy)
+        assert [f for f in called if f is not aten.t.default] == [operation]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm of rows, with the residual add before it: one pass forward, one backward.
+
+    forward    h = x + added;  r = 1 / sqrt(mean(h^2) + eps);  y = h r w
+    backward   p = dy h;  dx = r (dy w) - h r^3 (p . w) / width + dh;  dw = sum over rows of r p
+
+Rows are cut into at most PARTS runs, which depend on the number of rows alone. A program adds up dw
+over its run in registers; `fold_kernel` adds the runs up. So the sum has one order, on every GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 512
+TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
+FOLD_ROWS, FOLD_COLUMNS = 64, 32
+
+
+@triton.jit
+def norm_forward_kernel(
+    x, added, w, h, y, inverse, rows, width, EPS: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """h = x + added, rounded as it is stored, and y = norm(h); without ADD h is x, not stored."""
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    value = tl.load(x + at, inside, 0.0)
+    if ADD:
+        value = value.to(WIDE) + tl.load(added + at, inside, 0.0).to(WIDE)
+        value = value.to(x.dtype.element_ty)
+        tl.store(h + at, value, inside)
+    value = value.to(WIDE)
+    r = tl.rsqrt(tl.sum(value * value, 1) / width + EPS)
+    tl.store(inverse + row, r, row < rows)
+    weight = tl.load(w + column, column < width, 0.0).to(WIDE)
+    tl.store(y + at, (value * r[:, None] * weight[None, :]).to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def norm_backward_kernel(
+    h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx of a run of rows, plus dh where ADD, and the run's part of dw."""
+    WIDE: tl.constexpr = tl.float64 if h.dtype.element_ty == tl.float64 else tl.float32
+    column = tl.arange(0, COLUMNS)
+    dw = tl.zeros((ROWS, COLUMNS), WIDE)
+    first = tl.program_id(0).to(tl.int64) * run
+    end = tl.minimum(first + run, rows)
+    for start in range(first, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < end)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(h + at, inside, 0.0).to(WIDE)
+        grad = tl.load(dy + at, inside, 0.0).to(WIDE)
+        r = tl.load(inverse + row, row < end, 0.0)[:, None]
+        # of all rows, but registers are dear: it is read again, from the cache
+        weight = tl.load(w + column, column < width, 0.0).to(WIDE)[None, :]
+        p = grad * value
+        dw += p * r
+        pull = tl.sum(p * weight, 1)[:, None] * r * r * r / width
+        out = grad * weight * r - value * pull
+        if ADD:
+            out += tl.load(dh + at, inside, 0.0).to(WIDE)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), inside)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(parts + place, tl.sum(dw, 0), column < width)
+
+
+@triton.jit
+def fold_kernel(
+    parts, main, count, width, FRESH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """main [width] = (main unless FRESH) + the sum of parts [count, width], in a fixed order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), parts.dtype.element_ty)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        total += tl.load(parts + row[:, None] * width + column[None, :], inside, 0.0)
+    value = tl.sum(total, 0)
+    if not FRESH:
+        value += tl.load(main + column, column < width, 0.0).to(value.dtype)
+    tl.store(main + column, value.to(main.dtype.element_ty), column < width)
+
+
+def tile_of(x: Tensor) -> dict[str, int]:
+    """Return the rows and columns of x that a program holds at once, and its warps."""
+    columns = triton.next_power_of_2(x.shape[-1])
+    warps = columns // 512 if columns > 4096 and x.itemsize == 2 else 8
+    return dict(ROWS=max(1, TILE // columns // x.itemsize), COLUMNS=columns, num_warps=warps)
+
+
+def norm_forward(
+    x: Tensor, added: Tensor | None, w: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, h = x + added (x itself without it), and r [..., 1] in the dtype of sums."""
+    width, tile = x.shape[-1], tile_of(x)
+    rows = x.numel() // width
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
+    h = x if added is None else torch.empty_like(x)
+    norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        x=x, added=added, w=w, h=h, y=y, inverse=inverse, rows=rows, width=width, EPS=eps,
+        ADD=added is not None, **tile,
+    )  # fmt: skip
+    return y, h, inverse
+
+
+def norm_backward(
+    h: Tensor, w: Tensor, inverse: Tensor, dy: Tensor, dh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return dx, to which dh is added if given, and dw's parts [count, width]: see `fold`."""
+    width, tile = h.shape[-1], tile_of(h)
+    rows = h.numel() // width
+    tiles = triton.cdiv(triton.cdiv(rows, tile["ROWS"]), PARTS)  # of a run
+    run = tiles * tile["ROWS"]
+    count = triton.cdiv(rows, run)
+    dx, parts = torch.empty_like(h), h.new_empty((count, width), dtype=inverse.dtype)
+    norm_backward_kernel[(count,)](
+        h=h, w=w, inverse=inverse, dy=dy, dh=dh, dx=dx, parts=parts, rows=rows, width=width,
+        run=run, ADD=dh is not None, **tile,
+    )  # fmt: skip
+    return dx, parts
+
+
+def fold(parts: Tensor, main: Tensor, fresh: bool) -> None:
+    """Add up parts [count, width] into main [width], or overwrite it if `fresh`."""
+    count, width = parts.shape
+    fold_kernel[(triton.cdiv(width, FOLD_COLUMNS),)](
+        parts=parts, main=main, count=count, width=width, FRESH=fresh, ROWS=FOLD_ROWS,
+        COLUMNS=FOLD_COLUMNS,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply in float8: a Recipe whose operands are rows of codes with their scales.
+
+    forward  y  = x w^T     rows of x, k = i; rows of w, k = i
+    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o
+    wgrad    dw = dy^T x    rows of dy^T and x^T, k = tokens: made again of the rows of dy and x
+
+    scaling      a scale for                           of a weight      remade rows are exact
+    tensorwise   the whole tensor, of all ranks        the same         always: the same codes
+    rowwise      a row                                 the same         but for underflow
+    blockwise    128 numbers of a row                  128 x 128        but for underflow
+    mxfp8        32 numbers of a row                   the same         but for underflow
+
+Every scale is a power of two (mpu/layers/float8_rows.py), so multiplying by one is exact, and its
+place in a sum of products changes no bit. Where tensor-parallel ranks divide what shares a scale,
+they agree on it first, by the maximum of their bytes: rows are the same bytes in every layout.
+
+On CUDA torch's scaled_mm multiplies (mpu/layers/float8_cuda.py). Elsewhere `product` decodes the
+rows, multiplies in the accumulation dtype and rounds once: the arithmetic, without the speed.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import MAX, all_reduce
+from mpu.comm.transport import Label
+from mpu.context import LayerContext
+from mpu.layers import float8_cuda
+from mpu.layers.float8_rows import (
+    ALIGN,
+    BLOCKS,
+    E4M3,
+    E5M2,
+    Format,
+    decode,
+    encode,
+    remade,
+    row_bytes,
+    row_scales,
+)
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
+from mpu.param import placement_of
+
+FORMATS = {"e4m3": E4M3, "hybrid": E5M2}  # of dy; x and w are always e4m3
+
+
+@dataclass(frozen=True, eq=False)
+class Float8(Recipe):
+    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are."""
+
+    scaling: str
+    format: str
+    ctx: LayerContext
+    wgrad: bool = True
+
+    @property
+    def block(self) -> int:
+        """Return how many numbers of a row share a scale, 0 for all."""
+        return BLOCKS[self.scaling]
+
+    def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
+        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it."""
+        x = x.t() if role == "wt" else x
+        flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
+        scales = row_scales(flat, self.block, form)
+        if self.scaling == "tensorwise":
+            scales = scales.amax(0, keepdim=True)
+        square = self.scaling == "blockwise" and role in ("w", "wt")
+        if square:
+            scales = scales.unflatten(0, (-1, self.block)).amax(1)
+        if self.shared(cut):
+            all_reduce(scales, self.ctx.tp, op=MAX, label=Label(None, "float8 scales"))
+        if square:
+            scales = scales.repeat_interleave(self.block, 0)
+        rows = encode(flat, scales.expand(len(flat), -1), form)
+        return rows.view(*x.shape[:-1], rows.shape[1])
+
+    def shared(self, cut: str) -> bool:
+        """Return whether ranks divide what has one scale: for blocks they never do (`check`)."""
+        if self.scaling == "tensorwise":
+            return cut != "sp" or self.ctx.sp
+        return self.scaling == "rowwise" and cut == "k"
+
+    def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
+        """Return the rows, or x itself where wgrad is not in float8."""
+        return operand if self.wgrad else x
+
+    def row(self, k: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return the length of a row in bytes."""
+        return row_bytes(k, self.block), torch.uint8
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x w^T in the layers' dtype: rows of x [..., k] and of w [o, k] -> [..., o]."""
+        return self._multiply(x, weight, E4M3, forward=True)
+
+    def dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Return dy w: rows of dy [..., o] and of w^T [i, o] -> [..., i]."""
+        return self._multiply(dy, weight, FORMATS[self.format], forward=False)
+
+    def _multiply(self, x: Tensor, weight: Tensor, form: Format, forward: bool) -> Tensor:
+        lead, x = x.shape[:-1], x.flatten(0, -2)
+        if x.device.type == "cuda":
+            pair = float8_cuda.Operand(x, form), float8_cuda.Operand(weight, E4M3)
+            square = self.scaling == "blockwise"
+            y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, square, fast=forward)
+        else:
+            wide = self.ctx.accumulate
+            numbers = decode(x, self.block, form, wide), decode(weight, self.block, E4M3, wide)
+            y = super().product(*numbers).to(self.ctx.dtype)
+        return y.view(*lead, y.shape[-1])
+
+    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+        """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: rows of x [n], of dy [n]."""
+        if not self.wgrad:
+            super().accumulate(main_grad, fresh, x, dy)
+            return
+        form, same = FORMATS[self.format], self.scaling == "tensorwise"
+        left, right = remade(dy, self.block, form, same), remade(x, self.block, E4M3, same)
+        if x.device.type == "cuda":
+            pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
+            product = float8_cuda.multiply(*pair, self.scaling, torch.float32, square=False)
+            main_grad.copy_(product) if fresh else main_grad.add_(product)
+            return
+        wide = self.ctx.accumulate
+        dy = decode(left, self.block, form, wide).t()
+        x = decode(right, self.block, E4M3, wide).t()
+        super().accumulate(main_grad, fresh, x, dy)
+
+    def check(self, name: str, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+        """Raise ValueError where a layer's sizes on this rank do not fit blocks or alignment."""
+        unit, t = self.block or ALIGN, layer.ctx.tp.size
+        sections = placement_of(layer.weight).sections or (layer.out_features,)
+        column = isinstance(layer, ColumnParallelLinear)
+        for size in (*(n // t if column else n for n in sections), layer.weight.shape[1]):
+            if size % unit:
+                raise ValueError(
+                    f"--fp8-recipe {self.scaling}: {name} has {size} features on a rank at "
+                    f"--tensor-model-parallel-size {t}, which is not a multiple of {unit}: "
+                    + ("a block would lie across ranks" if self.block else "rows are not aligned")
+                )
+
+
+def use_float8(model: nn.Module, recipe: Float8, in_bf16: Container[int] = ()) -> None:
+    """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
+
+    in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
+    and those that the model gave a recipe of its own. Raises ValueError as Float8.check does.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            continue
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is None or number in in_bf16 or type(layer.recipe) is not Recipe:
+            continue
+        recipe.check(name, layer)
+        layer.recipe = recipe

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of float8: one uint8 tensor that holds codes and their scales, for the wire and for memory.
+
+    a row of k numbers   | k codes | a scale for each block of k | zeros, up to a multiple of 16 |
+
+So a row travels, is cut, saved and gathered with all that its numbers are made of. A scale is a
+power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
+says that the block holds an infinity or a NaN: nothing of it decodes to a finite number.
+
+On CUDA the kernels of mpu/kernels/float8.py make rows, where triton is installed.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGN = 16  # bytes: what matmuls of float8 ask of rows
+BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
+NOT_FINITE = 255
+TRITON = find_spec("triton") is not None
+
+
+class Format(NamedTuple):
+    """A kind of codes. top: the largest number. shift: that of 1.75 x 2^shift = top.
+
+    fraction, bias: bits of a code's fraction, and its exponent's bias.
+    """
+
+    dtype: torch.dtype
+    top: float
+    shift: int
+    fraction: int
+    bias: int
+
+
+E4M3 = Format(torch.float8_e4m3fn, 448.0, 8, fraction=3, bias=7)
+E5M2 = Format(torch.float8_e5m2, 57344.0, 15, fraction=2, bias=15)
+
+
+def row_bytes(k: int, block: int) -> int:
+    """Return the length of a row of k numbers, block of them to a scale; 0: one scale a row."""
+    scales = k // block if block else 1
+    return k + -(-scales // ALIGN) * ALIGN
+
+
+def codes_in(row: int, block: int) -> int:
+    """Return k, given row_bytes(k, block)."""
+    return row // (block + 1) * block if block else row - ALIGN
+
+
+def scale_bytes(amax: Tensor, form: Format) -> Tensor:
+    """Return the byte of the least scale with which no number up to amax (>= 0) exceeds the top.
+
+    That is 2^ceil(log2(amax / top)), at least 2^-126, by arithmetic on the bits of fp32. As bytes
+    grow with amax and NOT_FINITE is the largest, the maximum of bytes is the byte of the maximum.
+    """
+    amax = amax.float()
+    # carries into the exponent where the fraction is above that of the top, 1.75
+    exponent = (amax.view(torch.int32) + 0x1FFFFF) >> 23
+    byte = (exponent - form.shift).clamp_(min=1)
+    return torch.where(amax.isfinite(), byte, NOT_FINITE).to(torch.uint8)
+
+
+def scale_of(byte: Tensor) -> Tensor:
+    """Return the scales of bytes, fp32; infinity for NOT_FINITE."""
+    return (byte.to(torch.int32) << 23).view(torch.float32)
+
+
+def row_scales(x: Tensor, block: int, form: Format) -> Tensor:
+    """Return the byte of each block of k: x [n, k] -> [n, k / block], or [n, 1] for block 0."""
+    if on_triton(x):
+        from mpu.kernels import float8 as kernels
+
+        return kernels.row_scales(kernels.Numbers(x, *x.shape), block, _codes(form))
+    blocks = x.unflatten(1, (-1, block or x.shape[1]))
+    return scale_bytes(blocks.abs().amax(2), form)
+
+
+def encode(x: Tensor, scales: Tensor, form: Format) -> Tensor:
+    """Return rows: x [n, k], scales [n, blocks] (bytes) -> [n, row_bytes].
+
+    Numbers are divided by their scale, clamped and rounded to the nearest code, ties to even. The
+    clamp holds what fp64 or another amax puts above the top, where a cast to e5m2 gives infinity.
+    """
+    (n, k), blocks = x.shape, scales.shape[1]
+    if on_triton(x):
+        from mpu.kernels import float8 as kernels
+
+        length = row_bytes(k, k // blocks)
+        return kernels.encode(kernels.Numbers(x, n, k), scales, length, _codes(form))
+    inverse = scale_of((254 - scales.to(torch.int32)).clamp_(min=0))  # 0 for NOT_FINITE
+    wide = x if x.dtype == torch.float64 else x.float()
+    divided = wide.unflatten(1, (blocks, -1)) * inverse.unsqueeze(2)
+    codes = divided.clamp_(-form.top, form.top).to(form.dtype)
+    rows = x.new_empty((n, row_bytes(k, k // blocks)), dtype=torch.uint8)
+    rows[:, :k] = codes.view(torch.uint8).flatten(1)
+    rows[:, k : k + blocks] = scales
+    rows[:, k + blocks :] = 0
+    return rows
+
+
+def codes(rows: Tensor, block: int, form: Format) -> Tensor:
+    """Return the codes of rows [n, row_bytes] as float8 [n, k], where they lie."""
+    return rows[:, : codes_in(rows.shape[1], block)].view(form.dtype)
+
+
+def scales(rows: Tensor, block: int) -> Tensor:
+    """Return the bytes of the scales, [n, blocks], where they lie."""
+    k = codes_in(rows.shape[1], block)
+    return rows[:, k : k + (k // block if block else 1)]
+
+
+def decode(rows: Tensor, block: int, form: Format, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of rows [n, row_bytes], [n, k]; dtype is fp32 or fp64, so exactly."""
+    scale = scale_of(scales(rows, block))
+    numbers = codes(rows, block, form).to(dtype).unflatten(1, (scale.shape[1], -1))
+    return (numbers * scale.unsqueeze(2)).flatten(1)
+
+
+def remade(rows: Tensor, block: int, form: Format, same: bool = False) -> Tensor:
+    """Return the rows of the transpose: rows [n, row_bytes(k)] -> [k, row_bytes(n)].
+
+    A number changes only where it underflows, that is becomes a subnormal code: below about 2^-14
+    (e5m2: 2^-29) of the largest that it now shares a scale with. same: one scale is that of all
+    rows, so the codes are the same.
+    """
+    n, k = len(rows), codes_in(rows.shape[1], block)
+    if on_triton(rows):
+        from mpu.kernels import float8 as kernels
+
+        given = kernels.Numbers(rows, k, n, block, k)
+        byte = rows[:1, k : k + 1] if same else kernels.row_scales(given, block, _codes(form))
+        return kernels.encode(given, byte.expand(k, -1), row_bytes(n, block), _codes(form))
+    if same:
+        out = rows.new_zeros((k, row_bytes(n, 0)))
+        out[:, :n], out[:, n] = rows[:, :k].t(), rows[0, k]
+        return out
+    numbers = decode(rows, block, form, torch.float32).t()
+    return encode(numbers, row_scales(numbers, block, form), form)
+
+
+def on_triton(x: Tensor) -> bool:
+    """Return whether the kernels take these numbers, or these rows."""
+    return TRITON and x.is_cuda and x.dtype != torch.float64
+
+
+def _codes(form: Format) -> Any:
+    from mpu.kernels.float8 import Codes
+
+    return Codes(form.fraction, form.bias, form.top, form.shift)

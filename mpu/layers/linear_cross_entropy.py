@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output layer and the loss in one, in chunks of the vocabulary: whole logits never exist.
+
+A chunk is as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so what
+lives at once does not grow with the vocabulary. x are the output layer's inputs, S the log of the
+sum of exp over the vocabulary.
+
+    forward   for each c:  logits = x W_c^T -> each token's maximum, sum and target's logit; forget
+              combine the chunks, then the ranks -> loss and S, one number a token
+    backward  for each c:  logits = x W_c^T again -> their gradient G over them
+                           dx += G W_c in fp32;  dW_c += G^T x
+              dx is summed over the ranks
+
+Backward multiplies again, four products where there were three, since the loss's gradient, which
+masks and scales each token, comes only then. A product dW made before it would have to be kept per
+token. The chunks are of the vocabulary and not of tokens, since then each row of the weight and of
+its gradient, the largest tensors here, moves once a pass, and the sums of dx, which are small, move
+with every chunk.
+
+A deferred weight gradient (WeightGradientQueue) keeps the shard of x, S and the loss's gradient,
+gathers x again and multiplies once more: five products. x is gathered and dx scattered in one piece
+each, with no overlap method.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
+from mpu.comm.transport import Label
+from mpu.layers.cross_entropy import Columns, loss_of, softmax_gradient, softmax_stats
+from mpu.layers.linear import ColumnParallelLinear, Recipe
+
+CHUNK_BYTES = 1 << 28  # of a chunk's logits
+ALIGNED = 128  # rows of a chunk are a multiple of this
+
+
+def linear_cross_entropy(
+    head: ColumnParallelLinear, x: Tensor, labels: Tensor, vocab_size: int
+) -> Tensor:
+    """Return each token's loss [s, b], in the accumulation dtype, as of head(x).
+
+    x: [s/t, b, h] under SP, else [s, b, h]; labels [s, b]. Raises ValueError where the output layer
+    has a recipe of its own: chunks are plain tensors.
+    """
+    if type(head.recipe) is not Recipe:
+        raise ValueError(
+            "--fused-linear-cross-entropy: the output layer's recipe is "
+            f"{type(head.recipe).__name__}, and only plain tensors are multiplied in chunks"
+        )
+    return _LinearCrossEntropy.apply(x, head.weight, labels, head, vocab_size)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        saved_ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        head: ColumnParallelLinear,
+        vocab_size: int,
+    ) -> Tensor:
+        rows, targets = _gather(x, head, head.on_forward), labels.reshape(-1)
+        whole = head.ctx.sink.acquire(head.weight)
+        chunks = _chunks(rows, whole, head, vocab_size)
+        kind = head.ctx.accumulate
+        stats = torch.empty((len(chunks), 3, len(rows)), dtype=kind, device=rows.device)
+        for (some, columns), part in zip(chunks, stats, strict=True):
+            logits = head.recipe.product(rows, whole[some])
+            softmax_stats(logits, targets, columns, part)
+            del logits  # before the next ones are made
+        head.end_use()
+        peak = stats[:, 0].amax(0)
+        total = ((stats[:, 0] - peak).exp() * stats[:, 1]).sum(0)
+        own = torch.cat((peak, total, stats[:, 2].sum(0))).view(3, -1)
+        loss, log_sum = loss_of(own, head.ctx)
+        saved_ctx.save_for_backward(x, targets, log_sum)
+        saved_ctx.head, saved_ctx.vocab_size = head, vocab_size
+        return loss.view(labels.shape)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        head: ColumnParallelLinear = saved_ctx.head
+        ctx, saved, size = head.ctx, saved_ctx.saved_tensors, saved_ctx.vocab_size
+        dloss = dloss.reshape(-1).to(ctx.accumulate).contiguous()
+        deferred = ctx.queue.defers(head.output_layer)
+        rows = _gather(saved[0], head, head.on_backward)
+        dx = rows.new_empty(rows.shape, dtype=ctx.accumulate)
+        _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=not deferred)
+        if deferred:
+
+            def wgrad() -> None:
+                again = _gather(saved[0], head, head.on_wgrad)
+                _add_gradients(head, again, saved[1:], dloss, size, None, wgrad=True)
+
+            ctx.queue.put(wgrad, (*saved, dloss), head.output_layer)
+        dx = dx.to(rows.dtype).view(-1, *saved[0].shape[1:])
+        collective = reduce_scatter if ctx.sp else all_reduce
+        return collective(dx, ctx.tp, label=head.on_backward)[0], None, None, None, None
+
+
+def _add_gradients(
+    head: ColumnParallelLinear,
+    rows: Tensor,
+    saved: tuple[Tensor, Tensor],
+    dloss: Tensor,
+    vocab_size: int,
+    dx: Tensor | None,
+    wgrad: bool,
+) -> None:
+    """Write the gradient of rows [n, h] to dx; add the weight's to its main gradient if `wgrad`.
+
+    saved: targets and log of the sum of exp.
+    """
+    targets, log_sum = saved
+    recipe, sink, whole = head.recipe, head.ctx.sink, head.ctx.sink.acquire(head.weight)
+    main_grad, fresh = sink.grad_slot(head.weight) if wgrad else (None, False)
+    for some, columns in _chunks(rows, whole, head, vocab_size):
+        logits = recipe.product(rows, whole[some])
+        softmax_gradient(logits, targets, columns, log_sum, dloss)
+        if dx is not None:
+            recipe.accumulate(dx, not some.start, whole[some], logits.t())
+        if main_grad is not None:
+            recipe.accumulate(main_grad[some], fresh, rows, logits)
+        del logits
+    head.end_use()
+    if wgrad:
+        sink.register_grad_ready(head.weight)
+
+
+def _gather(x: Tensor, head: ColumnParallelLinear, label: Label) -> Tensor:
+    """Return the inputs of all tokens, [n, h]."""
+    whole = all_gather(x, head.ctx.tp, label=label)[0] if head.ctx.sp else x
+    return whole.flatten(0, -2)
+
+
+def _chunks(
+    rows: Tensor, weight: Tensor, head: ColumnParallelLinear, vocab_size: int
+) -> list[tuple[slice, Columns]]:
+    """Return the weight's rows of each chunk, and which columns of the vocabulary they are."""
+    width, first = len(weight), head.ctx.tp.rank * len(weight)
+    step = max(CHUNK_BYTES // (len(rows) * rows.element_size()) // ALIGNED, 1) * ALIGNED
+    starts = range(0, width, step)
+    return [(slice(at, min(at + step, width)), (first + at, vocab_size)) for at in starts]

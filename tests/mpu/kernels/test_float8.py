@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of float8's rows in Triton's interpreter, bit by bit, and compiled for GPUs."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="this platform has no triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mpu.kernels import float8 as kernels
+from mpu.layers import float8_rows
+from mpu.layers.float8_rows import E4M3, E5M2, encode, remade, row_scales
+from tests.mpu.kernels.test_ahead_of_time import spilled
+
+SIZES = [(33, 160, 0), (40, 160, 32), (130, 384, 128), (1, 16, 0), (64, 2048, 32)]
+ODD = (448.0, 57344.0, 1e-30, 2.0**-140, -0.0, 464.0, -61440.0, 3e38)
+
+
+def numbers(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of many magnitudes, every code of both formats and halfway between, and odd ones."""
+    g = torch.Generator().manual_seed(n * k)
+    x = torch.randn(n, k, generator=g) * torch.randn(n, 1, generator=g).mul(4).exp()
+    x[-1, :8] = torch.tensor(ODD)
+    if n > 8:
+        x[1, 2], x[3, 5], x[5] = float("nan"), -float("inf"), 0.0
+    if n > 32:
+        known = torch.arange(k).clamp(max=255).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        x[8], x[9] = known, (known + known.roll(1)) / 2
+        x[8:10] = x[8:10].nan_to_num(448.0)
+    return x.to(dtype)
+
+
+def both(comm) -> None:
+    """Compare what the kernels make with what torch makes, of x, of x^T and of rows."""
+    for (n, k, block), form, dtype in itertools.product(
+        SIZES, (E4M3, E5M2), (torch.float32, torch.bfloat16)
+    ):
+        x = numbers(n, k, dtype)
+        for given in (x, x.t().contiguous().t()):
+            made = {}
+            for on in (False, True):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(float8_rows, "on_triton", lambda x, on=on: on)
+                    scales = row_scales(given, block, form)
+                    one = scales.amax(0, keepdim=True).expand(n, -1)  # as tensorwise has it
+                    rows = [encode(given, scales, form), encode(given, one, form)]
+                    if not n % (block or 1):
+                        rows.append(remade(rows[0], block, form))
+                    if not block:
+                        sound = given.nan_to_num(1.0, 1.0, 1.0)
+                        top = row_scales(sound, 0, form).amax(0, keepdim=True).expand(n, -1)
+                        rows.append(remade(encode(sound, top, form), 0, form, same=True))
+                    made[on] = [scales, *rows]
+            for what, (want, got) in enumerate(zip(*made.values(), strict=True)):
+                real = 0 if what == 0 else k if what < 3 else n  # codes of a row
+                signs = (want[:, :real] ^ got[:, :real]) == 0x80
+                same = (want[:, :real] == got[:, :real]) | signs & (want[:, :real] & 0x7F == 0x7F)
+                assert same.all(), (n, k, block, form.dtype, dtype, what)  # a NaN has no sign
+                assert torch.equal(want[:, real:], got[:, real:])
+
+
+def test_the_kernels_make_the_bytes_that_torch_makes(interpreted):
+    interpreted(1).run(both)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10])
+@pytest.mark.parametrize("of", ["bf16", "fp32", "rows"])
+def test_compiles_and_spills_nothing(major, of, tmp_path):
+    for kernel, block in itertools.product((kernels.row_scales_kernel, kernels.encode_kernel),
+                                           (0, 32, 128)):  # fmt: skip
+        constants = dict(FROM_ROWS=of == "rows", BLOCK=block, FRACTION=3, BIAS=7, SHIFT=8,
+                         TOP=448.0, ROWS=kernels.ROWS, STEP=kernels.STEP)  # fmt: skip
+        constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
+        types = {"x": "*u8" if of == "rows" else f"*{of}", "out": "*u8", "scales": "*u8"}
+        along = "along_n" if of == "rows" else "along_k"  # 1, which a launch finds out
+        signature = {n: types.get(n, "i32") for n in kernel.arg_names}
+        signature |= dict.fromkeys((*constants, along), "constexpr")
+        divisible = (*types, "k", "length", "along_n", "along_k", "codes")
+        attrs = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(kernel.arg_names)
+            if name in divisible and signature[name] != "constexpr"
+        }
+        source = ASTSource(kernel, signature, constants | {along: 1}, attrs)
+        options = {"num_warps": kernels.WARPS}
+        asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
+        assert not spilled(asm, tmp_path), (kernel.__name__, block)
