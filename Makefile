@@ -19,8 +19,8 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt b.jsonl" ...)
 	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
-test: setup lint ## lint, and run the short form of every test that needs no GPU
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs
+test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile
 
 prove: setup ## run every test in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
 	@OMP_NUM_THREADS=1 $(RUN) tests/prove.py $(call given,PART)
@@ -32,10 +32,11 @@ chaos: setup ## play a seeded storm of faults of every kind on real runs, as roo
 rehearse: setup ## run one rank's steps of an example on a GPU without memory: launches, memory, traffic, time, mistakes (WORLD=8 RANK=0 DEVICE=h100 EXAMPLE=llama3_8b_one_node.sh ARGS="--more-flags")
 	@WORLD_SIZE=$(or $(call given,WORLD),8) LAUNCH=$(RUN) bash examples/$(or $(call given,EXAMPLE),llama3_8b_one_node.sh) --rehearse $(call flag,RANK,--rehearse-rank) $(call flag,DEVICE,--rehearse-device) $(call given,ARGS)
 
-explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 ...)
+explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=rowwise ...)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
-	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel)
+	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel) \
+	  $(call flag,FP8,--fp8-recipe)
 
 fork-check: setup ## check a model's file: one rank against every kind of layout, 1 to 2 minutes (MODEL=path/to/fork.py FULL=1 ONLY="tp 2; dp 2" ARGS="--own-flag 3")
 	@$(RUN) tools/fork_check.py $(call flag,MODEL,--model) $(if $(filter 1,$(call given,FULL)),--full) \

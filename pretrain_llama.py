@@ -41,6 +41,8 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
+from mpu.layers import fused_gpu
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
@@ -60,6 +62,7 @@ from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
+from training.plan.float8 import in_float8
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
@@ -177,7 +180,9 @@ def model_provider(
     """Build one rank's model; `training` learns all that it knows of a model from this."""
     file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
-    return file.Model(sizes, ctx, recompute, stages)
+    model = file.Model(sizes, ctx, recompute, stages)
+    in_float8(config, model, ctx)
+    return model
 
 
 def make_grid(config: Config, launch: Launch) -> Grid:
@@ -193,7 +198,10 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
-    ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink)
+    chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
+    ctx = LayerContext(
+        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink, loss_in_chunks=chunks
+    )
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
@@ -358,8 +366,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
-    if run.device.type == "cpu" and native.load() is None:
-        note(f"without fused operations, so slower: {native.reason()}")
+    if reason := fused_gpu.without(run.device):
+        note(f"without fused operations, so slower: {reason}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
     saver = SupervisedSaver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,

@@ -98,8 +98,8 @@ def environment(tp: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
-def output(words: list[str], tp: int) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(tp), cwd=ROOT)
+def output(words: list[str], tp: int, cwd: Path = ROOT) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(tp), cwd=cwd)
     if done.returncode and "JSON {" not in done.stdout:  # gloo may abort a peer that is done
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
@@ -136,7 +136,8 @@ def run_weft(
         )
         flags += ["--bf16"] if dtype == "bf16" else []
         flags += ["--sequence-parallel"] if tp != "1" else []
-        output([*command(int(tp)), str(program), *flags, *more.split()], int(tp))
+        words = [*command(int(tp)), str(program), *flags, *more.split()]
+        output(words, int(tp), cwd=program.parent)  # another checkout has its own model's file
         rows = [json.loads(line) for line in log.read_text().splitlines()]
     rows = [row for row in rows if "step_seconds" in row][warm:]
     return [r["step_seconds"] for r in rows], max(r["peak_memory_bytes"] for r in rows) / 2**20

@@ -12,7 +12,7 @@ param         Placement: which part of a tensor a parameter is, and who holds th
 gradients     where layers put weight gradients, and when these are computed
 context       LayerContext, the one object a layer is given
 recompute     activation recomputation
-kernels       Triton kernels that multiply while rows travel between GPUs
+kernels       Triton kernels: matmuls while rows travel between GPUs, what stands between matmuls
 layers        linear, embedding, cross_entropy, attention, rope, fused (RMSNorm, RoPE, SwiGLU), tune
 pipeline      schedules as data, the engine that executes them, which layers each stage holds
 zero          flat buckets of weights and gradients, their sums, the distributed optimizer

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
@@ -18,7 +19,8 @@ class LayerContext:
 
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
-    activations are cut along s.
+    activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
+    is named so, where --fused-linear-cross-entropy asks for it.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -28,6 +30,7 @@ class LayerContext:
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    loss_in_chunks: Callable[..., Tensor] | None = None
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect

@@ -31,7 +31,7 @@ EXAMPLES = [
             "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
             "moments            13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
             "activations        52.04 MB": "52 MB activations",
-            "total                113 MB": "= 113 MB",
+            "total              110.1 MB": "= 110 MB",
         },
     ),
     (
@@ -43,7 +43,7 @@ EXAMPLES = [
             "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
             "moments            13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
             "activations        52.04 MB": "52 MB activations",
-            "total                113 MB": "= 113 MB",
+            "total              110.1 MB": "= 110 MB",
         },
     ),
     (
@@ -55,7 +55,7 @@ EXAMPLES = [
             "5.147e+10 FLOPs a token": "5.15e10 FLOPs a token",
             "50,000,297,984 tokens in all": "47,684 steps = 5e10 tokens",
             "9.3 days": "9.3 days",
-            "34.41 GB": "34 GB",
+            "33.95 GB": "34 GB",
         },
     ),
     (
@@ -70,8 +70,8 @@ EXAMPLES = [
             "pipeline rank 2: layers 40-60": "20, 20, 21 and 19 layers",
             "128 micro-batches: bubble 2.16 %": "2.2 % of a step",
             "the slowest does 3.5 % more": "3.5 % more than the mean",
-            "2,271,543,296  20.44 GB  360.8 MB      22.5 GB": "= 20.4 GB, + 22.5 GB",
-            "43.31 GB": "43 GB",
+            "2,271,543,296  20.44 GB  260.1 MB      22.5 GB": "= 20.4 GB, + 22.5 GB",
+            "43.21 GB": "43 GB",
             "moments            4.543 GB  AdamW's two, a share of 1/4": "12 / 4 for",
         },
     ),
@@ -88,8 +88,8 @@ EXAMPLES = [
             "rank 15: layers 29-30 | layers 61-62 | layers 93-94 | layer 125 + head": "8 layers a",
             "256 micro-batches: bubble 1.32 %": "1.3 % of a step",
             "the slowest does 1.2 % more": "1.2 % more than the mean",
-            "3,187,933,184  28.69 GB  1.132 GB     5.701 GB": "= 28.7 GB, + 5.7 GB",
-            "35.52 GB": "36 GB",
+            "3,187,933,184  28.69 GB  553.7 MB     5.701 GB": "= 28.7 GB, + 5.7 GB",
+            "34.95 GB": "35 GB",
         },
     ),
 ]

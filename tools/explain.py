@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.float8_rows import BLOCKS
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, make_grid, train_step
 from tools.command_line import Parser, told
@@ -86,6 +87,7 @@ def tiny(
     adds flags of pretrain_llama.py. Raises UsageError if the layout does not work.
     """
     groups, chunks = -(-2 // tp) * tp, CHUNKS.get(schedule, 1)
+    block = max(BLOCKS.get(word, 0) for word in ("", *more))  # numbers of a scale, in float8
     sizes = {
         "--num-layers": layers or max(2, pp * chunks),
         "--hidden-size": 32 * groups,
@@ -105,6 +107,9 @@ def tiny(
         "--lr": 1e-3,
         "--device": "cpu",
     }
+    if block:
+        sizes |= {"--hidden-size": block * groups, "--ffn-hidden-size": 2 * block * groups}
+        sizes |= {"--kv-channels": block, "--seq-length": block * tp // 2}
     switches = ["--mock-data", "--group-query-attention"]
     if overlap:
         switches.append("--overlap-grad-reduce")
@@ -212,6 +217,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
+    parser.add_argument("--fp8-recipe", choices=[*BLOCKS], help="float8, in bf16 beside it")
     a = parser.parse_args(argv)
     for flag in ("tp", "dp", "pp", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
@@ -224,6 +230,8 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     more = []
     if a.recompute_granularity:
         more = ["--recompute-granularity", a.recompute_granularity]
+    if a.fp8_recipe:
+        more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
     return tiny(
         a.tp,
         a.dp,

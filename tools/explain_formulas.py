@@ -10,11 +10,13 @@ import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpu.layers.float8_rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
 from training.config import Config
 from training.plan import batch_size, buffers, pipeline, rank_memory
+from training.plan.float8 import layers_in_bf16
 from training.plan.model_profile import rank_parameters
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
@@ -131,6 +133,10 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
     parameters = rank_parameters(config, model_provider, every, 0)
     sp = int(p.sequence_parallel and t > 1)
+    f = config.float8
+    left_out = layers_in_bf16(config) if f.fp8_format else range(m.num_layers)
+    again = [stage.layers[: pipeline.recomputed_layers(config, stage)] for stage in stages]
+    waits = schedule.micro_batches if schedule.split else schedule.deferred
     return {
         "s": m.seq_length,
         "b": batch.micro_batch_size,
@@ -140,6 +146,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "E": int(any(stage.embedding for stage in stages)),
         "H": int(any(stage.loss for stage in stages)),
         "W": int(schedule.split),
+        "u": waits * p.fused_linear_cross_entropy,
         "t": t,
         "D": dp,
         "p": pp,
@@ -148,6 +155,12 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "C": sum(stage > 0 and stage - 1 not in own for stage in own),
         "sp": sp,
         "c": t if sp else 1,
+        "V": sum(i not in left_out for stage in stages for i in stage.layers),
+        "a": sum(i not in left_out for layers in again for i in layers),
+        "r": row_bytes(m.hidden_size, BLOCKS[f.fp8_recipe]) if f.fp8_recipe else 0,
+        "y": int(f.fp8_wgrad_bf16),
+        "j": int(f.fp8_recipe == "tensorwise"),
+        "k": int(f.fp8_recipe == "rowwise"),
         "e": config.run.dtype.itemsize,
         "g": rank_memory.accumulate_bytes(config),
         "q": rank_memory.gradient_bytes(config),

@@ -241,8 +241,6 @@ class Explainer:
             layer = f"bucket {bucket}"
         what, layer = kind if short in MATMULS else short, layer or here.name
         story = f"{what} of {layer}" if layer else f"autograd's {what}"
-        if short == "add" and not here.call:
-            story = "autograd's add of the gradients of two branches"
         if not short.startswith(UNWRITTEN):
             self.done.append(story)
         return f"{story} ({here.call})" if here.call else story

@@ -15,6 +15,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
+from training.float8_config import Float8Config
 from training.rehearse_config import RehearseConfig
 
 
@@ -57,10 +58,7 @@ class ModelConfig:
                 object.__setattr__(self, name, value)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Return vocab_size rounded up to a multiple of make_vocab_size_divisible_by x tp.
-
-        The padding is masked out of the softmax: it costs memory and changes no number.
-        """
+        """Return vocab_size rounded up to a multiple of make_vocab_size_divisible_by x tp."""
         if self.vocab_size is None:
             raise ValueError("the vocabulary size is not known before the tokenizer is read")
         step = self.make_vocab_size_divisible_by * tp
@@ -95,6 +93,7 @@ class ParallelConfig:
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
+    fused_linear_cross_entropy: bool = False
     use_distributed_optimizer: bool = False  # ZeRO stage 1
     zero_stage: int | None = None  # 0 to 3; None: see the flag above. Read `zero` instead
     zero_reduce_each_microbatch: bool = False
@@ -105,7 +104,7 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = False
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
-    optimizer_backend: str = "torch"  # "torch", "apex", "te": whose AdamW kernel
+    optimizer_backend: str = "torch"  # "torch", "triton", "apex", "te": whose AdamW kernel
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
@@ -276,6 +275,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()
@@ -321,9 +321,7 @@ def _plain(value: Any) -> Any:
     """Return dtypes as names and tuples as lists, so that JSON gives the same value back."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
-    return value
+    return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
 def _json(values: dict[str, Any]) -> str:

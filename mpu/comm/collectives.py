@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpu.comm.transport import DONE, Axis, Handle, Label, Transport
 
+MAX = dist.ReduceOp.MAX
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -7,13 +7,15 @@
     beside       these rows are not multiplied now: copy engines copy them while dgrad multiplies
 
 The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
-The recipe must multiply plain tensors of one dtype, since the product is the kernels' own.
+The recipe must multiply plain tensors of one dtype, since the product is the kernels' own. Rows of
+float8 (uint8, mpu/layers/float8.py) take `ring`, which multiplies parts by the recipe's product.
 """
 
 import torch
 from torch import Tensor
 
 from mpu.comm.overlap import Gathering, NoOverlap, OverlapMethod, Product
+from mpu.comm.overlap_ring import Ring
 from mpu.comm.symmetric_cuda import CHUNKS, CudaTurn, CudaWorkspace
 from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
@@ -85,6 +87,8 @@ class KernelOverlap(OverlapMethod):
         self.workspace = workspace
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
+        if x.dtype == torch.uint8:
+            return Ring(self.axis)
         return NoOverlap(self.axis) if x.dtype == torch.float64 else self
 
     def all_gather(self, x: Tensor, label: Label | None) -> Gathering:

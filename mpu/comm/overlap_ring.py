@@ -36,10 +36,13 @@ class _RingGathering(Gathering):
         return exchange(self._full[self._turns[i]], self.axis, left, right, into, self._label)
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
-        n, size = self.x.shape[0], self.axis.size
-        out = self.x.new_empty((size * n, *self.x.shape[1:-1], weight.shape[0]))
+        n, size, out = self.x.shape[0], self.axis.size, None
         for rank, part in self._parts():
-            out[rank * n : (rank + 1) * n] = product(part, weight)
+            mine = product(part, weight)
+            if out is None:
+                out = mine.new_empty((size * n, *mine.shape[1:]))
+            out[rank * n : (rank + 1) * n] = mine
+        assert out is not None
         return out
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:

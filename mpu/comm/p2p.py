@@ -58,14 +58,14 @@ class _Both:
     """Two messages, waited for as one."""
 
     def __init__(self, works: list[Any]) -> None:
-        self._works = works
+        self.works = works
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
 
 def exchange(

@@ -20,6 +20,7 @@ class Adam(ABC):
     """
 
     groups: list[dict[str, Any]]
+    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
 
     @abstractmethod
     def step(self, factor: Tensor, found_inf: Tensor) -> None:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the AdamW that `--optimizer-backend` names: torch's, or an accelerator that is installed.
 
-torch's own fused kernel needs nothing else. apex's and Transformer Engine's FusedAdam are used
-where they are installed, and a message says what is missing where they are not.
+torch's own fused kernel needs nothing else. Our kernel in Triton, and apex's and Transformer
+Engine's FusedAdam, are used where they are installed, and a message says what is missing where they
+are not.
 """
 
 import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,9 +34,11 @@ def make(
     lr: float,
     betas: tuple[float, float],
     eps: float,
+    weights: Mapping[Tensor, Tensor] | None = None,
 ) -> Adam:
-    """Make the AdamW of a backend (torch, apex or te). Call `missing` first.
+    """Make the AdamW of a backend (torch, triton, apex or te). Call `missing` first.
 
+    weights: what narrower weights a segment is rounded into, for a backend that does that too.
     Raises ValueError where the masters' dtype is not what the backend updates.
     """
     if backend == "torch":
@@ -41,6 +46,8 @@ def make(
     dtype = groups[0]["params"][0].dtype
     if dtype != torch.float32:
         raise ValueError(_needs_fp32(backend, dtype))
+    if backend == "triton":
+        return _Triton(groups, lr, betas, eps, weights or {})
     return _Fused(PACKAGES[backend][1], groups, lr, betas, eps)
 
 
@@ -51,11 +58,14 @@ def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) 
     """
     if backend == "torch":
         return ""
-    flag, (package, module, kernels) = f"--optimizer-backend {backend}", PACKAGES[backend]
+    flag = f"--optimizer-backend {backend}"
     if device_type != "cuda":
         return f"{flag} has CUDA kernels only: use --optimizer-backend torch on {device_type}"
     if dtype != torch.float32:
         return _needs_fp32(backend, dtype)
+    if backend == "triton":
+        return "" if find_spec("triton") else f"{flag} needs triton, which is not installed"
+    package, module, kernels = PACKAGES[backend]
     try:
         _fused_adam(module)
         importlib.import_module(kernels)
@@ -78,6 +88,50 @@ def _needs_fp32(backend: str, dtype: torch.dtype) -> str:
         f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
         "use --optimizer-backend torch"
     )
+
+
+class _Triton(Adam):
+    """mpu/kernels/adamw.py: one launch a segment, which rounds the weights in the same pass."""
+
+    rounds = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weights: Mapping[Tensor, Tensor],
+    ) -> None:
+        self.groups = [{**group, "lr": lr} for group in groups]
+        self._betas, self._eps, self._weights = betas, eps, weights
+        segments = [segment for group in groups for segment in group["params"]]
+        self._moments = {s: (torch.zeros_like(s), torch.zeros_like(s)) for s in segments}
+        self._steps = torch.zeros((), dtype=torch.float64, device=segments[0].device)
+
+    @torch.no_grad()
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        from mpu.kernels.adamw import Rates, adamw
+
+        skip = found_inf.double()
+        self._steps += 1 - skip
+        first, second = (1 - beta**self._steps for beta in self._betas)
+        scalars = torch.stack((factor.double(), first, second.sqrt(), skip)).float()
+        for group in self.groups:
+            rates = Rates(group["lr"], self._betas, self._eps, group["weight_decay"])
+            for segment in group["params"]:
+                state = (segment, segment.grad, *self._moments[segment])
+                adamw(state, self._weights.get(segment), scalars, rates)
+
+    def moments(self, segment: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moments[segment]
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps)
+
+    def set_steps(self, steps: int) -> None:
+        self._steps.fill_(steps)
 
 
 class _Scaler:

@@ -175,3 +175,20 @@ def memory(
         "masters": own * accumulate if weight < accumulate else 0,
         "moments": 2 * own * accumulate,
     }
+
+
+def runs(
+    params: list[tuple[str, nn.Parameter, int]],
+    length: int,
+    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
+) -> list[tuple[int, int, tuple[bool, bool]]]:
+    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
+    found: list[tuple[int, int, tuple[bool, bool]]] = []
+    for name, param, start in params:
+        kind = group(name, param)
+        if found and found[-1][2] == kind:
+            continue
+        if found:
+            found[-1] = (found[-1][0], start, found[-1][2])
+        found.append((start, length, kind))
+    return found

@@ -18,7 +18,7 @@ from mpu.comm.transport import Label
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.adam_backends import make
-from mpu.zero.layout import BLOCK
+from mpu.zero.layout import BLOCK, runs
 from mpu.zero.offload import Offload
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
@@ -29,7 +29,7 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. backend: torch, apex or te
+    largest global norm a step uses; 0 turns clipping off. backend: torch, triton, apex or te
     (mpu/zero/adam_backends.py). cpu_offload: keep masters and moments in host memory.
     """
 
@@ -57,18 +57,21 @@ class Optimizer:
         else:  # masters of the owned part, in the accumulation dtype
             self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
         self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
+        rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # one dict an Adam
         for bucket, master, grad in zip(sink.buckets, self.masters, grads, strict=True):
             here = []
             if self.offload or not together:
                 together.append({})
-            for first, last, kind in _runs(bucket.params, bucket.length, group):
+            for first, last, kind in runs(bucket.params, bucket.length, group):
                 low, high = max(first, bucket.low), min(last, bucket.high)
                 if low >= high:
                     continue
                 segment = nn.Parameter(master[low - bucket.low : high - bucket.low])
                 segment.grad = grad[low - bucket.low : high - bucket.low]
                 together[-1].setdefault(kind, []).append(segment)
+                if bucket.param_shard.dtype != master.dtype:
+                    rounded[segment] = bucket.param_shard[low - bucket.low : high - bucket.low]
                 here.append((low, high, segment))
             self._segment_of.append(here)
         self.adams = []
@@ -81,7 +84,8 @@ class Optimizer:
                 }
                 for (decay, decoupled), found in segments.items()
             ]
-            self.adams.append(make(backend, groups, lr=lr, betas=betas, eps=eps))
+            made = make(backend, groups, lr=lr, betas=betas, eps=eps, weights=rounded)
+            self.adams.append(made)
         self._adam_of = [self.adams[i if self.offload else 0] for i in range(len(sink.buckets))]
         self._canonical(module)
 
@@ -169,7 +173,7 @@ class Optimizer:
             self._gather_weights()
         else:
             self.adams[0].step(factor, found_inf)
-            self.weights_from_masters()
+            self._gather_weights() if self.adams[0].rounds else self.weights_from_masters()
         return norm, found_inf
 
     @property
@@ -257,20 +261,3 @@ class Optimizer:
                 bytes_of[kind] += storage.nbytes() * (storage.data_ptr() not in seen)
                 seen.add(storage.data_ptr())
         return bytes_of
-
-
-def _runs(
-    params: list[tuple[str, nn.Parameter, int]],
-    length: int,
-    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
-) -> list[tuple[int, int, tuple[bool, bool]]]:
-    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
-    runs: list[tuple[int, int, tuple[bool, bool]]] = []
-    for name, param, start in params:
-        kind = group(name, param)
-        if runs and runs[-1][2] == kind:
-            continue
-        if runs:
-            runs[-1] = (runs[-1][0], start, runs[-1][2])
-        runs.append((start, length, kind))
-    return runs

@@ -56,9 +56,10 @@ def write_fork(folder: Path) -> Path:
             "            self.temperature = ctx.replicated_parameter((1,), columns)\n"
             "            self.norm = RMSNorm("
         ),
-        "        loss = vocab_parallel": (
-            "        logits = logits * use(self.temperature, self.ctx.sink)\n"
-            "        loss = vocab_parallel"
+        "import output_loss": "import vocab_parallel_cross_entropy",
+        "        return output_loss(self.head, h, labels.t(), v, self.ctx).t()": (
+            "        logits = self.head(h) * use(self.temperature, self.ctx.sink)\n"
+            "        return vocab_parallel_cross_entropy(logits, labels.t(), v, self.ctx).t()"
         ),
         "def hf_names(model: Llama)": "def hf_names(model)",
         '-> "Llama":': '-> "Alpaca":',

@@ -37,23 +37,17 @@ EDITS = {
         "        self.mlp = MLP(config, ctx)\n"
         "        self.last_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)\n"
     ),
-    "        return h + self.mlp(self.mlp_norm(h))\n": (
-        "        return h + self.last_norm(self.mlp(self.mlp_norm(h)))\n"
+    "        return h + self.mlp(x)\n": (
+        "        return h + self.last_norm(self.mlp(x))\n"
     ),
     "            self.head = ColumnParallelLinear(": (
         "            self.second = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad)\n"
         "            self.head = ColumnParallelLinear("
     ),
     '"head": stage.loss}': '"head": stage.loss, "second": stage.loss}',
-    "        logits = self.head(self.norm(h))": (
-        "        h = self.norm(h)\n        logits = self.head(h)"
-    ),
-    "        return loss.t()": (
-        "        later = labels.t().roll(-1, 0)\n"
-        "        more = vocab_parallel_cross_entropy(\n"
-        "            self.second(h), later, self.config.vocab_size, self.ctx\n"
-        "        )\n"
-        "        return (loss + more).t()"
+    "        return output_loss(self.head, h, labels.t(), v, self.ctx).t()": (
+        "        loss, later = output_loss(self.head, h, labels.t(), v, self.ctx), labels.t()\n"
+        "        return (loss + output_loss(self.second, h, later.roll(-1, 0), v, self.ctx)).t()"
     ),
 }
 FLAGS = (

@@ -156,8 +156,7 @@ def test_forks_decode_as_they_train(world, paths):
 def dense(qkv, cos, sin, heads, groups, mask, *, cache, window):
     """Core attention with a mask that is written out."""
     s, b, _ = qkv.shape
-    qkv = apply_rope(qkv.view(s, b, heads + 2 * groups, -1), cos, sin, heads + groups)
-    q, k, v = qkv.split([heads, groups, groups], dim=2)
+    q, k, v = apply_rope(qkv, cos, sin, heads, groups)
     k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q, k) / q.shape[-1] ** 0.5
     for i in range(s):

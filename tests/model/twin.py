@@ -21,6 +21,7 @@ from mpu.comm.collectives import all_gather
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.overlap_map import METHODS, OverlapMap
 from mpu.grid import Grid
+from mpu.layers import linear_cross_entropy
 from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of, unique_parameters
@@ -67,6 +68,7 @@ def config_of(case: dict) -> Config:
             wgrad_deferral_limit=case.get("limit", 0),
             sequence_parallel=case["sp"],
             recompute_granularity=case["recompute"],
+            fused_linear_cross_entropy="chunk" in case,
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
@@ -125,7 +127,11 @@ def packed(ids: torch.Tensor) -> PackedSeqParams:
 
 
 def run_layout(comm, case: dict, steps: int = 1) -> dict:
-    """Run on one rank: losses, norms, and this rank's rectangles of the last gradient."""
+    """Run on one rank: losses, norms, and this rank's rectangles of the last gradient.
+
+    case["chunk"]: columns of the vocabulary in a chunk of --fused-linear-cross-entropy.
+    """
+    linear_cross_entropy.CHUNK_BYTES, linear_cross_entropy.ALIGNED = 0, case.get("chunk", 1)
     config = config_of(case)
     instances, memory = case.get("instances", 1), case.get("memory", True)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)

@@ -18,6 +18,8 @@ from training.plan.pipeline import schedule_of
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")
 FULL = ("--recompute-granularity", "full")
+FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
+FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
     (2, 1, {"sequence_parallel": False}),
@@ -27,10 +29,17 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FULL, "--recompute-method", "block"), "layers": 3}),
     (2, 1, {"more": ("--recompute-granularity", "selective")}),
     (2, 1, {"more": ("--bf16",)}),
+    (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
     (1, 2, {}),
     (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
     (2, 2, {"micro_batches": 3}),
     (2, 2, {"sequence_parallel": False, "more": ("--fp64", *FULL)}),
+    (2, 1, {"more": (*FLOAT8, "tensorwise")}),
+    (2, 1, {"more": (*FLOAT8, "rowwise", *FIRST, *FULL), "layers": 3}),
+    (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
+    (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
+    (2, 1, {"more": (*FLOAT8, "blockwise")}),
+    (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
 ]
 PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "gpipe", {"micro_batches": 3}),
@@ -40,12 +49,19 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "v-half", {"more": ("--bf16",)}),
     (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
     (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
+    (2, 2, 1, "zb-h1", {"more": ("--fused-linear-cross-entropy",)}),
+    (2, 2, 1, "1f1b", {"more": (
+        "--fused-linear-cross-entropy", "--defer-embedding-wgrad-compute",
+        "--wgrad-deferral-limit", "1",
+    )}),
     (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
     (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
     (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),
     (2, 1, 2, "v-half", {"layers": 6}),
     (4, 1, 1, "interleaved", {}),
     (4, 1, 1, "zb-h1", {"tied": True}),
+    (2, 2, 1, "zb-h1", {"more": (*FLOAT8, "tensorwise", *FIRST)}),
+    (2, 2, 1, "zb-h1", {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16")}),
 ]
 
 
@@ -141,7 +157,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 def test_a_reader_finds_the_gather(world):
     text = world(2).run(run, 2, 1, {})[0][2]
-    gather = line_of("mpu/layers/linear.py", "gathering = method.all_gather(x, layer.on_forward)")
+    gather = line_of("mpu/layers/linear.py", "= method.all_gather(operand, layer.on_forward)")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
@@ -152,7 +168,7 @@ def test_a_reader_finds_the_gather(world):
     again = line_of("mpu/layers/linear.py", "else method.all_gather_beside(x, layer.on_backward)")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
-    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.whole(), dy)")
+    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.whole(), kept)")
     assert f"waited for at {waited}" in lines[at + 2]
     assert lines[at + 2].endswith("hidden under: dgrad matmul of layers.1.mlp.gate_up")
     assert "reduce_scatter" in lines[at + 3] and "backward" in lines[at + 3]
@@ -165,7 +181,8 @@ def test_phases_and_buckets(world):
     assert re.search(r"backward  embedding +all_gather .*embedding\.py:\d+ \(backward\)", text)
     assert re.search(r"grad sum  bucket 0 +reduce_scatter dp_cp of 2 .* async +mpu/zero", text)
     assert re.search(r"norm      optimizer +all_gather +tp of 2", text)
-    assert "needs autograd's add of the gradients of two branches" in text
+    summed = text[text.index("backward  layers.1.attention.proj") :]  # of stream and branch
+    assert re.search(r"^.*\n +needs empty_like of layers\.1\.mlp_norm \(mpu/layers/fused", summed)
     backward = text.index("--- BW chunk 0 micro-batch 0 ")
     assert backward < text.index("grad sum  bucket 0") < text.index("--- the gradient sums")
 

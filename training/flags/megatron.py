@@ -59,6 +59,7 @@ CHECKED = """
 --transformer-impl | text | local,transformer_engine | the layers are written out here; either name gives the same Llama
 --use-mcore-models --use-legacy-models | switch | any | the model is model/llama.py
 --layernorm-epsilon | float>0 | any | = --norm-epsilon
+--no-fp8-wgrad --disable-fp8-wgrad | switch | any | = --fp8-wgrad-bf16
 --spec | texts | any | ! the model is model/llama.py; fork that file to change a layer
 --attention-softmax-in-fp32 | switch | any | softmax is always computed in fp32 or better
 --accumulate-allreduce-grads-in-fp32 | switch | any | gradients are accumulated and reduced in fp32 or better unless --grad-reduce-in-bf16 or --main-grads-dtype says otherwise
@@ -70,7 +71,6 @@ CHECKED = """
 --initial-loss-scale --loss-scale --min-loss-scale --loss-scale-window | float>0 | any | loss scaling belongs to --fp16; bf16 and fp32 need none
 --hysteresis | int>=1 | any | loss scaling belongs to --fp16; bf16 and fp32 need none
 --cross-entropy-loss-fusion | switch | any | the loss is one hand-written function
---cross-entropy-fusion-impl | text | native,te | the loss is one hand-written function
 --calculate-per-token-loss | switch | any | the loss is always the mean over the tokens of the global batch
 --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion | switch | any | picks an implementation with the same mathematics
 --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --disable-jit-fuser | switch | any | picks an implementation with the same mathematics
@@ -351,14 +351,39 @@ REFUSED = (
         """,
     ),
     (
-        "there is no fp8 or fp4 in this version; use --bf16",
+        "there is no fp4 in this version; use --fp8-format and --fp8-recipe, or --bf16",
         """
---fp8-e4m3 --fp8-hybrid --fp8-format --fp8-recipe --fp8-quantizer-factory --fp8-margin --fp8-interval
---fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --disable-fp8-wgrad
---fp8-output-proj --first-last-layers-bf16 --num-layers-at-start-in-bf16
---num-layers-at-end-in-bf16 --fp4-format --fp4-recipe --fp4-quantizer-factory
---reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --fp4-param-gather
---fp8-param-gather --te-precision-config-file
+--fp4-format --fp4-recipe --fp4-quantizer-factory --fp4-param-gather
+        """,
+    ),
+    (
+        "write --fp8-format e4m3 or hybrid, with --fp8-recipe",
+        """
+--fp8-e4m3 --fp8-hybrid
+        """,
+    ),
+    (
+        "it belongs to --fp8-recipe delayed, which is not here: every recipe here scales by the tensor at hand; leave it out",
+        """
+--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo
+        """,
+    ),
+    (
+        "weights travel in their own dtype and become float8 where they are used; leave it out",
+        """
+--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+        """,
+    ),
+    (
+        "the output layer is never in float8; leave it out",
+        """
+--fp8-output-proj
+        """,
+    ),
+    (
+        "write --fp8-recipe, and --first-last-layers-bf16 for layers that are not in float8",
+        """
+--fp8-quantizer-factory --te-precision-config-file
         """,
     ),
     (

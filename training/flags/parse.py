@@ -19,6 +19,7 @@ from training.data.split import DEFAULT_SPLIT
 from training.fault_config import FaultConfig
 from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
 from training.flags.table import Flag
+from training.float8_config import Float8Config
 from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
 
@@ -33,6 +34,7 @@ _SECTIONS = {
     "checkpoint": config.CheckpointConfig,
     "log": config.LogConfig,
     "run": config.RunConfig,
+    "float8": Float8Config,
     "fault": FaultConfig,
     "rehearse": RehearseConfig,
 }
@@ -232,6 +234,9 @@ def _assemble(
     strategy = parallel.pop("data_parallel_sharding_strategy", STRATEGIES[0])
     if parallel.pop("use_megatron_fsdp", False):  # it turns use_distributed_optimizer on
         parallel |= {"zero_stage": STRATEGIES.index(strategy), "use_distributed_optimizer": False}
+    if parallel.pop("cross_entropy_fusion_impl", "native") == "linear":
+        fuses = "--cross-entropy-loss-fusion" in given  # without it Megatron-LM fuses nothing
+        parallel["fused_linear_cross_entropy"] = "fused_linear_cross_entropy" in parallel or fuses
     tp = parallel.get("tensor_model_parallel_size", 1)
     if parallel.get("sequence_parallel") and tp == 1:
         parallel["sequence_parallel"] = False

@@ -12,7 +12,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, overlap_rules, path_rules, zero_rules
+from training.flags import fault_rules, float8_rules, overlap_rules, path_rules, zero_rules
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -86,6 +86,12 @@ IDLE = (
     ("--use-checkpoint-opt-param-scheduler", "--load"),
     ("--data-parallel-sharding-strategy", "--use-megatron-fsdp"),
     ("--wgrad-deferral-limit", "--defer-embedding-wgrad-compute"),
+    ("--cross-entropy-fusion-impl", "--cross-entropy-loss-fusion"),
+    ("--fp8-recipe", "--fp8-format"),
+    ("--fp8-wgrad-bf16", "--fp8-format"),
+    ("--first-last-layers-bf16", "--fp8-format"),
+    ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),
+    ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
 )
 
 
@@ -167,6 +173,7 @@ def check(config: Config) -> None:
     pipeline.check(config)
     zero_rules.check(config)
     fault_rules.check(config)
+    float8_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)

@@ -67,6 +67,8 @@ LIVE = """
 --recompute-granularity | one of selective,full | off: left out, keep activations | run again in backward, to save memory: core attention (selective) or whole layers (full)
 --recompute-method | one of uniform,block | default: uniform; with full only | recompute all layers in chunks (uniform) or the first layers of each stage (block)
 --recompute-num-layers | int>=0 | layers; default: 1; off: 0 with block | layers of a chunk (uniform), or layers that each stage recomputes (block)
+--fused-linear-cross-entropy | switch | off: left out | multiply by the output layer and take the loss in chunks of the vocabulary: whole logits never exist; its product is computed again in backward (ours; --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear)
+--cross-entropy-fusion-impl | one of native,te,linear | default: native; with --cross-entropy-loss-fusion | linear is --fused-linear-cross-entropy; native and te are the same hand-written loss
 --use-distributed-optimizer | switch | off: left out, replicated | shard masters and moments over the data-parallel ranks: --zero-stage 1
 --zero-stage | one of 0,1,2,3 | off: 0, replicated; default: 1 with --use-distributed-optimizer, else 0 | shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too (ours, not Megatron's)
 --zero-reduce-each-microbatch | switch | off: left out, once a step | send gradients to their owners after each micro-batch: less memory, more bytes sent, other rounding (ours; --zero-stage 2 and 3, no pipeline)
@@ -79,7 +81,7 @@ LIVE = """
 --grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
---optimizer-backend | one of torch,apex,te | off: torch | package whose AdamW kernel updates the weights; apex and te need CUDA (ours, not Megatron's)
+--optimizer-backend | one of torch,triton,apex,te | off: torch | package whose AdamW kernel updates the weights; triton (our kernel, which rounds them to bf16 in the same pass), apex and te need CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int[1,65536] | samples | samples of one forward on one rank, b
@@ -165,6 +167,13 @@ LIVE = """
 --no-check-for-nan-in-loss-and-grad | switch | off: left out, stop | the same as --on-nan skip
 --ignore-flags | texts | NAME:COUNT ...; off: left out | leave out these flags of somebody's fork with the COUNT values after each; Weft and Megatron-LM must not know them (ours, not Megatron's)
 --dry-run | switch | off: left out | print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop (ours, not Megatron's)
+[float8] Matmuls in float8 (docs/float8.md)
+--fp8-format | one of e4m3,hybrid | off: left out | let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3
+--fp8-recipe | text | tensorwise, rowwise, blockwise or mxfp8; with --fp8-format | what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32
+--fp8-wgrad-bf16 | switch | off: left out, in float8 | multiply weight gradients from activations and gradients as they are; these travel and stay in memory in bf16 (ours; Megatron's --no-fp8-wgrad)
+--first-last-layers-bf16 | switch | off: left out | keep the first and last layers out of float8
+--num-layers-at-start-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many first ones
+--num-layers-at-end-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many last ones
 [fault] Faults
 --peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)

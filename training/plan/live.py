@@ -29,8 +29,10 @@ class Live(TorchDispatchMode):
         return self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in _tensors(args)}
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(kwargs.values())]  # out= is one of these
+        before = {t.untyped_storage()._cdata for t in given}
+        out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -73,11 +73,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in ("empty_like", "zeros_like", "ones_like", "full_like", "flip"):
         dtype = kwargs.get("dtype") or first.dtype
         return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
-    if func in PRODUCTS and "out" not in kwargs:
+    if name in ("mm", "addmm") and "out" in kwargs:
+        return kwargs["out"]
+    if func in PRODUCTS:
         x, y = args[PRODUCTS[func] :][:2]
         return x.new_empty((*x.shape[:-1], y.shape[-1]))
-    if func is aten.mm.dtype:
-        return first.new_empty((first.shape[0], args[1].shape[1]), dtype=args[2])
     if func is aten.mv.default:
         return first.new_empty(first.shape[:1])
     if func is aten.index.Tensor and all(i is not None and i.dtype == torch.long for i in args[1]):

@@ -24,6 +24,7 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
@@ -184,6 +185,7 @@ def rank_model(
         META,
         sink=sink or GradientSink(),
         queue=queue or WeightGradientQueue(),
+        loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
     )
     again = (p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     return provider(config, ctx, recompute(*again), stages)

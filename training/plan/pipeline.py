@@ -42,7 +42,8 @@ def stages_of(config: Config, provider: ModelProvider) -> tuple[Stage, ...]:
     if config.parallel.pipeline_model_parallel_size == 1:  # nothing to balance
         return _cut(config, 0.0, (1.0,) * layers, 0.0)
     model = model_profile(config, provider)
-    return _cut(config, model.embedding, model.layers, model.head)
+    more = sum(head_again(config)) / 3  # a part's cost stands for forward, dgrad and wgrad
+    return _cut(config, model.embedding, model.layers, model.head * (1 + more))
 
 
 def _cut(
@@ -109,6 +110,13 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
     return schedule
 
 
+def head_again(config: Config) -> tuple[bool, bool]:
+    """Return whether B, and whether W, computes the logits again (--fused-linear-cross-entropy)."""
+    p = config.parallel
+    waits = p.defer_embedding_wgrad_compute or p.schedule in ("zb-h1", *V_SHAPED)
+    return p.fused_linear_cross_entropy, p.fused_linear_cross_entropy and waits
+
+
 def recomputed_layers(config: Config, stage: Stage) -> int:
     """Return the number of layers of a stage that backward recomputes as a whole."""
     p, layers = config.parallel, len(stage.layers)
@@ -118,7 +126,7 @@ def recomputed_layers(config: Config, stage: Stage) -> int:
 
 
 def costs(config: Config, provider: ModelProvider) -> Costs:
-    """Return the FLOPs a token of every stage: F = B = W, plus recomputation in B."""
+    """Return the FLOPs a token of every stage: F = B = W, plus what B and W compute again."""
     model, cut = model_profile(config, provider), stages_of(config, provider)
     forward = [
         sum(model.layers[s.first : s.last]) + s.loss * model.head + s.embedding * model.embedding
@@ -127,7 +135,9 @@ def costs(config: Config, provider: ModelProvider) -> Costs:
     again = [sum(model.layers[s.first :][: recomputed_layers(config, s)]) for s in cut]
     if config.parallel.recompute_granularity == "selective":
         again = [sum(model.core[s.first : s.last]) for s in cut]
-    return Costs(forward, [f + a for f, a in zip(forward, again, strict=True)], forward)
+    in_b, in_w = ([s.loss * part * model.head for s in cut] for part in head_again(config))
+    b = [sum(each) for each in zip(forward, again, in_b, strict=True)]
+    return Costs(forward, b, [f + w for f, w in zip(forward, in_w, strict=True)])
 
 
 def messages(config: Config, pp_rank: int) -> int:

@@ -25,7 +25,13 @@ from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
-from training.plan.model_profile import ModelProvider, StagedModel, plannable, rank_model
+from training.plan.model_profile import (
+    ModelProvider,
+    StagedModel,
+    accumulate_dtype,
+    plannable,
+    rank_model,
+)
 
 
 class Collective(NamedTuple):
@@ -41,7 +47,7 @@ class Collective(NamedTuple):
 class StageProfile:
     """What a stage keeps of one micro-batch, in bytes, and what it sends for it.
 
-    for_b, for_w: kept from F to B and from B to W, without the logits: the floating-point tensors
+    for_b, for_w: kept from F to B and from B to W, without the logits: the numbers, float8 too,
     that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
     nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
     same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
@@ -85,7 +91,7 @@ def rank_profile(
 def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
-    sink, queue, trace = _Sink(), _Queue(), _Trace()
+    sink, queue, trace = _Sink(accumulate_dtype(config)), _Queue(), _Trace()
     model = rank_model(
         config, provider, stages, pp_rank,
         sink=sink, queue=queue, trace=trace, recompute=MetaRecompute,
@@ -250,7 +256,8 @@ class _Kept:
         self.tensor, self.saved, self.key = tensor, saved, -1
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if tensor.is_floating_point() and key not in saved.others:
+        counts = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
+        if counts and key not in saved.others:
             self.key = key
             if key not in saved.storages:
                 saved.storages[key] = _Storage(storage.nbytes())
@@ -271,8 +278,8 @@ class _Kept:
 class _Sink(GradientSink):
     """Record the order in which parameters are used and their gradients ready; add nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self.names: dict[nn.Parameter, str] = {}
         self.uses: list[str] = []
         self.gradients: list[str] = []

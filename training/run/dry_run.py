@@ -141,7 +141,7 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
         state = sum(kind[k] for k in STATE)
         rest = sum(kind.values()) - state - h.activations - h.logits
         sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
-        rows.append((str(rank), f"{rank_memory.count(parameters):,}", *map(_bytes, sizes)))
+        rows.append((str(rank), f"{rank_memory.count(parameters):,}", *map(in_units, sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
@@ -183,22 +183,24 @@ def _memory(
         remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
     lines = [
-        f"{kind:<16} {_bytes(value):>10}  {remarks[kind]}"
+        f"{kind:<16} {in_units(value):>10}  {remarks[kind]}"
         for kind, value in kinds.items()
         if value or kind in STATE or kind in ("activations", "logits")
     ]
-    lines.append(f"{'total':<16} {_bytes(total):>10}  what the libraries keep on top")
+    lines.append(f"{'total':<16} {in_units(total):>10}  what the libraries keep on top")
     host = rank_memory.host_bytes(config, rank_memory.flats(config, provider, rank))
     if host:
         lines.append(
-            f"{'in host memory':<16} {_bytes(host):>10}  masters, moments, and copies of what goes "
-            "down and up"
+            f"{'in host memory':<16} {in_units(host):>10}  masters, moments, and copies of what "
+            "goes down and up"
         )
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
     if total > GPU_BYTES:
-        lines.append(f"does NOT fit a GPU of {_bytes(GPU_BYTES)}{_advice(config, provider, held)}")
+        lines.append(
+            f"does NOT fit a GPU of {in_units(GPU_BYTES)}{_advice(config, provider, held)}"
+        )
     return lines
 
 
@@ -222,11 +224,11 @@ def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
     ranks = f", over {p.data_parallel_size} data-parallel ranks"
     for level, size in found.items():
         if size <= GPU_BYTES:
-            return f"; with --zero-stage {level}{ranks}: {_bytes(size)}"
+            return f"; with --zero-stage {level}{ranks}: {in_units(size)}"
     if not found:
         return ""
     best = min(found, key=lambda level: found[level])
-    return f", nor with any --zero-stage; least with {best}{ranks}: {_bytes(found[best])}"
+    return f", nor with any --zero-stage; least with {best}{ranks}: {in_units(found[best])}"
 
 
 def _batch(config: Config) -> list[str]:
@@ -262,14 +264,14 @@ def _days(seconds: float) -> str:
 
 def _traffic(rows: list[Traffic]) -> list[str]:
     lines = [
-        f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {_bytes(t.bytes):>9}; a rank sends "
-        f"{_bytes(t.sent)}"
+        f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {in_units(t.bytes):>9}; a rank sends "
+        f"{in_units(t.sent)}"
         for t in rows
     ]
     return lines or ["none: one rank"]
 
 
-def _bytes(value: float) -> str:
+def in_units(value: float) -> str:
     """Return bytes as text in decimal units, as memory and networks are sold."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:

@@ -20,7 +20,7 @@ from torch import nn
 from mpu.comm.collectives import gather_bytes
 from mpu.comm.overlap_map import METHODS, Auto, OverlapMap
 from mpu.context import LayerContext
-from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.layers.tune import MARGIN, Projection, choose, tune
 from training.config import Config, UsageError
 from training.untrusted import read_json
@@ -33,11 +33,18 @@ def projections(model: nn.Module, tokens: int) -> dict[str, Projection]:
     """Return the linear layers by name, with their sizes for a micro-batch of `tokens` tokens."""
     found = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and not _chunked(layer):
             (width, k), t = layer.weight.shape, layer.ctx.tp.size
             column = isinstance(layer, ColumnParallelLinear)
-            found[name] = Projection(column, tokens // t, k, width, layer.ctx.dtype)
+            own = None if type(layer.recipe) is Recipe else layer.recipe
+            found[name] = Projection(column, tokens // t, k, width, layer.ctx.dtype, own)
     return found
+
+
+def _chunked(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Return whether the layer is multiplied in chunks, by mpu/layers/linear_cross_entropy.py."""
+    output = isinstance(layer, ColumnParallelLinear) and layer.output_layer
+    return output and layer.ctx.loss_in_chunks is not None
 
 
 class Overlap:
@@ -98,6 +105,8 @@ def settle(
         chosen = OverlapMap("ring")  # everywhere, though some tp groups might share memory
     for line in _lines(mode, chosen, names, why_not):
         note(line)
+    if ctx.loss_in_chunks is not None:
+        note("overlap: output layer: none, as --fused-linear-cross-entropy multiplies in chunks")
     return Overlap(chosen, model)
 
 

@@ -14,6 +14,7 @@ from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
+from training.plan.float8 import check_device
 from training.plan.model_profile import accumulate_dtype
 from training.run.device import choose_device
 
@@ -39,6 +40,7 @@ def prepare(
     backend = config.parallel.optimizer_backend
     if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
         raise UsageError(why)
+    check_device(config, device)
     if grid.rank == 0:
         check_early(config)
     tokenizer = tokenizer_for(config)

@@ -42,7 +42,14 @@ def changes(
 
 
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line on each change that --allow-change let through, and on what is not known."""
+    """Yield a line on each change that --allow-change let through, and on what is not known.
+
+    Float8 may change, as a checkpoint's weights are of high precision.
+    """
+    for key, here in config.flat().items():
+        there = found.state.get("config", {}).get(key, here)
+        if key.startswith("float8.") and there != here:
+            yield f"{found.directory} {_told(key, there, here)}; it goes on from the same weights"
     for _, line in changes(found, config, digests):
         yield f"{line}; going on as --allow-change says"
     if _sketched(found.state) and digests.get("corpus_digest", "").startswith(WHOLE):

@@ -105,8 +105,9 @@ def run_chunks(
     config, p, ctx = run.config, run.config.parallel, run.model.ctx
     dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
     ctx = LayerContext(
-        run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype)
-    )
+        run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
+        loss_in_chunks=ctx.loss_in_chunks,
+    )  # fmt: skip
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     stages = rank_stages(config, provider, run.grid.pp.rank)
     model = provider(config, ctx, recompute, stages)

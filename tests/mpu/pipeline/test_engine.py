@@ -21,8 +21,9 @@ from training.plan.pipeline import schedule_of
 class Live:
     """Counts the storages that autograd saves, by a finaliser on each; those of before are not."""
 
-    def __init__(self, run):
+    def __init__(self, run, batches):
         known = [*run.model.parameters(), *run.model.rope(None, 12)]
+        known += [batch.labels for batch in batches]  # the loss keeps them as they are
         self.known = {t.untyped_storage().data_ptr() for t in known}
         self.sets: dict[object, int] = {}  # stage and micro-batch: storages alive
         self.bytes = self.most_bytes = self.most_sets = 0
@@ -55,7 +56,7 @@ class Live:
 def one_alone(run, batch, chunk: int) -> tuple[int, int]:
     """Return the bytes that one micro-batch keeps on a stage for B, and after B for W."""
     run.sink.begin_step()
-    live, stage = Live(run), run.model.stages[chunk]
+    live, stage = Live(run, [batch]), run.model.stages[chunk]
     hidden = None
     if not stage.embedding:
         hidden = torch.randn(run.model.hidden_shape(*batch.tokens.shape), dtype=torch.float64)
@@ -85,7 +86,7 @@ def measured(comm, name: str, pp: int, m: int) -> dict:
     batches = micro_batches(case, 0)
     stages = [schedule_of(config, m).stage(grid.pp.rank, c) for c in range(CHUNKS[name])]
     alone = {s: one_alone(run, batches[0], c) for c, s in enumerate(stages)}
-    live, forward = Live(run), run.model.forward
+    live, forward = Live(run, batches), run.model.forward
 
     def noted(tokens, *args, **more):
         live.now = (more["chunk"], tokens.data_ptr())

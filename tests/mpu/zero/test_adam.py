@@ -277,6 +277,10 @@ def test_says_what_is_missing(packages, monkeypatch):
         assert adam_backends.missing(backend, "cuda", torch.float64) == fp64
         with pytest.raises(ValueError, match=fp64):
             make(backend, torch.float64)
+    assert adam_backends.missing("triton", "cpu").startswith("--optimizer-backend triton has CUDA")
+    monkeypatch.setattr(adam_backends, "find_spec", lambda name: None)
+    none = "--optimizer-backend triton needs triton, which is not installed"
+    assert adam_backends.missing("triton", "cuda") == none
     monkeypatch.delattr(sys.modules["apex.optimizers"], "FusedAdam")  # another package's name
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)  # import fails
     for backend, package, error in (

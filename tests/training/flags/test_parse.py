@@ -99,6 +99,21 @@ def test_sequence_parallel_at_one_rank_is_off_and_said_once():
     assert read("--sequence-parallel --tensor-model-parallel-size 2", 2).parallel.sequence_parallel
 
 
+def test_the_loss_is_fused_as_megatron_asks_for_it():
+    fusion = "--cross-entropy-loss-fusion"
+    for flags, fused in (
+        (fusion, False),
+        (f"{fusion} --cross-entropy-fusion-impl te", False),
+        (f"{fusion} --cross-entropy-fusion-impl linear", True),
+        ("--fused-linear-cross-entropy", True),
+        ("--fused-linear-cross-entropy --cross-entropy-fusion-impl native", True),
+    ):
+        assert read(flags).parallel.fused_linear_cross_entropy is fused
+    alone = read("--cross-entropy-fusion-impl linear")
+    assert not alone.parallel.fused_linear_cross_entropy
+    assert f"--cross-entropy-fusion-impl has nothing to act on without {fusion}" in alone.notes
+
+
 def test_full_recomputation_alone_is_uniform_by_one():
     p = read("--recompute-granularity full").parallel
     assert (p.recompute_method, p.recompute_num_layers) == ("uniform", 1)

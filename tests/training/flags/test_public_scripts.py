@@ -12,7 +12,7 @@ SCRIPTS = scripts()
 # What a refusal must name: a feature that is not here, a file that is, or a mistake in the script.
 REASONS = (
     r"is not a flag of this program",
-    r"is refused: (there is no fp8|fp16 needs loss scaling)",
+    r"is refused: (it belongs to --fp8-recipe delayed|fp16 needs loss scaling)",
     r"--dataloader-type cyclic: only single is accepted; samples are read once",
     r"--context-parallel-size 2: only 1 is accepted; context parallelism is not in this version",
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",

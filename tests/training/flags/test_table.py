@@ -17,6 +17,7 @@ from training.flags.table import UsageError, headings, known_flags, like, live, 
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
+--cross-entropy-fusion-impl
 --data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
@@ -24,7 +25,10 @@ LIVE = """
 --distributed-backend --distributed-timeout-minutes --dry-run --empty-unused-memory-level
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
---ffn-hidden-size --finetune --fp64 --global-batch-size --grad-reduce-in-bf16 --hidden-size
+--fused-linear-cross-entropy
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format --fp8-recipe
+--fp8-wgrad-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
+--global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
 --log-json --log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
@@ -56,13 +60,14 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
+    "--fused-linear-cross-entropy "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
-    "--zero-stage".split()
+    "--zero-stage --fp8-wgrad-bf16".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
@@ -129,6 +134,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
     named |= {"use_megatron_fsdp": "zero_stage", "data_parallel_sharding_strategy": "zero_stage"}
     named |= {"vocab_file": "tokenizer_model"}
+    named |= {"cross_entropy_fusion_impl": "fused_linear_cross_entropy"}
     held = {section: set() for section in sections}
     for flag in live():
         held[flag.group].add(named.get(flag.dest, flag.dest))
@@ -281,7 +287,7 @@ def test_values(name, text, value):
         ("--tp-comm-overlap", "yes", "one of none, auto, ring, symmetric"),
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),
         ("--main-grads-dtype", "fp16", "one of fp32, bf16"),
-        ("--optimizer-backend", "fused", "one of torch, apex, te"),
+        ("--optimizer-backend", "fused", "one of torch, triton, apex, te"),
         ("--on-nan", "ignore", "one of stop, skip, rewind"),
         ("--num-distributed-optimizer-instances", "0", "a whole number >= 1"),
     ],

@@ -114,13 +114,13 @@ LLAMA_8B = (
         # ranks 9 bytes = 72.3 GB
         ("", 4, "; with --zero-stage 1, over 4 data-parallel ranks: 7"),
         # 2 + 16/2 = 10 bytes = 80.3 GB and two buckets of gradients; at level 3 16/2 + 2/2 = 9
-        ("", 2, ", nor with any --zero-stage; least with 3, over 2 data-parallel ranks: 81"),
-        ("--zero-stage 2", 2, ", nor with any --zero-stage; least with 3, over 2 data-parallel "),
+        ("", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 79"),
+        ("--zero-stage 2", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 79"),
         # two micro-batches stage 4 bytes of gradients: 13 bytes
         (
             "--global-batch-size 4",
             2,
-            ", nor with any --zero-stage; least with 1, over 2 data-parallel ranks: 10",
+            ", nor with any --zero-stage; least with 1, over 2 data-parallel ranks: 99",
         ),
         ("--zero-stage 3 --global-batch-size 4", 2, ""),
         ("", 1, "; with one data-parallel rank --zero-stage has no one to share with"),
