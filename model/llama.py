@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention
+from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import output_loss
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
@@ -107,7 +107,7 @@ class Attention(nn.Module):
                 f"tensor-parallel size {t}: both must be multiples of it"
             )
         self.heads, self.groups, self.head_size = a // t, g // t, d
-        self.core = recompute.selective(core_attention)
+        self.core = recompute.selective(core_attention_of(ctx))
         self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
@@ -190,7 +190,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict(
-            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+            {str(i): self.block(self.layer_config(i), ctx.of_layer(i), recompute) for i in numbers}
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
