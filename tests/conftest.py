@@ -44,7 +44,13 @@ class Comm:
     store: Any
 
     def grid(
-        self, tp: int = 1, cp: int = 1, pp: int = 1, instances: int = 1, memory: bool = False
+        self,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        instances: int = 1,
+        memory: bool = False,
+        query_groups: int = 0,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
@@ -54,12 +60,12 @@ class Comm:
         from mpu.grid import Grid
         from mpu.launch import Launch
 
-        key = (tp, cp, pp, instances, memory)
+        key = (tp, cp, pp, instances, memory, query_groups if query_groups < tp else 0)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
-            grid = Grid(self.size, tp, cp, pp, launch, "gloo", instances)
+            grid = Grid(self.size, tp, cp, pp, launch, "gloo", instances, query_groups)
             grid.add_groups(torch.device("cpu"), wait)
             if memory:
                 share(grid, wait)
