@@ -189,8 +189,10 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     """Return the layout of the ranks, without process groups yet."""
     p = config.parallel
     sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
-    backend, instances = p.distributed_backend, p.num_distributed_optimizer_instances
-    return Grid(launch.world, *sizes, launch, backend=backend, instances=instances)
+    return Grid(
+        launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
+        query_groups=config.model.num_query_groups,
+    )  # fmt: skip
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:

@@ -25,7 +25,8 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
-    for name in ("tp", "cp", "cp_a2a", "cp_p2p", "dp_cp", "dp_cp_shard", "dp_cp_replicate"):
+    parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
+    for name in ("tp", "cp", "dp_cp", *parts):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue

@@ -9,6 +9,7 @@ ranks sit on one node. An axis is a row of that array, a product axis a plane. F
     dp_cp_replicate  ranks of dp_cp that hold the same part, one in each instance
     cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
+    tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
 With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
 the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes).
@@ -38,7 +39,8 @@ NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    Raises ValueError where tp x cp x pp do not divide the world, or `instances` not dp_cp.
+    query_groups: key/value heads of the model; 0: no fewer than tp. Raises ValueError where tp x cp
+    x pp do not divide the world, `instances` not dp_cp, or fewer `query_groups` not tp.
     """
 
     world_size: int = 1
@@ -48,6 +50,7 @@ class Grid:
     launch: Launch = field(default_factory=Launch)
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
+    query_groups: int = 0
     hierarchical: tuple[int, int] | None = None  # sizes of cp_a2a and cp_p2p
 
     def __post_init__(self) -> None:
@@ -81,6 +84,16 @@ class Grid:
             self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
             far = self.dp_cp.ranks[at % inside :: inside]
             self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
+        self.tp_kv = Axis("tp_kv", ranks=(self.rank,))
+        if 0 < self.query_groups < self.tp.size:
+            if self.tp.size % self.query_groups:
+                raise ValueError(
+                    f"{self.query_groups} query groups do not divide {self.tp.size} "
+                    "tensor-parallel ranks: one must be a multiple of the other"
+                )
+            share, at = self.tp.size // self.query_groups, self.tp.rank
+            first = at - at % share
+            self.tp_kv = Axis("tp_kv", at % share, share, self.tp.ranks[first : first + share])
         # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
         # names a group by its ranks and by how many groups its maker has made.
         self.embd = Axis("embd", ranks=(self.rank,))
@@ -131,7 +144,7 @@ class Grid:
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
-        "embd", "cp_a2a", "cp_p2p",
+        "embd", "tp_kv", "cp_a2a", "cp_p2p",
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":

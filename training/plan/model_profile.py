@@ -158,7 +158,8 @@ def grid_of(config: Config, pp_rank: int) -> Grid:
     p = config.parallel
     t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     first = Launch(pp_rank * t * p.data_parallel_size, p.world_size)
-    return Grid(p.world_size, t, p.context_parallel_size, pp, first)
+    groups = config.model.num_query_groups
+    return Grid(p.world_size, t, p.context_parallel_size, pp, first, query_groups=groups)
 
 
 def rank_model(
