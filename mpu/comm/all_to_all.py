@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.checksummed import ChecksummedTransport, seal, unseal
+from mpu.comm import checksummed
+from mpu.comm.checksummed import ChecksummedTransport
 from mpu.comm.collectives import ProcessGroupTransport, to_wire
 from mpu.comm.meta import MetaTransport
 from mpu.comm.shared_memory import SharedMemoryTransport
@@ -96,7 +97,7 @@ def _with_checksums(
     """Exchange sealed slices; open each."""
     slices = x.detach().unflatten(0, (axis.size, -1))
     out = torch.empty(slices.shape, dtype=x.dtype)
-    wire = torch.stack([seal(part, axis, VERB) for part in slices])
+    wire = torch.stack([checksummed.seal(part, axis, VERB) for part in slices])
     every = torch.empty_like(wire)
 
     def call() -> Any:
@@ -104,7 +105,7 @@ def _with_checksums(
 
     def finish() -> None:
         for source, row in enumerate(every):
-            unseal(row, out[source], axis, source, VERB, label)
+            checksummed.unseal(row, out[source], axis, source, VERB, label)
 
     keep = (wire, every)
     handle = axis.start(VERB, x, call, keep, finish, async_op=async_op, label=label)

@@ -34,7 +34,11 @@ def block_attention(
     s, keys = q.shape[2], k.shape[2]
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
-        raise ValueError(f"the packed documents have {sum(documents)} tokens, the batch {keys}")
+        cut = "" if sum(documents) % keys else "; under context parallelism core_attention_of(ctx) "
+        raise ValueError(
+            f"the packed documents have {sum(documents)} tokens, the batch {keys}"
+            f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
+        )
     if _flash_takes(q):
         return _flash_attention(q, k, v, packed, window)
     return _BlockAttention.apply(q, k, v, blocks(range(keys - s, keys), documents, window))

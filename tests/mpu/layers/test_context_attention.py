@@ -6,6 +6,7 @@ documents, heads, a window and what carries the tensors; the twin is `core_atten
 rows with the same numbers.
 """
 
+import copy
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.comm.checksummed import ChecksummedTransport
-from mpu.comm.collectives import group_of
-from mpu.comm.meta import MetaTransport
+from mpu.connect import checksum
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.attention import core_attention
 from mpu.layers.context_attention import COMM_TYPES, core_attention_of
-from mpu.layers.context_shards import documents_of_rows, shards
+from mpu.layers.context_shards import shards
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
-from mpu.launch import Launch
 from mpu.recompute import Recompute
 
 SEED = 5
@@ -99,43 +97,42 @@ def run(core: Any, case: Case, qkv: Tensor, dy: Tensor, *turn: Tensor) -> tuple[
     return y.detach(), qkv.grad
 
 
-def errors(comm: Any, cases: list[Case]) -> list[tuple[float, float]]:
-    """Return, for each case, this rank's largest difference from the twin over the largest value.
+def grid_of(comm: Any, case: Case) -> Grid:
+    near = (2, case.cp // 2) if case.kind == "a2a+p2p" else None
+    grid = comm.grid(cp=case.cp, memory=case.carrier == "memory", hierarchical=near)
+    if case.carrier == "checksummed":
+        grid = copy.copy(grid)
+        checksum(grid)
+    return grid
 
-    Of a case whose ranks refuse it: the text.
+
+def errors(comm: Any, cases: list[Case]) -> list[Any]:
+    """Return of each case, or the text of its refusal, this rank's largest difference from the twin
+    over the twin's largest value: of the output, and of the gradient.
     """
     found: list[Any] = []
     for case in cases:
-        hierarchical = (2, case.cp // 2) if case.kind == "a2a+p2p" else None
-        grid = comm.grid(cp=case.cp, memory=case.carrier == "memory", hierarchical=hierarchical)
-        if case.carrier == "checksummed":
-            grid = replace(grid)
-            grid.__dict__.update(comm.grid(cp=case.cp, hierarchical=hierarchical).__dict__)
-            for name in ("cp", "cp_a2a", "cp_p2p"):
-                axis = getattr(grid, name)
-                if axis.size > 1:
-                    sealed = ChecksummedTransport(group_of(axis))
-                    setattr(grid, name, replace(axis, transport=sealed))
+        grid = grid_of(comm, case)
         ctx = LayerContext(grid, cp_comm_type=(case.kind,))
         qkv, dy, cos, sin = numbers(case)
         rows = [shards(case.cp, row)[grid.cp.rank] for row in case.rows]
-        at = torch.stack([torch.cat([torch.arange(r.start, r.stop) for r in row]) for row in rows])
-        mine = lambda x: x.gather(0, at.t()[..., None].expand(-1, -1, x.shape[2]))  # noqa: E731
-        turn = cos[at.t(), 0], sin[at.t(), 0]
+        places = [torch.cat([torch.arange(r.start, r.stop) for r in row]) for row in rows]
+        at = torch.stack(places, 1)  # [s / cp, b]
+
+        def part(x: Tensor, at: Tensor = at) -> Tensor:
+            return x.gather(0, at[..., None].expand(-1, -1, x.shape[2]))
+
+        turn = cos[at, 0], sin[at, 0]
         try:
-            got = run(core_attention_of(ctx), case, mine(qkv), mine(dy), *turn)
+            got = run(core_attention_of(ctx), case, part(qkv), part(dy), *turn)
         except ValueError as error:
             found.append(str(error))
             continue
         wide = torch.promote_types(case.dtype, torch.float32)
         twin = replace(case, recompute=False)
         want = run(core_attention, twin, qkv.to(wide), dy.to(wide), cos, sin)
-        found.append(
-            tuple(
-                float((a.to(wide) - mine(b)).abs().max() / b.abs().max())
-                for a, b in zip(got, want, strict=True)
-            )
-        )
+        pairs = zip(got, want, strict=True)
+        found.append([float((a - part(b)).abs().max() / b.abs().max()) for a, b in pairs])
     return found
 
 
