@@ -11,8 +11,15 @@ from typing import Any
 import torch
 
 from mpu.pipeline.schedules import V_SHAPED
-from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, float8_rules, overlap_rules, path_rules, zero_rules
+from training.config import Config, UsageError
+from training.flags import (
+    context_rules,
+    fault_rules,
+    float8_rules,
+    overlap_rules,
+    path_rules,
+    zero_rules,
+)
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -149,21 +156,6 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 
 
-def check_world(layout: ParallelConfig) -> None:
-    """Refuse a world that does not hold a whole number of model copies."""
-    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
-        copy = f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"
-        if layout.pipeline_model_parallel_size > 1:
-            copy += (
-                f" x --pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
-                f" = {layout.model_parallel_size}"
-            )
-        raise UsageError(
-            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
-            "needs that many ranks"
-        )
-
-
 def check(config: Config) -> None:
     """Raise UsageError where a whole config breaks a rule."""
     _shapes(config)
@@ -222,9 +214,8 @@ def _layout(config: Config) -> None:
     _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
     _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{why} key/value heads")
     _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
-    if p.sequence_parallel:
-        _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
     overlap_rules.check(config)
+    context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():

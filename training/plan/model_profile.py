@@ -157,7 +157,7 @@ def grid_of(config: Config, pp_rank: int) -> Grid:
     """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
     p = config.parallel
     t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    first = Launch(pp_rank * t * p.data_parallel_size, p.world_size)
+    first = Launch(pp_rank * t * p.gradient_ranks, p.world_size)
     return Grid(p.world_size, t, p.context_parallel_size, pp, first)
 
 
