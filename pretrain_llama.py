@@ -60,7 +60,7 @@ from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.plan import pipeline
+from training.plan import context, pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
 from training.plan.float8 import in_float8
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
@@ -362,7 +362,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *pipeline.lines(config, model_provider)]:
+    for line in [*config.notes, *context.lines(config), *pipeline.lines(config, model_provider)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")

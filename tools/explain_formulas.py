@@ -138,7 +138,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     again = [stage.layers[: pipeline.recomputed_layers(config, stage)] for stage in stages]
     waits = schedule.micro_batches if schedule.split else schedule.deferred
     return {
-        "s": m.seq_length,
+        "s": m.seq_length // p.context_parallel_size,
         "b": batch.micro_batch_size,
         "h": m.hidden_size,
         "L": sum(len(stage.layers) for stage in stages),

@@ -126,7 +126,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
                 go_on(run, oracle, report)
             else:
                 compare(run, oracle, report, sent)
-            alone = run.grid.pp.size == run.grid.dp.size == 1
+            alone = run.grid.pp.size == run.grid.dp_cp.size == 1
             if alone and not case.load and not run.model.ctx.sp:
                 decode(run, report)
         if case.save:

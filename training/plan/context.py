@@ -29,13 +29,16 @@ def rank_batch(config: Config) -> tuple[tuple[int, int], Tensor | None, PackedSe
     return (rows, length // cp), positions, PackedSeqParams.of((length,) * rows)
 
 
-def line(config: Config) -> str:
-    """Return one line: tokens of a rank, how keys and values travel, the balance of attention.
+def lines(config: Config) -> list[str]:
+    """Return a line: tokens of a rank, how keys and values travel, the balance of attention; at
+    --context-parallel-size 1 there is none.
 
     The balance is the FLOPs of the busiest rank's core attention over the mean of all, for a sample
     of one document, and for one of four whose lengths divide by nothing.
     """
     cp, s = config.parallel.context_parallel_size, config.model.seq_length
+    if cp == 1:
+        return []
     kinds = [comm_type_of(config, i) for i in range(config.model.num_layers)]
     runs = [(kind, len([*same])) for kind, same in groupby(kinds)]
     how = runs[0][0] if len(runs) == 1 else ", ".join(f"{kind} x {n}" for kind, n in runs)
@@ -45,7 +48,7 @@ def line(config: Config) -> str:
         text += f" for one document, {balance(cp, uneven):.3f} for documents of " + ", ".join(
             map(str, uneven)
         )
-    return text
+    return [text]
 
 
 def _uneven(length: int) -> tuple[int, ...]:
