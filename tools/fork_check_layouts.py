@@ -129,8 +129,10 @@ def all_layouts() -> Iterator[Case]:
                         )
     for comm, cp, tp, pp, dp in product(("p2p", "all_gather", "a2a"), (2, 4), *((1, 2),) * 3):
         if tp * cp * pp * dp <= 8:
-            more = {"dp": dp, "zero": 3 * (dp > 1), "recompute": next(kinds)}
-            yield layout(tp, tp > 1, pp, cp=cp, comm=comm, **more)
+            zero = 3 * (dp > 1)
+            yield layout(
+                tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm
+            )
 
 
 class Pattern(NamedTuple):

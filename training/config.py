@@ -225,7 +225,7 @@ class CheckpointConfig:
     ckpt_step: int | None = None  # None: the newest complete one
     use_checkpoint_args: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
-    allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch
+    allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch, rope
     exit_on_missing_checkpoint: bool = False
 
 

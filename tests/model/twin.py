@@ -151,7 +151,6 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     instances, memory = case.get("instances", 1), case.get("memory", True)
     sizes = {"cp": case.get("cp", 1), "pp": case.get("pp", 1)}
     grid = comm.grid(case["tp"], **sizes, instances=instances, memory=memory)
-    import sys; sys.path.insert(0, "/tmp/notes"); import cp_shim; cp_shim.install(grid, config.model.model_file)  # noqa
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
         ways = itertools.cycle(METHODS if memory else ("ring", "none"))

@@ -66,7 +66,7 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
-CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 TOKENS = 1 << 23  # of one micro-batch
 PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
@@ -82,7 +82,6 @@ IDLE = (
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
-    ("--allow-change", "--load"),
     ("--async-save", "--save"),
     ("--on-save-failure", "--save"),
     ("--keep-last-k", "--save"),
@@ -139,6 +138,8 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
+    if "--allow-change" in given and not {"--load", "--pretrained-checkpoint"} & given.keys():
+        yield "--allow-change has nothing to act on without --load"
     if given.get("--lr-decay-style") != "WSD":
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:

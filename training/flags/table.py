@@ -141,7 +141,7 @@ LIVE = """
 --no-load-optim | switch | off: left out | load weights and position in the data, but start AdamW's moments at 0
 --ckpt-step | int>=0 | step; off: left out, the newest | load the checkpoint of this step
 --use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
---allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these differ from the checkpoint's (ours, not Megatron's)
+--allow-change | texts | seed, data, tokenizer, batch, rope; off: left out | load although these differ from the checkpoint's; data includes the sequence length, rope is base and scaling of rotary positions (ours, not Megatron's)
 --use-checkpoint-opt-param-scheduler | switch | off: left out, from the flags | take peak, floor, warm-up, length and style of the learning rate, and the weight decay, from the checkpoint of --load
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
