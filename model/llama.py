@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention
+from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import output_loss
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.qkv import local_heads, qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
@@ -99,23 +100,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
-        h, d, t = config.hidden_size, config.head_size, ctx.tp.size
+        h, d = config.hidden_size, config.head_size
         a, g = config.num_attention_heads, config.num_query_groups
-        if a % t or g % t:
-            raise ValueError(
-                f"{a} attention heads in {g} query groups do not divide over "
-                f"tensor-parallel size {t}: both must be multiples of it"
-            )
-        self.heads, self.groups, self.head_size = a // t, g // t, d
-        self.core = recompute.selective(core_attention)
-        self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
+        self.heads, self.groups = local_heads(a, g, d, ctx)
+        self.head_size = d
+        self.core = recompute.selective(core_attention_of(ctx))
+        self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
-        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
+        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]; a whole head of k and v where g < t
         y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache)
         return self.proj(y)
 
@@ -190,7 +187,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict(
-            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+            {str(i): self.block(self.layer_config(i), ctx.of_layer(i), recompute) for i in numbers}
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):

@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8_rows import BLOCKS
 from mpu.pipeline.schedules import CHUNKS, NAMES
-from pretrain_llama import build, make_grid, train_step
+from pretrain_llama import build, train_step
 from tools.command_line import Parser, told
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
 from tools.explain_ops import Operations
@@ -47,8 +48,8 @@ from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
-from training.flags.context_rules import COMM_TYPES
 from training.flags.parse import parse
+from training.plan.model_profile import make_grid
 from training.plan.pipeline import describe_stages
 from training.run.stop import Agreement
 

@@ -31,7 +31,7 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.zero.gradient_check import GradientCheck
-from pretrain_llama import Run, build, make_grid, model_provider
+from pretrain_llama import Run, build, model_provider
 from tools.fork_check_case import (
     Case,
     Desk,
@@ -47,6 +47,7 @@ from tools.fork_check_case import (
 )
 from tools.fork_check_one import decodes, derivatives, draws, names_of
 from training.plan import rank_memory
+from training.plan.model_profile import make_grid
 from training.plan.traffic import traffic
 from training.run.saver import Saver
 from training.run.startup import connect

@@ -74,7 +74,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
     cp_comm_type: tuple[str, ...] = ("p2p",)  # of every layer, or one for each of the model's
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()  # a2a, then p2p; (): as "a2a+p2p"
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None  # a2a, p2p of "a2a+p2p"
     pipeline_model_parallel_size: int = 1
     pipeline_schedule: str | None = None  # None: 1f1b, or interleaved with virtual stages
     num_layers_per_virtual_pipeline_stage: int | None = None

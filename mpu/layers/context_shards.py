@@ -2,7 +2,7 @@
 """Which tokens of a row each context-parallel rank holds, and which blocks of attention it does.
 
 A late token of a document looks at more keys than an early one. So each document is cut into
-2 cp equal chunks, and rank r holds chunks r and 2 cp - 1 - r: every rank has the same tokens and the
+2 cp equal chunks, and rank r holds chunks r and 2 cp - 1 - r: each has the same tokens and the
 same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
 
     one document of 8 tokens, cp 2        documents of 5 and 3, cp 2
@@ -22,6 +22,7 @@ padding. Everything here is arithmetic on positions: it serves the batch, attent
 the picture (tools/draw_attention.py).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -139,3 +140,94 @@ def pairs(found: Sequence[Block]) -> int:
         n = len(q)
         count += n * len(kv) if part == "all" else n * (n + 1) // 2
     return count
+
+
+@lru_cache(maxsize=64)
+def ring_blocks(
+    rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
+) -> tuple[tuple[Block, ...], ...]:
+    """Return what a rank's queries look at, apart for each rank that holds the keys.
+
+    held: the positions of each rank, as they follow one another in its memory. The blocks' ranges
+    are places there. Own blocks come with every "tril" first, so own keys are the first to take.
+    """
+    found = sorted(_blocks(held[rank], documents, window), key=lambda block: block.part != "tril")
+    return tuple(local_blocks(found, held[rank], keys) for keys in held)
+
+
+@lru_cache(maxsize=64)
+def gather_blocks(
+    rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Return the blocks that need own keys alone, then the others, by position of their keys."""
+    found = tuple(_blocks(held[rank], documents, window))
+    near = [block for block in found if block.part == "tril"]
+    far = [block for block in found if block.part != "tril"]
+    every = (range(sum(documents)),)
+    return local_blocks(near, held[rank], held[rank]), local_blocks(far, held[rank], every)
+
+
+def local_blocks(found: Sequence[Block], queries: Ranges, keys: Ranges) -> tuple[Block, ...]:
+    """Return the parts of blocks whose keys are in `keys`, by place in memory instead of position.
+
+    queries, keys: what memory holds, in order. Each block's queries are in one range of `queries`.
+    Whole rectangles that touch in memory become one.
+    """
+    places = _Places(queries), _Places(keys)
+    local = list[Block]()
+    for block in found:
+        for q, kv, part in _within(block, places[1]):
+            block = Block(places[0].of(q), places[1].of(kv), part)
+            while local and (both := _as_one(local[-1], block)):
+                local.pop()
+                block = both
+            local.append(block)
+    return tuple(local)
+
+
+class _Places:
+    """Where positions are in memory that holds some ranges of them, ascending."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self.stops = [each.stop for each in ranges]
+        self.begins = [0, *accumulate(map(len, ranges))]
+
+    def of(self, positions: range) -> range:
+        number = bisect_right(self.stops, positions.start)
+        first = self.begins[number] + positions.start - self.ranges[number].start
+        return range(first, first + len(positions))
+
+    def overlaps(self, positions: range) -> Iterator[range]:
+        """Yield the parts of `positions` that memory holds."""
+        number = bisect_right(self.stops, positions.start)
+        while number < len(self.ranges) and self.ranges[number].start < positions.stop:
+            each = self.ranges[number]
+            yield range(max(each.start, positions.start), min(each.stop, positions.stop))
+            number += 1
+
+
+def _within(block: Block, places: _Places) -> Iterator[Block]:
+    """Yield a block's parts whose keys memory holds: rectangles and squares again."""
+    q, kv, part = block
+    for some in places.overlaps(kv):
+        if part == "all" or some == kv:
+            yield Block(q, some, part)
+            continue
+        assert part == "triu", "a query's own keys are where the query is"
+        # of the keys in `some`, queries before its first look at all, those inside at the rest
+        inside = range(q.start + some.start - kv.start, q.start + some.stop - kv.start)
+        if q.start < inside.start:
+            yield Block(range(q.start, inside.start), some, "all")
+        yield Block(inside, some, "triu")
+
+
+def _as_one(a: Block, b: Block) -> Block | None:
+    """Return two whole rectangles that touch as one, if they make one."""
+    if (a.part, b.part) != ("all", "all"):
+        return None
+    if a.q == b.q and a.kv.stop == b.kv.start:
+        return Block(a.q, range(a.kv.start, b.kv.stop), "all")
+    if a.kv == b.kv and a.q.stop == b.q.start:
+        return Block(range(a.q.start, b.q.stop), a.kv, "all")
+    return None

@@ -56,7 +56,7 @@ def case_of(
     """Return a case for tests/model/twin.py; tp: its size, and whether sp; pp: size, schedule."""
     kinds, levels = COMM[comm]
     case = dict(
-        cp=cp, comm=kinds, levels=levels.get(cp, ()), tp=tp[0], sp=tp[1], pp=pp[0], dp=1, m=2,
+        cp=cp, comm=kinds, levels=levels.get(cp), tp=tp[0], sp=tp[1], pp=pp[0], dp=1, m=2,
         schedule=pp[1], v=CHUNKS[pp[1]], tied=False, recompute=None, layers=LAYERS, rows=ROWS, s=S,
         zero=0, bucket=3000, masks=documents,
     ) | more  # fmt: skip

@@ -63,7 +63,7 @@ def config_of(case: dict) -> Config:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             cp_comm_type=case.get("comm", ("p2p",)),
-            hierarchical_context_parallel_sizes=case.get("levels", ()),
+            hierarchical_context_parallel_sizes=case.get("levels"),
             pipeline_model_parallel_size=pp,
             pipeline_schedule=case.get("schedule"),
             num_virtual_stages_per_pipeline_rank=case.get("v"),
@@ -149,8 +149,10 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     linear_cross_entropy.CHUNK_BYTES, linear_cross_entropy.ALIGNED = 0, case.get("chunk", 1)
     config = config_of(case)
     instances, memory = case.get("instances", 1), case.get("memory", True)
-    sizes = {"cp": case.get("cp", 1), "pp": case.get("pp", 1)}
-    grid = comm.grid(case["tp"], **sizes, instances=instances, memory=memory)
+    grid = comm.grid(
+        case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
+        query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
+    )  # fmt: skip
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
         ways = itertools.cycle(METHODS if memory else ("ring", "none"))
@@ -210,6 +212,7 @@ class Twin:
     """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names.
 
     file: of the model whose initial weights it takes; where those have a q_norm, so has the twin.
+    sizes: those that differ from SIZES.
     """
 
     def __init__(
@@ -218,8 +221,11 @@ class Twin:
         layers: int = SIZES["num_layers"],
         rows: int = ROWS,
         file: str = ModelConfig.model_file,
+        sizes: dict | None = None,
     ) -> None:
         case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers, file=file)
+        case["sizes"] = sizes or {}
+        self.sizes = SIZES | case["sizes"]
         self.layers, self.rows = layers, rows
         run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
         names, self.w = hf_names(run.model), {}
@@ -229,7 +235,7 @@ class Twin:
                 self.w[piece.name] = full.requires_grad_()
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        d = SIZES["kv_channels"]
+        d = self.sizes["kv_channels"]
         inverse = []
         for i in range(0, d, 2):  # Llama 3.1's rule, written out
             f = SIZES["rotary_base"] ** (-i / d)
@@ -250,7 +256,8 @@ class Twin:
 
     def loss(self, batch: dict) -> torch.Tensor:
         """Return the mean loss over the tokens that count."""
-        w, heads, groups = self.w, SIZES["num_attention_heads"], SIZES["num_query_groups"]
+        w, d = self.w, self.sizes["kv_channels"]
+        heads, groups = self.sizes["num_attention_heads"], self.sizes["num_query_groups"]
         h = w["model.embed_tokens.weight"][batch["tokens"]]
         b, s, _ = h.shape
         positions = batch["position_ids"]
@@ -262,7 +269,7 @@ class Twin:
             at = f"model.layers.{i}."
             x = self.norm(h, at + "input_layernorm.weight")
             q, k, v = (
-                (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, 6).transpose(1, 2)
+                (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, d).transpose(1, 2)
                 for n in "qkv"
             )
             if f"{at}self_attn.q_norm.weight" in w:
@@ -271,7 +278,7 @@ class Twin:
                 )
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
-            scores = (q @ k.transpose(-1, -2)) / 6**0.5
+            scores = (q @ k.transpose(-1, -2)) / d**0.5
             weights = scores.masked_fill(~look[:, None], -torch.inf).softmax(-1)
             y = (weights @ v).transpose(1, 2).reshape(b, s, -1)
             h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from mpu.layers.context_attention import COMM_TYPES
 from training.config import Config, ParallelConfig, UsageError
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
 LEVELS = "--hierarchical-context-parallel-sizes"
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def check_world(layout: ParallelConfig) -> None:
@@ -42,7 +42,7 @@ def check(config: Config) -> None:
             f"--num-layers {m.num_layers}"
         )
     _sequence(config)
-    levels = p.hierarchical_context_parallel_sizes
+    levels = p.hierarchical_context_parallel_sizes or ()
     told = f"{LEVELS} {' '.join(map(str, levels))}"
     if levels and (len(levels) != 2 or min(levels) < 1 or prod(levels) != cp):
         raise UsageError(

@@ -18,6 +18,7 @@ from training.flags import (
     float8_rules,
     overlap_rules,
     path_rules,
+    size_rules,
     zero_rules,
 )
 from training.plan import batch_size, pipeline
@@ -159,7 +160,7 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
 
 def check(config: Config) -> None:
     """Raise UsageError where a whole config breaks a rule."""
-    _shapes(config)
+    size_rules.check(config)
     _micro_batch(config)
     _layout(config)
     _batch(config)
@@ -172,27 +173,6 @@ def check(config: Config) -> None:
     path_rules.check(config)
 
 
-def _shapes(config: Config) -> None:
-    m = config.model
-    if m.kv_channels % 2:
-        raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
-    _divides(
-        f"--num-attention-heads {m.num_attention_heads}",
-        f"--num-query-groups {m.num_query_groups}",
-        "each key/value head serves the same number of query heads",
-    )
-    if m.ffn_hidden_size < 1:
-        raise UsageError(
-            f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
-            "derive it from"
-        )
-    if m.seq_length > m.max_position_embeddings:
-        raise UsageError(
-            f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
-            f"{m.max_position_embeddings}"
-        )
-
-
 def _micro_batch(config: Config) -> None:
     b, s = config.batch.micro_batch_size, config.model.seq_length
     if b * s > TOKENS:
@@ -201,20 +181,10 @@ def _micro_batch(config: Config) -> None:
         )
 
 
-def _divides(what: str, by: str, why: str) -> None:
-    """Refuse unless the number at the end of `what` is a multiple of the one at the end of `by`."""
-    value, divisor = int(what.split()[-1]), int(by.split()[-1])
-    if value % divisor:
-        raise UsageError(f"{what} is not a multiple of {by}: {why}")
-
-
 def _layout(config: Config) -> None:
     m, p = config.model, config.parallel
     tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
-    why = "each rank holds whole"
-    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
-    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{why} key/value heads")
-    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
+    size_rules.check_cut(config)
     overlap_rules.check(config)
     context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":

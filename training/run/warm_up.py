@@ -107,7 +107,7 @@ def run_chunks(
     dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
     ctx = LayerContext(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
-        loss_in_chunks=ctx.loss_in_chunks,
+        loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type,
     )  # fmt: skip
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     stages = rank_stages(config, provider, run.grid.pp.rank)
