@@ -182,8 +182,7 @@ def _micro_batch(config: Config) -> None:
 
 
 def _layout(config: Config) -> None:
-    m, p = config.model, config.parallel
-    tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
+    p = config.parallel
     size_rules.check_cut(config)
     overlap_rules.check(config)
     context_rules.check(config)
