@@ -236,7 +236,7 @@ class Llama(nn.Module):
         is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
-        cos, sin = self.rope(position_ids, tokens.shape[1])
+        cos, sin = self.rope(position_ids, tokens.shape[1] * self.ctx.grid.cp.size)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
         if self.recompute.granularity == "full" and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)

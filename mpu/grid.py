@@ -51,7 +51,7 @@ class Grid:
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
-    hierarchical: tuple[int, int] | None = None  # sizes of cp_a2a and cp_p2p
+    hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size

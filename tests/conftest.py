@@ -51,7 +51,7 @@ class Comm:
         instances: int = 1,
         memory: bool = False,
         query_groups: int = 0,
-        hierarchical: tuple[int, int] | None = None,
+        hierarchical: tuple[int, ...] | None = None,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 

@@ -88,9 +88,10 @@ class Checkpoint:
         saved = self.state.get("hf_config", {})
         for field, value in expect.items():
             if field in saved and field not in FREE_FIELDS and saved[field] != value:
+                more = "; --allow-change rope goes on with it" if "rope" in field else ""
                 raise MismatchError(
                     f"{self.directory} is a checkpoint of another model: {field} is "
-                    f"{saved[field]!r} there and {value!r} here ({FLAGS.get(field, 'model')})"
+                    f"{saved[field]!r} there and {value!r} here ({FLAGS.get(field, 'model')}){more}"
                 )
 
     def check_tensors(self, pieces: Iterable[NamedPiece], cast: bool) -> None:

@@ -81,7 +81,8 @@ def settle(
     if mode == "none":
         note("overlap: none, as --tp-comm-overlap says: linear layers wait for what they gather")
         return Overlap(OverlapMap(mode), model)
-    layers = projections(model, config.batch.micro_batch_size * config.model.seq_length)
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    layers = projections(model, tokens // ctx.grid.cp.size)
     here = {
         "names": list(_names(layers)),
         "why_not": _why_not(ctx, config),

@@ -264,7 +264,7 @@ class Saver:
             grid,
             flag=flag,
             pieces=pieces,
-            expect=self.hf_config,
+            expect=same_run.expected(self.config, self.hf_config),
             suits=(lambda found: None) if fresh else self._check_resume,
             from_hf=self.from_hf,
             step=c.ckpt_step if flag == "--load" else None,
@@ -275,9 +275,8 @@ class Saver:
         if found is None:
             return None
         checkpoint.load(found, pieces, grid, device)
-        file = self.config.model.model_file
-        if (was := found.state.get("config", {}).get("model.model_file", file)) != file:
-            self.note(f"{found.directory} was trained with --model-file {was}; this run has {file}")
+        for line in same_run.of_model(found, self.config, self.hf_config):
+            self.note(line)
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
