@@ -155,6 +155,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "C": sum(stage > 0 and stage - 1 not in own for stage in own),
         "sp": sp,
         "c": t if sp else 1,
+        "d": m.kv_channels,
+        "n": max(1, t // m.num_query_groups),
         "V": sum(i not in left_out for stage in stages for i in stage.layers),
         "a": sum(i not in left_out for layers in again for i in layers),
         "r": row_bytes(m.hidden_size, BLOCKS[f.fp8_recipe]) if f.fp8_recipe else 0,
