@@ -70,9 +70,10 @@ from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
+from training.run.measured import settle
 from training.run.meeting import meet
 from training.run.output import say
-from training.run.overlap import Overlap, settle
+from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
@@ -368,9 +369,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
     run.sink.check = GradientCheck(grid, note)
-    run.monitor.action = "measuring what overlaps"
-    overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
-    saver.overlap_choices = overlap.chosen.choices
+    run.monitor.action = "measuring what is fastest"
+    overlap = settle(run.model, ctx, config, note, saver)
     warm_up(run, model_provider, run_schedule, overlap.chosen, note)
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(

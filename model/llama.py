@@ -96,7 +96,10 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head."""
+    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head.
+
+    Where g < t, several ranks share a key/value head, which `qkv` gathers (mpu/layers/qkv.py).
+    """
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
-        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]; a whole head of k and v where g < t
+        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
         y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache)
         return self.proj(y)
 

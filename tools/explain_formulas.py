@@ -14,6 +14,7 @@ from mpu.layers.float8_rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
+from tools.explain_context import context_letters
 from training.config import Config
 from training.plan import batch_size, buffers, pipeline, rank_memory
 from training.plan.float8 import layers_in_bf16
@@ -155,6 +156,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "C": sum(stage > 0 and stage - 1 not in own for stage in own),
         "sp": sp,
         "c": t if sp else 1,
+        "d": m.kv_channels,
+        "n": max(1, t // m.num_query_groups),
         "V": sum(i not in left_out for stage in stages for i in stage.layers),
         "a": sum(i not in left_out for layers in again for i in layers),
         "r": row_bytes(m.hidden_size, BLOCKS[f.fp8_recipe]) if f.fp8_recipe else 0,
@@ -166,6 +169,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "q": rank_memory.gradient_bytes(config),
         "P": len(held.keys() & parameters.keys()),
         "Q": len(parameters),
+        **context_letters(config, stages),
         **_buckets(config, pp_rank),
     }
 

@@ -34,7 +34,10 @@ BEFORE = (
     "ZeRO level {Z}. It is the second step: new weights of the first one may still be on their "
     "way, and the order of uses is known."
 )
-AXES = "tp: the parts of a layer; cp: parts of the sequence; dp_cp (dp x cp): copies of the model; "
+AXES = (
+    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the sequence; "
+    "dp_cp (dp x cp): copies of the model; "
+)
 PIPELINE_AXES = (
     "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; embd: its first rank and "
     "its last"

@@ -124,7 +124,7 @@ CHECKED = """
 --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --tokenizer-sentencepiece-legacy | switch | any | ! tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
 --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | a given --tokenizer-model always decides; --use-checkpoint-args takes the checkpoint's where it is left out
---no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the file of --tokenizer-model
+--no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the files of --tokenizer-model
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns

@@ -12,6 +12,7 @@ from typing import Any
 from training.checkpoint import Checkpoint, plain_name
 from training.config import Config, DataConfig
 from training.data.dataset import WHOLE
+from training.data.tokenizer_files import files_of, same_tokenizer
 from training.plan.learning_rate import learning_rate
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
@@ -67,6 +68,9 @@ def changes(
     here = {**config.flat(), **digests}
     if _sketched(there) and "corpus_sketch" in here:
         here["corpus_digest"] = here["corpus_sketch"]
+    known = there.get("tokenizer_digest")
+    if "tokenizer_digest" in digests and same_tokenizer(known, digests, found.manifest["files"]):
+        here["tokenizer_digest"] = known
     for what, keys in SHARED.items():
         for key in keys:
             if key in there and key in here and there[key] != here[key]:
@@ -128,10 +132,5 @@ def progress(
 
 def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
     """Return {name: bytes} of the tokenizer's files, kept so that a checkpoint can be moved."""
-    tokenizer, found = Path(data.tokenizer_model or ""), {}
-    if tokenizer.is_file():
-        found[plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
-    if data.tokenizer_type == "GPT2BPETokenizer":
-        merges = Path(data.merge_file or tokenizer.parent / "merges.txt")
-        found["merges.txt"] = merges.read_bytes()
-    return found
+    paths = files_of(data.tokenizer_type, data.tokenizer_model, data.merge_file)
+    return {plain_name(Path(n), "tokenizer"): Path(at).read_bytes() for n, at in paths.items()}

@@ -26,7 +26,7 @@ LIVE = """
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format --fp8-recipe
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format --fp8-recipe
 --fp8-wgrad-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --hierarchical-context-parallel-sizes
@@ -68,7 +68,7 @@ OURS = set(
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
-    "--zero-stage --fp8-wgrad-bf16".split()
+    "--zero-stage --fp8-wgrad-bf16 --fp8-auto".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
