@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs over context-parallel ranks log what one rank does, and any layout resumes any other's.
+"""Runs over context-parallel ranks log what one rank does, and any layout resumes any other's.
 
 Their samples are packed documents of any length; evaluations, replica checks and the norm of the
 weights are on. fp32, to 1e-5.
