@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention
+from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import output_loss
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         a, g = config.num_attention_heads, config.num_query_groups
         self.heads, self.groups = local_heads(a, g, d, ctx)
         self.head_size = d
-        self.core = recompute.selective(core_attention)
+        self.core = recompute.selective(core_attention_of(ctx))
         self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
@@ -190,7 +190,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict(
-            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+            {str(i): self.block(self.layer_config(i), ctx.of_layer(i), recompute) for i in numbers}
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
@@ -239,7 +239,7 @@ class Llama(nn.Module):
         is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
-        cos, sin = self.rope(position_ids, tokens.shape[1])
+        cos, sin = self.rope(position_ids, tokens.shape[1] * self.ctx.grid.cp.size)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
         if self.recompute.granularity == "full" and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)

@@ -5,9 +5,9 @@
     python tools/generate.py --load runs/llama --prompt "def " --temperature 0.8
     torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
 
---load takes a run's checkpoints, which name their tokenizer, or a Hugging Face directory, for which
---tokenizer-type and --tokenizer-model must be given. Every rank gathers the same logits and draws
-with the same seed, so all pick the same token and none is sent.
+--load takes a run's checkpoints or a Hugging Face directory. Both hold their tokenizer; the flags
+--tokenizer-type and --tokenizer-model name another one. Every rank gathers the same logits and
+draws with the same seed, so all pick the same token and none is sent.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +31,10 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, whole
-from training.checkpoint import find_latest, load, parameter_pieces
+from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet
 from training.run.startup import as_process
 from training.untrusted import printable, sentence
@@ -104,22 +104,26 @@ def generate(
     return [row[: row.index(stop)] if stop in row else row for row in rows]
 
 
-def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Path) -> Tokenizer:
+def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
     """Build the flags' tokenizer, else the checkpoint's. Raises ValueError if that has changed."""
-    own = args.tokenizer_type is not None or args.tokenizer_model is not None
-    kind = args.tokenizer_type or state.get("tokenizer_type")
-    path = args.tokenizer_model or state.get("tokenizer_model")
-    if kind is None:
+    state, directory = found.state, found.directory
+    size = state["hf_config"]["vocab_size"]
+    kind, path = args.tokenizer_type, args.tokenizer_model
+    if kind is not None or path is not None:
+        return build_tokenizer(
+            kind or state.get("tokenizer_type"), path or state.get("tokenizer_model"), size
+        )
+    tokenizer = tokenizer_in(state, str(directory), size)
+    if tokenizer is None:
         raise ValueError(
             f"{directory} names no tokenizer: give --tokenizer-type and --tokenizer-model"
         )
-    if path and not own and (directory / path).is_file():
-        path = str(directory / path)
-    tokenizer = build_tokenizer(kind, path, state["hf_config"]["vocab_size"])
-    if not own and state.get("tokenizer_digest") not in (None, tokenizer.digest()):
+    known = state.get("tokenizer_digest")
+    if known and not same_tokenizer(known, digests_of(tokenizer), found.manifest["files"]):
         raise ValueError(
-            f"the tokenizer {path} is not the one {directory} was trained with (its SHA-256 "
-            "differs); give --tokenizer-type and --tokenizer-model to use it all the same"
+            f"the tokenizer {state.get('tokenizer_model')} is not the one {directory} was trained "
+            "with (its SHA-256 differs); give --tokenizer-type and --tokenizer-model to use it all "
+            "the same"
         )
     return tokenizer
 
@@ -151,8 +155,8 @@ def with_groups(grid: Grid, query_groups: int, device: torch.device) -> Grid:
 
 def load_model(
     root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None, own: str | None = None
-) -> tuple[Llama, dict[str, Any], Path]:
-    """Build and load the checkpoint's model on this rank; return (model, state, directory).
+) -> tuple[Llama, Checkpoint]:
+    """Build and load the checkpoint's model on this rank; return it and the checkpoint.
 
     own: the model's file, where it is not one of Weft's.
     """
@@ -186,7 +190,7 @@ def load_model(
     )
     assert checkpoint is not None
     load(checkpoint, pieces, grid, at)
-    return model, checkpoint.state, checkpoint.directory
+    return model, checkpoint
 
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
@@ -235,8 +239,8 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     """Load, generate, and print on rank 0."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, state, directory = load_model(args.load, grid, device, dtype, args.model_file)
-    tokenizer = tokenizer_of(args, state, directory)
+    model, found = load_model(args.load, grid, device, dtype, args.model_file)
+    tokenizer = tokenizer_of(args, found)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
@@ -264,7 +268,9 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
             print(f"--- {i + 1} of {len(rows)}")
         print(tokenizer.decode([*start, *row]), flush=True)
     count = sum(map(len, rows))
-    print(f"{directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    print(
+        f"{found.directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr
+    )
 
 
 def main(argv: Iterable[str] | None = None) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from mpu.pipeline.schedules import V_SHAPED
-from training.config import Config, ParallelConfig, UsageError
+from training.config import Config, UsageError
 from training.flags import (
+    context_rules,
     fault_rules,
     float8_rules,
     overlap_rules,
@@ -20,7 +21,6 @@ from training.flags import (
     size_rules,
     zero_rules,
 )
-from training.flags.size_rules import divides
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -67,7 +67,7 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
-CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 TOKENS = 1 << 23  # of one micro-batch
 PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
@@ -83,7 +83,6 @@ IDLE = (
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
-    ("--allow-change", "--load"),
     ("--async-save", "--save"),
     ("--on-save-failure", "--save"),
     ("--keep-last-k", "--save"),
@@ -97,6 +96,7 @@ IDLE = (
     ("--cross-entropy-fusion-impl", "--cross-entropy-loss-fusion"),
     ("--fp8-recipe", "--fp8-format"),
     ("--fp8-wgrad-bf16", "--fp8-format"),
+    ("--fp8-auto", "--fp8-format"),
     ("--first-last-layers-bf16", "--fp8-format"),
     ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),
     ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
@@ -140,6 +140,8 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
+    if "--allow-change" in given and not {"--load", "--pretrained-checkpoint"} & given.keys():
+        yield "--allow-change has nothing to act on without --load"
     if given.get("--lr-decay-style") != "WSD":
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:
@@ -155,21 +157,6 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
     if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
         yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
-
-
-def check_world(layout: ParallelConfig) -> None:
-    """Refuse a world that does not hold a whole number of model copies."""
-    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
-        copy = f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"
-        if layout.pipeline_model_parallel_size > 1:
-            copy += (
-                f" x --pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
-                f" = {layout.model_parallel_size}"
-            )
-        raise UsageError(
-            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
-            "needs that many ranks"
-        )
 
 
 def check(config: Config) -> None:
@@ -196,12 +183,10 @@ def _micro_batch(config: Config) -> None:
 
 
 def _layout(config: Config) -> None:
-    m, p = config.model, config.parallel
-    tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
+    p = config.parallel
     size_rules.check_cut(config)
-    if p.sequence_parallel:
-        divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
     overlap_rules.check(config)
+    context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
