@@ -5,10 +5,10 @@ Both packages wrap two functions of a CUDA extension, forward and backward, in a
 and modules of their own. Weights here belong to a sink, which gathers them at ZeRO stage 3 and adds
 their gradients in fp32, so the two functions are called as the packages call them:
 
-    apex  fused_layer_norm_cuda      rms_forward_affine(x, shape, w, eps) -> y, r
-                                     rms_backward_affine(dy, r, x, shape, w, self.eps, False) -> dx, dw
-    te    transformer_engine_torch   rmsnorm_fwd(x, w, eps, None, None, dtype, 0, False) -> y, _, r
-                                     rmsnorm_bwd(dy, x, r, w, 0, False) -> dx, dw
+    apex: fused_layer_norm_cuda     rms_forward_affine(x, shape, w, eps) -> y, r
+                                    rms_backward_affine(dy, r, x, shape, w, eps, False) -> dx, dw
+    te: transformer_engine_torch    rmsnorm_fwd(x, w, eps, None, None, dtype, 0, False) -> y, _, r
+                                    rmsnorm_bwd(dy, x, r, w, 0, False) -> dx, dw
 
 x [n, h], r [n], dw in the dtype of w. Residual adds around them are torch's, passes of their own.
 """
@@ -75,7 +75,7 @@ class _Package:
     def norm_forward(
         self, x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the norm of x + branch, x + branch, and r = 1 / sqrt(mean square + eps) [..., 1]."""
+        """Return norm(x + branch), x + branch, and r = 1 / sqrt(mean square + eps) [..., 1]."""
         x = x.contiguous() if branch is None else x + branch
         y, r = self.forward(x.view(-1, x.shape[-1]), w.detach())
         return y.view(x.shape), x, r.view(*x.shape[:-1], 1)

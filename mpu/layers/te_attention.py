@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention by Transformer Engine's DotProductAttention, for --core-attention-backend te.
 
-It chooses between flash-attn, cuDNN and its own plain attention (environment variables NVTE_FLASH_ATTN,
-NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation, and generation of text, are those of attention.py.
+It chooses between flash-attn, cuDNN and its own plain attention (its environment variables
+NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation, and generation of text, are those
+of attention.py.
 """
 
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where another package's kernels cannot be taken, the flag, the value and the way round are told."""
+"""Where another package's kernels cannot be taken, flag, value and way round are told."""
 
 import pytest
 
