@@ -195,7 +195,8 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
-        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type,
+        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
+        core_attention_backend=p.core_attention_backend,
     )  # fmt: skip
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     check_attention(config, model_provider)

@@ -38,6 +38,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--norm-backend --core-attention-backend
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
@@ -61,7 +62,7 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--fused-linear-cross-entropy "
+    "--fused-linear-cross-entropy --norm-backend --core-attention-backend "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
