@@ -109,6 +109,15 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         act_hidden=7, act_ffn=2.5, logit_memory=10,
     ),
+    # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
+    # 8,192 tokens of 8B); the host issues 30 launches a layer
+    "weft": dict(
+        hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
+        logit_bytes=25, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
+        host_layer=4e-4, host_layer_tp=8e-4, host_stage=2e-4, sum_hidden=0.8, sum_hidden_0=0.8,
+        sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=5e-5, jitter=0.005,
+        gather_exposed=0.3, sharp=8.0,
+    ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,
         logit_bytes=34, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
@@ -122,6 +131,7 @@ MEMORY = {
 CRASHES = {  # nothing but memory, where nothing was fitted
     "crash_base": 0.0, "crash_memory": 12.0, "crash_idle": 4.0, "crash_stall": 0.0,
 }  # fmt: skip
+OF_DEVICE = ("matmul", "wave", "memory_share", "attention")
 
 
 def device_constants(name: str) -> dict[str, float]:
@@ -163,6 +173,9 @@ def profile(name: str) -> dict[str, float]:
     path = FOLDER / f"{name}.json"
     for other in others:
         path = path if path.is_file() else FOLDER / f"{other}.json"
+    if framework == "weft":  # nothing to fit on: of the device's fit, what is the device's alone
+        fitted = {key: value for key, value in read_fitted(path).items() if key in OF_DEVICE}
+        return {**defaults(framework, device), **fitted}
     return {**defaults(framework, device), **read_fitted(path)}
 
 
