@@ -62,7 +62,7 @@ from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.plan import pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
-from training.plan.float8 import in_float8
+from training.plan.kept import as_configured, recompute_of
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
@@ -181,7 +181,7 @@ def model_provider(
     file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
-    in_float8(config, model, ctx)
+    as_configured(config, model, ctx)
     return model
 
 
@@ -202,7 +202,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink, loss_in_chunks=chunks
     )
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    recompute = recompute_of(config, device)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)

@@ -42,8 +42,10 @@ def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
-    """Return the report that is printed. time: the lines about it."""
+def text(
+    made: dict[str, Any], heading: str, time: Sequence[str], activations: Sequence[str]
+) -> str:
+    """Return the report that is printed. time, activations: the lines about them."""
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
@@ -71,6 +73,8 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
         lines.append("  none: one rank")
     if time:
         lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
+    if activations:
+        lines += ["", "Activations of a layer, one micro-batch", *(f"  {x}" for x in activations)]
     return "\n".join(lines)
 
 

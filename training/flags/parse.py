@@ -20,6 +20,7 @@ from training.fault_config import FaultConfig
 from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
 from training.flags.table import Flag
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
 
@@ -35,6 +36,7 @@ _SECTIONS = {
     "log": config.LogConfig,
     "run": config.RunConfig,
     "float8": Float8Config,
+    "gpu": GpuConfig,
     "fault": FaultConfig,
     "rehearse": RehearseConfig,
 }
@@ -264,6 +266,10 @@ def _assemble(
     virtual = pipeline.virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
+    if layers := parts["gpu"].get("cpu_offloading_num_layers"):
+        parts["gpu"].setdefault("cpu_offload_activations", True)
+    elif layers == 0:
+        parts["gpu"]["cpu_offload_activations"] = False
     layout = config.ParallelConfig(**parallel)
     rules.check_world(layout)
     if "step_batch_size_schedule" in batch:

@@ -12,7 +12,8 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, float8_rules, overlap_rules, path_rules, zero_rules
+from training.flags import fault_rules, float8_rules, kept_rules, overlap_rules, path_rules
+from training.flags.zero_rules import check as check_zero
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -171,9 +172,10 @@ def check(config: Config) -> None:
     _layout(config)
     _batch(config)
     pipeline.check(config)
-    zero_rules.check(config)
+    check_zero(config)
     fault_rules.check(config)
     float8_rules.check(config)
+    kept_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)
@@ -229,25 +231,6 @@ def _layout(config: Config) -> None:
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
         raise UsageError("--device cuda: this process sees no CUDA device")
-    _recompute(config)
-
-
-def _recompute(config: Config) -> None:
-    p = config.parallel
-    if p.recompute_granularity != "full":
-        for flag, value in (
-            ("--recompute-method", p.recompute_method),
-            ("--recompute-num-layers", p.recompute_num_layers),
-        ):
-            if value is not None:
-                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
-    elif p.recompute_num_layers == 0:
-        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
-    elif (p.recompute_num_layers or 1) > config.model.num_layers:
-        raise UsageError(
-            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
-            f"{config.model.num_layers}"
-        )
 
 
 def _batch(config: Config) -> None:

@@ -23,10 +23,10 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.linear import use_overlap
 from mpu.pipeline.layout import Stage
-from mpu.recompute import Recompute
 from training.config import Config
 from training.data.batch import DocumentRules, make_batch
 from training.flags.zero_rules import zero_config
+from training.plan.kept import recompute_of
 from training.plan.model_profile import ModelProvider, accumulate_dtype
 from training.plan.pipeline import rank_stages
 
@@ -93,7 +93,6 @@ def warm_up(
         run.monitor.action = "loading kernels before the first message"
         begin = time.perf_counter()
         run_chunks(run, provider, run_schedule, overlap)
-        torch.cuda.synchronize(run.device)
         seconds = time.perf_counter() - begin
         note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
 
@@ -108,7 +107,7 @@ def run_chunks(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
         loss_in_chunks=ctx.loss_in_chunks,
     )  # fmt: skip
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    recompute = recompute_of(config, run.device)
     stages = rank_stages(config, provider, run.grid.pp.rank)
     model = provider(config, ctx, recompute, stages)
     assert isinstance(model, nn.Module)
@@ -116,6 +115,8 @@ def run_chunks(
     engine = LocalEngine(stages, config.run.dtype, run.device)
     batches = [batch.to(run.device) for batch in _batches(config)]
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
 
 
 def _batches(config: Config) -> list[Any]:

@@ -17,6 +17,7 @@ from training.flags.table import UsageError, headings, known_flags, like, live, 
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
+--cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
 --cross-entropy-fusion-impl
 --data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
 --decoder-first-pipeline-num-layers
@@ -60,7 +61,7 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--fused-linear-cross-entropy "
+    "--fused-linear-cross-entropy --cpu-offload-activations "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
@@ -105,7 +106,7 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
         ("--main-grads-dtype", "live"),
         ("--optimizer-cpu-offload", "live"),
         ("--optimizer-offload-fraction", "checked"),
-        ("--fine-grained-activation-offloading", "refused"),
+        ("--fine-grained-activation-offloading", "checked"),
         ("--rampup-batch-size", "refused"),
         ("--fp16", "refused"),
         ("--trust-remote-code", "refused"),
