@@ -97,6 +97,7 @@ class Run:
     monitor: FailureMonitor
     iteration: int = 0
     consumed: int = 0  # samples
+    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
 
     def __post_init__(self) -> None:
         self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
@@ -114,7 +115,7 @@ def train_step(
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
     run.sink.begin_step(len(batches))
-    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
+    total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")

@@ -12,3 +12,5 @@ class GpuConfig:
     cpu_offloading_num_layers: int | None = None  # of each stage; None: all but its last unit
     offload_modules: tuple[str, ...] = ()  # of a layer; empty: all
     min_offloaded_tensor_size: int = 1 << 20  # elements
+    cuda_graph: bool = False
+    cuda_graph_warmup_steps: int = 3

@@ -98,8 +98,8 @@ CHECKED = """
 --overlap-cpu-optimizer-d2h-h2d | switch | any | with --optimizer-cpu-offload copies and updates always overlap, a bucket at a time
 --use-torch-optimizer-for-cpu-offload | switch | any | with --optimizer-cpu-offload the update on the host is torch's
 --no-pin-cpu-grads --no-pin-cpu-params | switch | any | ! host memory of --optimizer-cpu-offload is pinned, so that copies overlap
---cuda-graph-impl | text | none | the step is eager
---cuda-graph-warmup-steps | int>=0 | any | the step is eager
+--cuda-graph-impl | text | none | no layer is captured by itself: --cuda-graph captures a whole micro-batch
+--enable-cuda-graph | switch | any | = --cuda-graph
 --te-rng-tracker --use-cpu-initialization --init-model-with-meta-device | switch | any | initial weights are drawn per (seed, name), the same for every layout
 --optimizer | text | adam | the optimizer is AdamW
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
@@ -480,9 +480,9 @@ REFUSED = (
         """,
     ),
     (
-        "the step is eager: there are no CUDA graphs",
+        "--cuda-graph captures a whole micro-batch: no layer by itself, and no optimizer",
         """
---enable-cuda-graph --external-cuda-graph --delay-offload-until-cuda-graph
+--external-cuda-graph --delay-offload-until-cuda-graph
 --optimizer-cuda-graph --cuda-graph-scope --cuda-graph-modules
         """,
     ),
@@ -768,6 +768,11 @@ DIFFERENCES = (
         "--offload-modules",
         "names of its own: attn_norm, qkv_linear, core_attn, ...",
         "the modules' names in a layer of the model's file: attention_norm, attention.qkv, attention, ...",
+    ),
+    (
+        "--enable-cuda-graph",
+        "captures each layer",
+        "--cuda-graph: a whole micro-batch",
     ),
     (
         "--cpu-offloading-num-layers",

@@ -12,7 +12,7 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, float8_rules, kept_rules, overlap_rules, path_rules
+from training.flags import fault_rules, float8_rules, graph_rules, kept_rules, overlap_rules, path_rules
 from training.flags.zero_rules import check as check_zero
 from training.plan import batch_size, pipeline
 
@@ -176,6 +176,7 @@ def check(config: Config) -> None:
     fault_rules.check(config)
     float8_rules.check(config)
     kept_rules.check(config)
+    graph_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)

@@ -177,6 +177,8 @@ LIVE = """
 --cpu-offloading-num-layers | int>=0 | layers; off: 0; default: all but the last of each stage; with --cpu-offload-activations | offload the first so many layers of each stage
 --offload-modules | texts | names in a layer; off: left out, all; with --cpu-offload-activations | offload only what these modules of a layer save, such as mlp or attention.qkv
 --min-offloaded-tensor-size | int>=1 | elements; with --cpu-offload-activations | smaller tensors stay on the device
+--cuda-graph | switch | off: left out, the host launches each kernel | run forward and backward of each micro-batch from a CUDA graph, which costs the host one launch (ours; Megatron's --enable-cuda-graph captures layers)
+--cuda-graph-warmup-steps | int>=1 | steps; with --cuda-graph | steps that are eager, before the capture
 [fault] Faults
 --peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)

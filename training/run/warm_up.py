@@ -29,6 +29,7 @@ from training.flags.zero_rules import zero_config
 from training.plan.kept import recompute_of
 from training.plan.model_profile import ModelProvider, accumulate_dtype
 from training.plan.pipeline import rank_stages
+from training.run.cuda_graph import Graphs
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 
@@ -86,6 +87,8 @@ def warm_up(
 ) -> None:
     """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
 
+    Under --cuda-graph let the run's steps go through graphs.
+
     run: the program's Run; run_schedule, its function. overlap: the methods of its linear layers.
     All ranks call it.
     """
@@ -95,6 +98,10 @@ def warm_up(
         run_chunks(run, provider, run_schedule, overlap)
         seconds = time.perf_counter() - begin
         note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
+    gpu = run.config.gpu
+    if gpu.cuda_graph:
+        parallel, steps = run.config.parallel, gpu.cuda_graph_warmup_steps
+        run.compute = Graphs(run_schedule, parallel, steps, note)
 
 
 def run_chunks(

@@ -18,6 +18,7 @@ LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
 --cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
+--cuda-graph --cuda-graph-warmup-steps
 --cross-entropy-fusion-impl
 --data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
 --decoder-first-pipeline-num-layers
@@ -61,7 +62,7 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--fused-linear-cross-entropy --cpu-offload-activations "
+    "--fused-linear-cross-entropy --cpu-offload-activations --cuda-graph "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
