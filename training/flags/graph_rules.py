@@ -16,9 +16,7 @@ def check(config: Config) -> None:
     g = config.gpu
     if not g.cuda_graph:
         if g.cuda_graph_warmup_steps != GpuConfig.cuda_graph_warmup_steps:
-            raise UsageError(
-                f"--cuda-graph-warmup-steps {g.cuda_graph_warmup_steps} needs {GRAPH}"
-            )
+            raise UsageError(f"--cuda-graph-warmup-steps {g.cuda_graph_warmup_steps} needs {GRAPH}")
         return
     for flag, why in _forbid(config):
         raise UsageError(f"{GRAPH} with {flag}: {why}")

@@ -12,7 +12,14 @@ import torch
 
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, float8_rules, graph_rules, kept_rules, overlap_rules, path_rules
+from training.flags import (
+    fault_rules,
+    float8_rules,
+    graph_rules,
+    kept_rules,
+    overlap_rules,
+    path_rules,
+)
 from training.flags.zero_rules import check as check_zero
 from training.plan import batch_size, pipeline
 

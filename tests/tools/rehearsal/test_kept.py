@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations in host memory, rehearsed: the bytes that the plan states, and what the link hides."""
+"""Activations in host memory, rehearsed: the bytes that the plan states, what the link hides."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def stated(flags, world):
     held = activations.held(config, provider)[0]
     profile = activations.profile(config, provider)
     sent = sum(stage.offloaded for stage in profile.stages)
-    return sent, held, sum(memory(config, provider, 0, held).values())
+    return sent, sum(memory(config, provider, 0, held).values())
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,26 @@ def stated(flags, world):
 )
 def test_bytes_are_those_of_the_formula(rehearse, layout):
     world, flags, count = LAYOUTS[layout]
-    away, kept = rehearse(f"{flags} {ON}", world), rehearse(flags.replace("--offload-modules mlp", ""), world)
+    plain = flags.replace("--offload-modules mlp", "")
+    away, kept = rehearse(f"{flags} {ON}", world), rehearse(plain, world)
     assert away.code == kept.code == 0, away.text
     carried = away.report["activations"]["carried"]
-    sent, held, total = stated(f"{flags} {ON}", world)
+    sent, total = stated(f"{flags} {ON}", world)
     assert carried["down"] == carried["up"] == sent * count > 0
-    _, _, before = stated(flags.replace("--offload-modules mlp", ""), world)
+    said = stated(plain, world)[1] - total
     peaks = [each.report["memory"]["peak_bytes"] for each in (kept, away)]
-    # the two peaks fall by what the dry run says, to a block's smallest tensors
-    assert before - total == pytest.approx(peaks[0] - peaks[1], rel=0.06, abs=20_000)
+    found = peaks[0] - peaks[1]
+    if "zb-v" in flags:  # the two kinds of a V's activations are fullest at two moments
+        assert said <= found
+    else:  # the peaks fall by what the dry run says, but for small tensors of a block
+        assert said == pytest.approx(found, rel=0.06, abs=20_000)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("more", [
-    "", "--offload-modules mlp", "--recompute-granularity full", "--recompute-granularity selective",
-    "--offload-modules mlp.down attention --zero-stage 1", "--rehearse-device a100",
+    "", "--offload-modules mlp", "--recompute-granularity full",
+    "--recompute-granularity selective", "--rehearse-device a100",
+    "--offload-modules mlp.down attention --zero-stage 1",
     "--rehearse-device b200",
 ])  # fmt: skip
 def test_nine_tenths_of_what_the_link_can_carry_are_hidden(rehearse, more):

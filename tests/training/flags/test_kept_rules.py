@@ -77,22 +77,25 @@ def test_a_module_that_no_layer_has_is_refused_by_the_names_that_there_are():
     config = read(f"{ON} --offload-modules mlp attention.kqv")
     with pytest.raises(UsageError) as mistake:
         rank_model(config, model_provider, rank_stages(config, model_provider, 0), 0)
-    assert "--offload-modules attention.kqv: must be among attention, attention.proj, attention." in (
-        str(mistake.value)
+    assert (
+        "--offload-modules attention.kqv: must be among attention, attention.proj, attention."
+        in (str(mistake.value))
     )
     assert "model/llama.py" in str(mistake.value)
 
 
-@pytest.mark.parametrize("more,on", [("--fine-grained-activation-offloading", True),
-                                     ("--cpu-offloading-num-layers 2", True),
-                                     ("--cpu-offloading-num-layers 0", False), ("", False)])  # fmt: skip
+@pytest.mark.parametrize("more,on", [
+    ("--fine-grained-activation-offloading", True), ("--cpu-offloading-num-layers 2", True),
+    ("--cpu-offloading-num-layers 0", False), ("", False),
+])  # fmt: skip
 def test_megatrons_flags(more, on):
     offload = recompute_of(read(more), torch.device("cpu")).offload
     assert (offload is not None) == on
 
 
 def test_the_flags_reach_the_layers():
-    more = "--cpu-offloading-num-layers 2 --offload-modules mlp attention --min-offloaded-tensor-size 7"
+    more = "--cpu-offloading-num-layers 2 --offload-modules mlp attention"
+    more += " --min-offloaded-tensor-size 7"
     offload = recompute_of(read(f"{ON} {more}"), torch.device("cpu")).offload
     assert offload is not None and offload.num_layers == 2 and offload.min_size == 7
     assert offload.modules == {"mlp", "attention"}

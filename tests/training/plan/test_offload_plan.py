@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run states of activations in host memory: on the device less, as much in the host's."""
+"""What a dry run states of activations in host memory: what leaves the device is there."""
 
 import pytest
 

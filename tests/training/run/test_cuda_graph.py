@@ -148,7 +148,7 @@ def graphs_of(run, warmup=1):
     ("--recompute-granularity selective", [3] * 3, True, 2, 6),
     ("--recompute-granularity full --fused-linear-cross-entropy", [2] * 3, False, 2, 4),
     ("--ddp-bucket-size 999 --use-distributed-optimizer", [2, 2, 4, 4], False, 4, 10),
-], ids=["all", "one micro-batch", "buckets leave", "masks", "recomputed", "another batch size"])  # fmt: skip
+], ids=["all", "one", "buckets leave", "masks", "recomputed", "another batch size"])  # fmt: skip
 def test_steps_have_the_bits_of_eager_ones(more, counts, masks, captures, replays):
     run = build(more)
     graphs, cuda, said = graphs_of(run)
