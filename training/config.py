@@ -16,6 +16,7 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
 
@@ -270,6 +271,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()

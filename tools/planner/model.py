@@ -9,9 +9,9 @@ from pathlib import Path
 import pretrain_llama
 from training.config import Config
 from training.flags.parse import parse
+from training.plan import activations
 from training.plan.model_profile import model_profile
 from training.run.dry_run import memory
-from training.plan import activations
 from training.untrusted import read_json
 
 LLAMA = {  # layers, hidden, ffn, heads, kv heads, vocabulary: Llama 3, 3.1 and 3.2
