@@ -55,7 +55,8 @@ def report(tree: Path, flags: Sequence[str], triton: bool, world: int = 1) -> di
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORLD_SIZE": str(world)}
         done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"the rehearsal ended with {done.returncode}: {done.stderr[-2000:]}")
+            told = f"{done.stdout[-1000:]}{done.stderr[-2000:]}"
+            raise SystemExit(f"the rehearsal ended with {done.returncode}: {told}")
         made: dict[str, Any] = json.loads(Path(out).read_text())
     return made
 
