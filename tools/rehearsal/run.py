@@ -19,6 +19,7 @@ from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import PlacementError, draw_normal, placement_of
+from mpu.zero.held import held
 from tools.explain_ops import Layers
 from tools.explain_trace import Actions
 from tools.rehearsal.device import Reads
@@ -72,7 +73,7 @@ class Rehearsed:
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
-        for kind, tensors in self.run.optimizer.held().items():
+        for kind, tensors in held(self.run.optimizer).items():
             for tensor in tensors:
                 if tensor is not None:
                     number = self.recorder.live.get(tensor.untyped_storage()._cdata)

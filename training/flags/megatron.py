@@ -367,9 +367,9 @@ REFUSED = (
         """,
     ),
     (
-        "weights travel in their own dtype and become float8 where they are used; leave it out",
+        "weights gathered in float8 have memory of their own, and w^T is made of w at each use; leave it out",
         """
---fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
         """,
     ),
     (

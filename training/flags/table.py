@@ -174,6 +174,7 @@ LIVE = """
 --fp8-format | one of e4m3,hybrid | off: left out | let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3
 --fp8-recipe | text | tensorwise, rowwise, blockwise or mxfp8; with --fp8-format | what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32
 --fp8-wgrad-bf16 | switch | off: left out, in float8 | multiply weight gradients from activations and gradients as they are; these travel and stay in memory in bf16 (ours; Megatron's --no-fp8-wgrad)
+--fp8-param-gather | switch | off: left out, in their own dtype | let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on
 --fp8-auto | switch | off: left out, all of them | measure each projection at the start, in bf16 and in float8, and leave in bf16 what is not faster; a checkpoint keeps the choices (ours, not Megatron's)
 --first-last-layers-bf16 | switch | off: left out | keep the first and last layers out of float8
 --num-layers-at-start-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many first ones

@@ -28,8 +28,9 @@ LIVE = """
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format --fp8-recipe
---fp8-wgrad-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format
+--fp8-param-gather --fp8-recipe --fp8-wgrad-bf16 --num-layers-at-end-in-bf16
+--num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --hierarchical-context-parallel-sizes
 --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
