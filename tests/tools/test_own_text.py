@@ -104,9 +104,7 @@ def test_progress_is_one_line_on_a_terminal_and_none_on_a_pipe(tmp_path: Path) -
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    subprocess.run(
-        [*words, str(tmp_path / "b")], stdout=subprocess.DEVNULL, stderr=theirs, env=shown_to
-    )
+    subprocess.run([*words, str(tmp_path / "b")], stdout=subprocess.DEVNULL, stderr=theirs)
     shown = os.read(ours, 1 << 16)  # all of it: an update comes at most every tenth of a second
     os.close(theirs)
     os.close(ours)
