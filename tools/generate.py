@@ -39,6 +39,8 @@ from training.run.meeting import meet
 from training.run.startup import as_process
 from training.untrusted import printable, sentence
 
+TIMEOUT = timedelta(minutes=5)  # of a collective
+
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     """Gather the last position's logits: [n, b, V/t] -> [b, V], without the padding of V."""
@@ -142,6 +144,15 @@ def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
     return ids
 
 
+def with_groups(grid: Grid, query_groups: int, device: torch.device) -> Grid:
+    """Return the grid in which ranks share key/value heads, where these are fewer. Collective."""
+    if query_groups >= grid.tp.size:
+        return grid
+    shared = Grid(grid.world_size, grid.tp_size, launch=grid.launch, query_groups=query_groups)
+    shared.backend = grid.backend
+    return shared.add_groups(device, TIMEOUT)  # it makes that of tp_kv alone, as tp is the world
+
+
 def load_model(
     root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None, own: str | None = None
 ) -> tuple[Llama, Checkpoint]:
@@ -157,15 +168,16 @@ def load_model(
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
     stored = BY_NAME[newest.index["model.embed_tokens.weight"]["dtype"]]
+    saved = newest.state.get("config")
+    file = model_file_of(sizes, saved, own)
+    config = saved_config(file, sizes, saved)
     ctx = LayerContext(
-        grid,
+        with_groups(grid, config.num_query_groups, device),
         dtype=dtype or stored,
         accumulate=torch.float64 if (dtype or stored) == torch.float64 else torch.float32,
         device=device,
     )
-    saved = newest.state.get("config")
-    file = model_file_of(sizes, saved, own)
-    model = file.Model(saved_config(file, sizes, saved), ctx).requires_grad_(False)
+    model = file.Model(config, ctx).requires_grad_(False)
     for param in model.parameters():
         param.zero_()  # the padding of the vocabulary is in no file
     pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
@@ -264,14 +276,14 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
 def main(argv: Iterable[str] | None = None) -> int:
     """Connect the ranks and run; print a refusal as one sentence and exit with code 2."""
     args = parse(argv)
-    launch, timeout = Launch.from_env(), timedelta(minutes=5)
+    launch = Launch.from_env()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if launch.world > 1:
             launch.check_meeting()
-            grid.connect(device, meet(timeout, launch), timeout)
+            grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         run(args, grid, device)
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")
 FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
+ONE_HEAD = ("--num-query-groups", "1")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
@@ -30,6 +31,8 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": ("--recompute-granularity", "selective")}),
     (2, 1, {"more": ("--bf16",)}),
     (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
+    (2, 1, {"more": (*ONE_HEAD, "--bf16", *FULL), "micro_batches": 2}),
+    (2, 2, {"more": (*ONE_HEAD, "--kv-channels", "32", *FLOAT8, "rowwise"), "sequence_parallel": False}),
     (1, 2, {}),
     (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
     (2, 2, {"micro_batches": 3}),
@@ -50,10 +53,20 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
     (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
     (2, 2, 1, "zb-h1", {"more": ("--fused-linear-cross-entropy",)}),
-    (2, 2, 1, "1f1b", {"more": (
-        "--fused-linear-cross-entropy", "--defer-embedding-wgrad-compute",
-        "--wgrad-deferral-limit", "1",
-    )}),
+    (
+        2,
+        2,
+        1,
+        "1f1b",
+        {
+            "more": (
+                "--fused-linear-cross-entropy",
+                "--defer-embedding-wgrad-compute",
+                "--wgrad-deferral-limit",
+                "1",
+            )
+        },
+    ),
     (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
     (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
     (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),
@@ -67,7 +80,8 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
 
 def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what the document says."""
-    found = explain(tiny(tp, dp, **rest), comm.grid(tp))
+    config = tiny(tp, dp, **rest)
+    found = explain(config, comm.grid(tp, query_groups=config.model.num_query_groups))
     assert found.equal
     return found.counted, found.stated, found.text
 

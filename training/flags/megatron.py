@@ -32,9 +32,6 @@ CHECKED = """
 --vocab-extra-ids | int>=0 | 0 | there are no span tokens
 --num-experts | int>=1 | 1 | there are no experts
 --expert-model-parallel-size --expert-tensor-parallel-size | int>=1 | 1 | there are no experts
---context-parallel-size | int>=1 | 1 | context parallelism is not in this version yet
---hierarchical-context-parallel-sizes | ints | 1 | context parallelism is not in this version yet
---cp-comm-type | texts | any | context parallelism is not in this version yet; at size 1 there is nothing to communicate
 --pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, like all communication
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
@@ -311,7 +308,8 @@ REFUSED = (
         """,
     ),
     (
-        "context parallelism is not in this version yet; samples are packed to --seq-length",
+        "every rank of --context-parallel-size takes the same part of each sample, and samples are packed "
+        "to --seq-length",
         """
 --max-seqlen-per-dp-cp-rank --hybrid-context-parallel
         """,

@@ -17,6 +17,7 @@ from training.flags.table import known_flags
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+ROPE = ("--rotary-base", "--use-rope-scaling", "--rope-scaling-factor")  # by --allow-change rope
 OfCheckpoint = Callable[
     [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
 ]  # model/load.py
@@ -57,8 +58,9 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
             raise UsageError(f"{flag} {directory}: it lacks {error}") from None
         except (TypeError, AttributeError, ValueError) as error:
             raise UsageError(f"{flag} {directory}: {error}") from None
+        free = [*FREE, *(ROPE if "rope" in given.get("--allow-change", ()) else ())]
         for name, value in taken.items():
-            if given.get(name, value) != value and name not in FREE:
+            if given.get(name, value) != value and name not in free:
                 raise UsageError(
                     f"{name} {given[name]} contradicts --use-checkpoint-args: {directory} has "
                     f"{value}; leave {name} out"

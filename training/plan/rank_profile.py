@@ -23,6 +23,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
 from training.config import Config
+from training.plan.context import rank_batch
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
 from training.plan.model_profile import (
@@ -124,7 +125,7 @@ class _Run:
         trace: "_Trace",
     ) -> None:
         self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
-        self.size = (config.batch.micro_batch_size, config.model.seq_length)
+        self.size, self.positions, self.documents = rank_batch(config)
         self.dtype = config.run.dtype
         self.defers_output = config.parallel.defer_embedding_wgrad_compute
         self.recomputes = config.parallel.recompute_granularity == "full"
@@ -156,7 +157,8 @@ class _Run:
             hidden = torch.empty(shape, dtype=self.dtype, device=META).requires_grad_()
         with saved_tensors_hooks(saved.pack, saved.unpack):
             target = tokens.clone() if labels and stage.loss else None
-            return self.model(tokens, target, hidden=hidden, chunk=chunk)
+            documents = (self.positions, self.documents)
+            return self.model(tokens, target, *documents, hidden=hidden, chunk=chunk)
 
     def all(self, split: bool) -> None:
         """Run every chunk forward, then every chunk backward."""

@@ -46,7 +46,8 @@ def prepare(
         check_early(config)
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
-    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
+    part = (grid.cp.rank, grid.cp.size)
+    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints

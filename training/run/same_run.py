@@ -26,6 +26,38 @@ SHARED = {
     ),
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
+ROPE = ("rope_theta", "rope_scaling")  # of a model's hf_config; the word is "rope"
+
+
+def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of this run's model that its checkpoint's must equal."""
+    free = ROPE if "rope" in config.checkpoint.allow_change else ()
+    return {field: value for field, value in hf_config.items() if field not in free}
+
+
+def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line where the loaded weights were trained by another --model-file, and one where
+    with other rotary positions, as `expected` let through: what they were, what they are.
+    """
+    saved, file = found.state.get("config", {}), config.model.model_file
+    if (was := saved.get("model.model_file", file)) != file:
+        yield f"{found.directory} was trained with --model-file {was}; this run has {file}"
+    there = found.state.get("hf_config", {})
+    before = {field: there.get(field) for field in ROPE}
+    if there and before != {field: hf_config[field] for field in ROPE}:
+        length = saved.get("model.seq_length")
+        yield (
+            f"{found.directory} was trained with {_rope(before, length)}; going on with "
+            f"{_rope(hf_config, config.model.seq_length)}, as --allow-change rope says"
+        )
+
+
+def _rope(fields: Mapping[str, Any], length: int | None) -> str:
+    """Return rotary positions as flags, at a sequence length if it is known."""
+    scaling = fields["rope_scaling"] or {}
+    text = f"--rotary-base {fields['rope_theta']:g}, "
+    text += f"--rope-scaling-factor {scaling['factor']:g}" if scaling else "no --use-rope-scaling"
+    return text + (f", --seq-length {length}" if length else "")
 
 
 def changes(

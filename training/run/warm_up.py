@@ -26,6 +26,7 @@ from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from training.config import Config
 from training.data.batch import DocumentRules, make_batch
+from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
 from training.plan.model_profile import ModelProvider, accumulate_dtype
 from training.plan.pipeline import rank_stages
@@ -106,7 +107,7 @@ def run_chunks(
     dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
     ctx = LayerContext(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
-        loss_in_chunks=ctx.loss_in_chunks,
+        loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type,
     )  # fmt: skip
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
     stages = rank_stages(config, provider, run.grid.pp.rank)
@@ -114,7 +115,8 @@ def run_chunks(
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
     engine = LocalEngine(stages, config.run.dtype, run.device)
-    batches = [batch.to(run.device) for batch in _batches(config)]
+    whole, cp = _batches(config), run.grid.cp
+    batches = [context_part(batch, cp.rank, cp.size).to(run.device) for batch in whole]
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
 
 
