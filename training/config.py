@@ -262,6 +262,7 @@ _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
+
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
