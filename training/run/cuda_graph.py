@@ -19,7 +19,7 @@ imitation of torch.cuda's class, which records and computes again.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ class Graphs:
         """Capture a micro-batch; Python runs it, so the sink counts it, and nothing computes."""
         fresh = {name: getattr(batch, name) for name in INPUTS}
         static = {name: None if x is None else x.clone() for name, x in fresh.items()}
-        held = replace(batch, token_count=0, **static)
+        held = replace(batch, token_count=0, **cast(dict[str, Any], static))
         graph, others = self.cuda.CUDAGraph(), list(self.captured.values())
         pool = others[0].graph.pool() if others else None  # one after the other: never at once
         before = set(run.sink.written)
