@@ -15,9 +15,9 @@ pytest.importorskip(
 )
 
 from tests.model.fused_on import KERNELS, on_kernels
+from tests.model.test_fused_parity import fused
 from tests.model.test_parity import twins  # noqa: F401  # a fixture
 from tests.model.twin import Twin, check
-from tests.model.test_fused_parity import fused
 
 NARROW = dict(dtype="float32", backend="triton", lr=1e-2)
 
