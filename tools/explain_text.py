@@ -35,8 +35,8 @@ BEFORE = (
     "way, and the order of uses is known."
 )
 AXES = (
-    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the "
-    "sequence; dp_cp (dp x cp): copies of the model; "
+    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
+    "dp_cp (dp x cp): copies of the model; "
 )
 PIPELINE_AXES = (
     "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; embd: its first rank and "

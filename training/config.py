@@ -16,6 +16,7 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
 
@@ -261,6 +262,7 @@ _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
+
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -270,6 +272,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()

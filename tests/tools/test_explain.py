@@ -44,6 +44,15 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
 ]
+BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
+EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
+CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": EACH}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*EACH, *FULL, "--bf16"), "zero": 1}),
+    (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
+    (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
+    (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
+]
 PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "gpipe", {"micro_batches": 3}),
     (2, 1, 1, "1f1b", {"micro_batches": 1, "tied": True}),
@@ -81,7 +90,9 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
 def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what the document says."""
     config = tiny(tp, dp, **rest)
-    found = explain(config, comm.grid(tp, query_groups=config.model.num_query_groups))
+    p, groups = config.parallel, config.model.num_query_groups
+    levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
+    found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
     assert found.equal
     return found.counted, found.stated, found.text
 
@@ -112,6 +123,13 @@ def test_the_document_counts_what_is_sent(world, tp, dp, rest):
         assert counted == stated and counted
         assert text.endswith("All equal.") and "DIFFERS" not in text
         assert max(map(len, text.splitlines())) <= 150
+
+
+@pytest.mark.parametrize("ranks, tp, dp, rest", some(CONTEXT))
+def test_the_document_counts_what_attention_sends(world, ranks, tp, dp, rest):
+    for counted, stated, text in world(ranks).run(run, tp, dp, rest):
+        assert counted == stated and any(axis.startswith("cp") for axis, _ in counted)
+        assert text.endswith("All equal.")
 
 
 @pytest.mark.parametrize("pp, tp, dp, schedule, rest", some(PIPELINES))
