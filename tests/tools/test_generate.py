@@ -125,7 +125,7 @@ def test_pick_follows_its_definition() -> None:
 
 
 def row_of_one_head(comm: Any, root: str) -> list[list[int]]:
-    model, _, _ = load_model(root, comm.grid(comm.size), torch.device("cpu"), None)
+    model, _ = load_model(root, comm.grid(comm.size), torch.device("cpu"), None)
     assert model.ctx.grid.tp_kv.size == comm.size
     return generate(model, PROMPT, max_new_tokens=30, temperature=0)
 
