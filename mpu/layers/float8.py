@@ -168,8 +168,9 @@ def use_float8(
 ) -> None:
     """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
 
-    gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
-    and those that the model gave a recipe of its own. Raises ValueError as Float8.check does.
+    gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they
+    are. So do layers outside of blocks (the head) and those that the model gave a recipe of its
+    own. Raises ValueError as Float8.check does.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -180,6 +181,6 @@ def use_float8(
         recipe.check(name, layer)
         layer.recipe = recipe
         if gather:
-            (o, i), shared = layer.weight.shape, recipe.shared(layer.cuts["w"])
-            shared = shared and layer.ctx.tp.size > 1
+            (o, i), several = layer.weight.shape, layer.ctx.tp.size > 1
+            shared = several and recipe.shared(layer.cuts["w"])
             layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

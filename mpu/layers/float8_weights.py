@@ -61,7 +61,7 @@ class WeightRows:
         return byte
 
     def codes(self, part: Tensor, first: int, scales: Tensor) -> Tensor:
-        """Return the codes of elements [first, first + n): part [n], scales [count] -> bytes [n]."""
+        """Return the codes of elements [first, first + n): part [n], scales [count] -> [n]."""
         runs, at, skip = self._runs(part, first)
         byte = self._by_rows(scales).reshape(-1)[at : at + len(runs)]
         rows = encode(runs, byte.unsqueeze(1), E4M3)
