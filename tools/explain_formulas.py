@@ -14,6 +14,7 @@ from mpu.layers.float8_rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
+from tools.explain_context import context_letters
 from training.config import Config
 from training.plan import batch_size, buffers, pipeline, rank_memory
 from training.plan.float8 import layers_in_bf16
@@ -168,6 +169,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "q": rank_memory.gradient_bytes(config),
         "P": len(held.keys() & parameters.keys()),
         "Q": len(parameters),
+        **context_letters(config, stages),
         **_buckets(config, pp_rank),
     }
 

@@ -83,7 +83,9 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, out, lse = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        attend_backward(saved_ctx.todo, dy, q, k, v, out, lse, sums, before=saved_ctx.before)
+        attend_backward(
+            saved_ctx.todo, dy, q, k, v, out=out, lse=lse, sums=sums, before=saved_ctx.before
+        )
         dq, dk, dv = (x.to(q.dtype) for x in sums)
         return dq, dk, dv, None
 
@@ -113,11 +115,14 @@ def attend(
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
-        if block.part != "tril":  # these queries have looked at other keys before
-            old, one = lse[:, :, at], new
-            new = torch.logaddexp(old, one)
-            y = out[:, :, at] * (old - new).exp()[..., None] + y * (one - new).exp()[..., None]
-        out[:, :, at], lse[:, :, at] = y, new
+        if block.part == "tril":
+            out[:, :, at], lse[:, :, at] = y, new
+        else:  # these queries have looked at other keys before
+            both = torch.logaddexp(lse[:, :, at], new)
+            out[:, :, at].mul_((lse[:, :, at] - both).exp_()[..., None])
+            out[:, :, at].addcmul_(y, (new - both).exp_()[..., None])
+            lse[:, :, at] = both
+        del y, new  # before the next block's
 
 
 def attend_backward(
@@ -137,8 +142,9 @@ def attend_backward(
         at, keys = _slice(block.q, before), _slice(block.kv)
         places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
         parts = _backward(block.part, *(x[:, :, place] for x, place in places))
-        for whole, part, place in zip(sums, parts, (at, keys, keys), strict=True):
-            whole[:, :, place] += part
+        for i, (whole, place) in enumerate(zip(sums, (at, keys, keys), strict=True)):
+            whole[:, :, place] += parts[i]
+        del parts  # before the next block's
 
 
 def accumulate_dtype(q: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ A bucket leaves when the sum of its gradients starts. ready(p) is register_grad_
 parameter p has given its gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +194,14 @@ class ParamAndGradBuffer(GradientSink):
             if bucket.rounds and self._next == sum(not b.reduce_axes for b in self.buckets):
                 self._next = 0  # the next micro-batch
 
+    def note_replay(self, written: Collection[nn.Parameter]) -> None:
+        """Count a micro-batch that a CUDA graph runs, with the parameters that it is the first
+        to write.
+        """
+        self.written.update(written)
+        for bucket in self.buckets:
+            bucket.waiting -= bucket.uses
+
     def _leave(self, bucket: ParamAndGradBucket) -> None:
         """Start the sum of a bucket, and the next collective of the bucket that left before it."""
         self._complete(bucket)
@@ -203,7 +211,7 @@ class ParamAndGradBuffer(GradientSink):
         if self._last is not None and self._last is not bucket:
             self._last.wait_and_start_next()
         self._last = bucket
-        self._written.difference_update(param for _, param, _ in bucket.params)
+        self.written.difference_update(param for _, param, _ in bucket.params)
         if self.gatherer and not bucket.rounds:
             self.gatherer.reshard_if_unused(bucket)
 
@@ -220,7 +228,7 @@ class ParamAndGradBuffer(GradientSink):
                     )
                 self.add(param, param.grad)
                 param.grad, bucket.plain = None, True
-            elif param not in self._written:
+            elif param not in self.written:
                 self.main_grad(param).zero_()
                 if self.check:
                     self.check.unwritten.add(name)

@@ -83,7 +83,7 @@ class Rehearsed:
 
 
 def rehearsable(config: Config, steps: int) -> Config:
-    """Return the config of the rehearsal: made-up data, nothing read or written, a few steps."""
+    """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps."""
     data = replace(
         config.data, mock_data=True, data_path=(), train_data_path=(), valid_data_path=(),
         test_data_path=(), num_workers=0,
@@ -94,7 +94,9 @@ def rehearsable(config: Config, steps: int) -> Config:
     run = replace(config.run, exit_interval=steps, eval_interval=None)
     log = replace(config.log, log_interval=1, tensorboard_dir=None, log_json=None)
     fault = replace(config.fault, peer_checkpoint=None)
-    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault)
+    # graphs are not captured here: the eager steps show whether they could be
+    gpu = replace(config.gpu, cuda_graph_warmup_steps=max(steps, 3))
+    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault, gpu=gpu)
 
 
 @torch.no_grad()
