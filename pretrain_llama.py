@@ -60,19 +60,21 @@ from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.plan import pipeline
+from training.plan import context, pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
+from training.plan.context_check import check_attention
 from training.plan.kept import as_configured, recompute_of
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
-from training.plan.model_profile import accumulate_dtype, model_profile
+from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
+from training.run.measured import settle
 from training.run.meeting import meet
 from training.run.output import say
-from training.run.overlap import Overlap, settle
+from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
@@ -186,14 +188,6 @@ def model_provider(
     return model
 
 
-def make_grid(config: Config, launch: Launch) -> Grid:
-    """Return the layout of the ranks, without process groups yet."""
-    p = config.parallel
-    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
-    backend, instances = p.distributed_backend, p.num_distributed_optimizer_instances
-    return Grid(launch.world, *sizes, launch, backend=backend, instances=instances)
-
-
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
     """Build the model, its gradient buckets and its optimizer on one rank."""
     p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
@@ -201,9 +195,11 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
     ctx = LayerContext(
-        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink, loss_in_chunks=chunks
-    )
+        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
+        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type,
+    )  # fmt: skip
     recompute = recompute_of(config, device)
+    check_attention(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
@@ -363,7 +359,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *pipeline.lines(config, model_provider)]:
+    for line in [*config.notes, *context.lines(config), *pipeline.lines(config, model_provider)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
@@ -376,9 +372,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
     run.sink.check = GradientCheck(grid, note)
-    run.monitor.action = "measuring what overlaps"
-    overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
-    saver.overlap_choices = overlap.chosen.choices
+    run.monitor.action = "measuring what is fastest"
+    overlap = settle(run.model, ctx, config, note, saver)
     warm_up(run, model_provider, run_schedule, overlap.chosen, note)
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(

@@ -31,7 +31,7 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.zero.gradient_check import GradientCheck
-from pretrain_llama import Run, build, make_grid, model_provider
+from pretrain_llama import Run, build, model_provider
 from tools.fork_check_case import (
     Case,
     Desk,
@@ -47,6 +47,7 @@ from tools.fork_check_case import (
 )
 from tools.fork_check_one import decodes, derivatives, draws, names_of
 from training.plan import rank_memory
+from training.plan.model_profile import make_grid
 from training.plan.traffic import traffic
 from training.run.saver import Saver
 from training.run.startup import connect
@@ -126,7 +127,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
                 go_on(run, oracle, report)
             else:
                 compare(run, oracle, report, sent)
-            alone = run.grid.pp.size == run.grid.dp.size == 1
+            alone = run.grid.pp.size == run.grid.dp_cp.size == 1
             if alone and not case.load and not run.model.ctx.sp:
                 decode(run, report)
         if case.save:

@@ -56,6 +56,9 @@ class Float8(Recipe):
     ctx: LayerContext
     wgrad: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+
     @property
     def block(self) -> int:
         """Return how many numbers of a row share a scale, 0 for all."""

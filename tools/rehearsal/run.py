@@ -141,8 +141,9 @@ def loader(config: Config, grid: Grid) -> Loader:
     )
     size = config.batch.micro_batch_size
     return Loader(
-        dataset, size, grid.dp.rank, grid.dp.size, vocab_size=vocabulary, rules=rules, workers=0
-    )
+        dataset, size, grid.dp.rank, grid.dp.size, vocab_size=vocabulary, rules=rules, workers=0,
+        context=(grid.cp.rank, grid.cp.size),
+    )  # fmt: skip
 
 
 def rehearse(

@@ -34,6 +34,11 @@ def check(config: Config) -> None:
         raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(BLOCKS)}{why}")
     if config.run.dtype != torch.bfloat16 and not zero_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
+    if f.fp8_auto and config.rehearse.rehearse:
+        raise UsageError(
+            "--fp8-auto measures on the device, and --rehearse has none: leave --fp8-auto out to "
+            "rehearse every projection in float8"
+        )
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
     if f.first_last_layers_bf16 and at_start + at_end >= m.num_layers:
         raise UsageError(

@@ -32,9 +32,6 @@ CHECKED = """
 --vocab-extra-ids | int>=0 | 0 | there are no span tokens
 --num-experts | int>=1 | 1 | there are no experts
 --expert-model-parallel-size --expert-tensor-parallel-size | int>=1 | 1 | there are no experts
---context-parallel-size | int>=1 | 1 | context parallelism is not in this version yet
---hierarchical-context-parallel-sizes | ints | 1 | context parallelism is not in this version yet
---cp-comm-type | texts | any | context parallelism is not in this version yet; at size 1 there is nothing to communicate
 --pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, like all communication
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
@@ -127,7 +124,7 @@ CHECKED = """
 --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --tokenizer-sentencepiece-legacy | switch | any | ! tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
 --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | a given --tokenizer-model always decides; --use-checkpoint-args takes the checkpoint's where it is left out
---no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the file of --tokenizer-model
+--no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the files of --tokenizer-model
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
@@ -311,7 +308,8 @@ REFUSED = (
         """,
     ),
     (
-        "context parallelism is not in this version yet; samples are packed to --seq-length",
+        "every rank of --context-parallel-size takes the same part of each sample, and samples are packed "
+        "to --seq-length",
         """
 --max-seqlen-per-dp-cp-rank --hybrid-context-parallel
         """,

@@ -44,6 +44,9 @@ LIVE = """
 --init-method-std | float>0 | standard deviation | spread of the initial weights, drawn from a normal distribution around 0
 [parallel] The layout
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
+--context-parallel-size | int>=1 | ranks; off: 1 | cut every sample along the sequence over this many ranks, in all layers; attention exchanges keys and values, c
+--cp-comm-type | texts | p2p, all_gather, a2a, a2a+p2p; one, or one for each layer | how attention's keys and values reach the ranks of --context-parallel-size: round a ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of groups
+--hierarchical-context-parallel-sizes | ints | ranks, ranks; off: left out | sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups (p2p); their product is --context-parallel-size
 --pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
 --pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
 --num-virtual-stages-per-pipeline-rank | int[1,1024] | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
@@ -136,7 +139,7 @@ LIVE = """
 --no-load-optim | switch | off: left out | load weights and position in the data, but start AdamW's moments at 0
 --ckpt-step | int>=0 | step; off: left out, the newest | load the checkpoint of this step
 --use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
---allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these differ from the checkpoint's (ours, not Megatron's)
+--allow-change | texts | seed, data, tokenizer, batch, rope; off: left out | load although these differ from the checkpoint's; data includes the sequence length, rope is base and scaling of rotary positions (ours, not Megatron's)
 --use-checkpoint-opt-param-scheduler | switch | off: left out, from the flags | take peak, floor, warm-up, length and style of the learning rate, and the weight decay, from the checkpoint of --load
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
@@ -169,6 +172,7 @@ LIVE = """
 --fp8-format | one of e4m3,hybrid | off: left out | let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3
 --fp8-recipe | text | tensorwise, rowwise, blockwise or mxfp8; with --fp8-format | what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32
 --fp8-wgrad-bf16 | switch | off: left out, in float8 | multiply weight gradients from activations and gradients as they are; these travel and stay in memory in bf16 (ours; Megatron's --no-fp8-wgrad)
+--fp8-auto | switch | off: left out, all of them | measure each projection at the start, in bf16 and in float8, and leave in bf16 what is not faster; a checkpoint keeps the choices (ours, not Megatron's)
 --first-last-layers-bf16 | switch | off: left out | keep the first and last layers out of float8
 --num-layers-at-start-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many first ones
 --num-layers-at-end-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many last ones

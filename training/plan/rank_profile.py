@@ -24,6 +24,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
 from training.config import Config
+from training.plan.context import rank_batch
 from training.plan.kept import recompute_of
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
@@ -137,7 +138,7 @@ class _Run:
         assert offload is None or isinstance(offload, MetaOffload)
         self.offload = offload
         self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
-        self.size = (config.batch.micro_batch_size, config.model.seq_length)
+        self.size, self.positions, self.documents = rank_batch(config)
         self.dtype = config.run.dtype
         self.defers_output = config.parallel.defer_embedding_wgrad_compute
         self.recomputes = config.parallel.recompute_granularity == "full"
@@ -171,7 +172,8 @@ class _Run:
             hidden = torch.empty(shape, dtype=self.dtype, device=META).requires_grad_()
         with saved_tensors_hooks(saved.pack, saved.unpack):
             target = tokens.clone() if labels and stage.loss else None
-            return self.model(tokens, target, hidden=hidden, chunk=chunk)
+            documents = (self.positions, self.documents)
+            return self.model(tokens, target, *documents, hidden=hidden, chunk=chunk)
 
     def all(self, split: bool) -> None:
         """Run every chunk forward, then every chunk backward."""

@@ -14,6 +14,7 @@ from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
+from training.data.tokenizer_files import digests_of
 from training.plan.float8 import check_device
 from training.plan.model_profile import accumulate_dtype
 from training.run.device import choose_device
@@ -45,8 +46,9 @@ def prepare(
         check_early(config)
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
-    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
-    digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
+    part = (grid.cp.rank, grid.cp.size)
+    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
+    digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
     return config, device, loaders, digests

@@ -25,6 +25,7 @@ from mpu.layers.linear import use_overlap
 from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.data.batch import DocumentRules, make_batch
+from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
 from training.plan.kept import recompute_of
 from training.plan.model_profile import ModelProvider, accumulate_dtype
@@ -112,7 +113,7 @@ def run_chunks(
     dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
     ctx = LayerContext(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
-        loss_in_chunks=ctx.loss_in_chunks,
+        loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type,
     )  # fmt: skip
     recompute = recompute_of(config, run.device)
     stages = rank_stages(config, provider, run.grid.pp.rank)
@@ -120,7 +121,8 @@ def run_chunks(
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
     engine = LocalEngine(stages, config.run.dtype, run.device)
-    batches = [batch.to(run.device) for batch in _batches(config)]
+    whole, cp = _batches(config), run.grid.cp
+    batches = [context_part(batch, cp.rank, cp.size).to(run.device) for batch in whole]
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)  # copies end before the host memory that they read

@@ -51,6 +51,7 @@ MISTAKES = [
         "--num-query-groups 2 x --kv-channels 24 in all is 48, which is not a multiple of 32",
     ),
     (f"{ON} --fp8-recipe mxfp8 --seq-length 48", 1, "--micro-batch-size 1 x --seq-length 48 is 48"),
+    (f"{ON} --fp8-recipe rowwise --fp8-auto --rehearse", 1, "--fp8-auto measures on the device"),
     (f"{ON} --fp8-recipe rowwise --hidden-size 100", 1, "--hidden-size 100 is 100, which is not a"),
     (
         f"{ON} --fp8-recipe rowwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",

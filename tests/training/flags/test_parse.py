@@ -240,7 +240,8 @@ MISTAKES = [
         "--deepspeed is not a flag of this program nor of Megatron-LM; --help lists",
     ),
     ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
-    ("--context-parallel-size 2", 2, "--context-parallel-size 2: only 1"),
+    ("--context-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel"),
+    ("--context-parallel-size 3", 3, "--seq-length 32 is not a multiple of --context-parallel-"),
     (
         "--hidden-dropout 0.1",
         1,

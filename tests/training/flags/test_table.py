@@ -19,7 +19,7 @@ LIVE = """
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
 --cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
 --cuda-graph --cuda-graph-warmup-steps
---cross-entropy-fusion-impl
+--context-parallel-size --cp-comm-type --cross-entropy-fusion-impl
 --data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
@@ -28,10 +28,11 @@ LIVE = """
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format --fp8-recipe
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format --fp8-recipe
 --fp8-wgrad-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
---hang-timeout --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
+--hang-timeout --hierarchical-context-parallel-sizes
+--ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
 --log-json --log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
@@ -69,7 +70,7 @@ OURS = set(
     "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
-    "--zero-stage --fp8-wgrad-bf16".split()
+    "--zero-stage --fp8-wgrad-bf16 --fp8-auto".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print how well the planner predicts published runs that nothing was fitted on: one table.
+
+    python benchmarks/plan_accuracy.py --runs FOLDER
+
+FOLDER holds the CSV files of published runs (tools/planner/published.py says which columns). The
+constants are fitted again for each line of the table, on rows that the line does not test: models
+of the Playbook on the other model; vTrain in folds of whole (GPUs, hidden, layers) groups; the
+table of several sources one model at a time. Targets stand beside the figures.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.plan_fit import Values, fit, read_rows  # noqa: E402
+from tools.planner.predict import Predictions, predict  # noqa: E402
+from tools.planner.published import Row  # noqa: E402
+from tools.planner.runs import stacked  # noqa: E402
+
+Array = npt.NDArray[np.float64]
+FOLDS, SMALL, PEAK = 6, 20, 989.5e12  # SMALL: rows of a cell from which ranks are compared
+
+
+def line(name: str, value: float, target: str, met: bool | None) -> None:
+    """Print one line of the table."""
+    word = {True: "met", False: "NOT MET", None: ""}[met]
+    print(f"{name:72} {value:8.3f}  {target:12} {word}")
+
+
+def at_most(name: str, value: float, target: float) -> None:
+    line(name, value, f"<= {target:g}", value <= target)
+
+
+def at_least(name: str, value: float, target: float) -> None:
+    line(name, value, f">= {target:g}", value >= target)
+
+
+def mape(told: Array, measured: Array) -> float:
+    return float(np.mean(np.abs(told / measured - 1)))
+
+
+def ranks(values: Array) -> Array:
+    """Return ranks, the mean one among equals."""
+    order = np.argsort(values, kind="stable")
+    place = np.empty(len(values))
+    place[order] = np.arange(1, len(values) + 1)
+    sums = {value: place[values == value].mean() for value in np.unique(values)}
+    return np.array([sums[value] for value in values])
+
+
+def spearman(told: Array, measured: Array) -> float:
+    return float(np.corrcoef(ranks(told), ranks(measured))[0, 1])
+
+
+def auc(score: Array, label: npt.NDArray[np.bool_]) -> float:
+    """Return the share of (crashed, ok) pairs that a score puts in the right order."""
+    crashed, ok = int(label.sum()), int((~label).sum())
+    if not crashed or not ok:
+        return float("nan")
+    return float((ranks(score)[label].sum() - crashed * (crashed + 1) / 2) / (crashed * ok))
+
+
+def rates(rows: Sequence[Row]) -> Array:
+    """Return measured tokens a second and GPU; 0 of a crashed run."""
+    runs = stacked([row.record for row in rows])
+    seconds = np.array([row.seconds for row in rows])
+    filled = np.array([row.filled for row in rows])
+    found = runs.tokens * filled / np.where(seconds > 0, seconds, np.nan) / runs.gpus
+    return np.nan_to_num(found)
+
+
+def full_flops(rows: Sequence[Row]) -> Array:
+    """Return FLOPs a token with attention counted whole, as the Playbook counts."""
+    runs = stacked([row.record for row in rows])
+    return runs.flops + np.where(runs.causal > 0, 6.0, 0.0) * runs.layers * runs.sequence * runs.hidden
+
+
+def held_out(rows: Sequence[Row], part: Callable[[Row], str]) -> tuple[Predictions, Array]:
+    """Return predictions of each row by constants fitted on the other parts of its profile.
+
+    And the rates of a constant MFU, that of the other parts' median run.
+    """
+    told = {name: np.zeros(len(rows)) for name in ("seconds", "rate", "gib", "fits", "crash")}
+    constant = np.zeros(len(rows))
+    measured = rates(rows)
+    flops = full_flops(rows)
+    for profile in dict.fromkeys(row.profile for row in rows):
+        own = [row for row in rows if row.profile == profile]
+        for name in dict.fromkeys(part(row) for row in own):
+            others = [row for row in own if part(row) != name]
+            at = np.array([n for n, r in enumerate(rows) if r.profile == profile and part(r) == name])
+            c: Values = fit(profile, others)
+            found = predict([rows[n] for n in at], {profile: c})
+            for key, values in told.items():
+                values[at] = getattr(found, key)
+            mine = np.array([n for n, r in enumerate(rows) if r.profile == profile and part(r) != name])
+            good = mine[measured[mine] > 0]
+            constant[at] = np.median((measured * flops)[good]) / flops[at]
+    return Predictions(**told), constant
+
+
+def rules_of_thumb(rows: Sequence[Row], told: Array) -> Array:
+    """Return tokens a second and GPU by Megatron's rules, scaled by the mean of what is told.
+
+    Fewer GPUs of tp than a node keep an MFU of 0.4; each doubling of tp takes 10 %, tp over nodes
+    half; the bubble is (pp - 1) / (micro-batches + pp - 1).
+    """
+    runs = stacked([row.record for row in rows])
+    share = 0.4 * 0.9 ** np.log2(runs.tp) * np.where(runs.tp > runs.node, 0.5, 1.0)
+    share = share * runs.micro_batches / (runs.micro_batches + (runs.pp - 1) / runs.virtual)
+    a100 = np.array([row.profile.endswith("a100") for row in rows])
+    return share * np.where(a100, 312e12, PEAK) / full_flops(rows) + 0 * told
+
+
+def playbook(rows: Sequence[Row]) -> None:
+    told, constant = held_out(rows, lambda row: row.model)
+    crashed = np.array([row.crashed for row in rows])
+    measured = rates(rows)
+    gib = np.array([row.memory for row in rows])
+    mfu = measured * full_flops(rows) / PEAK
+    ok = (measured > 0) & ~crashed
+    for model in dict.fromkeys(row.model for row in rows):
+        own = np.array([row.model == model for row in rows])
+        name = f"Playbook {model}, fitted on the others"
+        high, low = ok & own & (mfu >= 0.2), ok & own & (mfu < 0.2)
+        at_most(f"{name}: MAPE of tokens/s, MFU >= 20 %, {high.sum()} runs",
+                mape(told.rate[high], measured[high]), 0.15)  # fmt: skip
+        at_most(f"{name}: median error below, {low.sum()} runs",
+                float(np.median(np.abs(told.rate[low] / measured[low] - 1))), 0.30)  # fmt: skip
+        known = ok & own & ~np.isnan(gib)
+        at_most(f"{name}: MAPE of memory, {known.sum()} runs", mape(told.gib[known], gib[known]), 0.10)
+        first = own & np.array([row.record["pp"] == 1 for row in rows])
+        at_least(f"{name}: AUC by memory, pp 1", auc(told.gib[first], crashed[first]), 0.95)
+        line(f"{name}: AUC by memory, all", auc(told.gib[own], crashed[own]), "reported", None)
+        at_least(f"{name}: AUC with the other crashes", auc(told.crash[own], crashed[own]), 0.9)
+    regrets, correlations = [], []
+    for cell in dict.fromkeys(row.group for row in rows):
+        at = np.array([n for n, row in enumerate(rows) if row.group == cell])
+        fine = at[ok[at]]
+        if not len(fine):
+            continue
+        rank = spearman(told.rate[fine], measured[fine])
+        if len(fine) >= SMALL:
+            correlations.append(rank)
+        allowed = at[told.fits[at] > 0]
+        pick = allowed[np.argmax((told.rate * (1 - told.crash))[allowed])]
+        again = [n for n in at if rows[n].record == rows[pick].record]
+        regret = 1 - float(np.mean([measured[n] for n in again])) / measured[fine].max()
+        regrets.append(regret)
+        print(f"  {cell:20} {len(fine):4} runs  Spearman {rank:6.3f}  regret {regret:6.3f}")
+    at_least("Playbook: Spearman of the worst cell of 20 runs or more", min(correlations), 0.9)
+    line("Playbook: cells with at least 0.9, of those", float(np.sum(np.array(correlations) >= 0.9)),
+         f"of {len(correlations)}", None)  # fmt: skip
+    at_most("Playbook: regret of the plan picked, median", float(np.median(regrets)), 0.05)
+    at_most("Playbook: regret of the plan picked, worst", max(regrets), 0.15)
+    against("Playbook", rows, told.rate, constant, measured, ok)
+
+
+def against(name: str, rows: Sequence[Row], told: Array, constant: Array, measured: Array,
+            ok: npt.NDArray[np.bool_]) -> None:  # fmt: skip
+    """Print the planner beside constant MFU and Megatron's rules of thumb, over all ok runs."""
+    ours = mape(told[ok], measured[ok])
+    line(f"{name}: MAPE of tokens/s over all {ok.sum()} ok runs", ours, "reported", None)
+    rules = rules_of_thumb(rows, told)
+    for other, values in (("constant MFU", constant), ("rules of thumb", rules)):
+        theirs = mape(values[ok], measured[ok])
+        line(f"{name}: the same by {other}", theirs, ">= 2x ours", theirs >= 2 * ours)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True, help="folder of published runs")
+    args = parser.parse_args(argv)
+    rows = read_rows(args.runs)
+    playbook([row for row in rows if row.source == "ultrascale"])
+    vtrain = [row for row in rows if row.source == "vtrain"]
+    groups = {name: n % FOLDS for n, name in enumerate(sorted({row.group for row in vtrain}))}
+    several = [row for row in rows if row.source not in ("ultrascale", "vtrain")]
+    ratio = [row for row in several if row.source == "megatron"]
+    others = [row for row in several if row.source != "megatron"]
+    for name, own, part, target in (
+        (f"vTrain, {FOLDS} folds of whole groups", vtrain, lambda r: str(groups[r.group]), 0.07),
+        ("runs.csv, one model size left out, but zero bubble", others, lambda r: r.model, 0.08),
+        ("zero bubble, one model size left out", ratio, lambda r: r.model, 0.08),
+    ):
+        if not own:
+            continue
+        told, constant = held_out(own, part)
+        measured = rates(own)
+        ok = measured > 0
+        at_most(f"{name}: MAPE of step time, {ok.sum()} runs",
+                mape(measured[ok], told.rate[ok]), target)  # fmt: skip
+        against(name, own, told.rate, constant, measured, ok)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

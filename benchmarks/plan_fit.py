@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit the planner's constants on published runs, one file for each framework and device.
+
+    python benchmarks/plan_fit.py --runs FOLDER [--profile nanotron_h100] [--write]
+
+FOLDER holds the CSV files of published runs. The mean of |log(predicted / measured)|, capped, is
+made small by going through the constants in turn, each in the range that TIME of
+tools/planner/constants.py allows, with a small price for leaving its start. No run has a number of
+its own. --write puts the constants into tools/planner/fitted. benchmarks/plan_accuracy.py fits on a
+part of the runs and tests on the others.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.planner.constants import CRASHES, FOLDER, MEMORY, STALL, TIME, defaults  # noqa: E402
+from tools.planner.crashes import CRASH, crash_features  # noqa: E402
+from tools.planner.published import Row, read_table  # noqa: E402
+from tools.planner.run_memory import TERMS, memory, terms  # noqa: E402
+from tools.planner.runs import Runs, stacked  # noqa: E402
+from tools.planner.step_time import (  # noqa: E402
+    STALL_ODDS,
+    odds,
+    stall_features,
+    stall_seconds,
+    times,
+)
+
+Values = dict[str, float]
+CAP = 0.5  # a run that is off by more counts as off by this: failures are among the runs
+ROUNDS, PRICE = 20, 0.001
+COMMON = ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage", "host_step",
+          "layer_start", "sharp")
+TENSOR = ("link_share", "link_step", "collective_start", "tp_backward", "host_layer_tp", "host_socket")
+PIPELINE = ("message_start", "message_exposed")
+SUMS = ("network_share", "network_decay", "sum_hidden_0")
+KEYS = {  # what the runs of a framework can tell
+    "nanotron": (*COMMON, *TENSOR, *PIPELINE, *SUMS, "network_step", "host_beside", "host_crossing",
+                 "sum_calls", "sum_calls_0", "sum_hidden", "gather_exposed", "jitter"),
+    "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
+    "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden", "fsdp_least", "jitter", "matmul.float8"),
+    "nemo": ("matmul.float8", "memory_share", "attention", "host_layer", "host_layer_tp",
+             "tp_backward", "network_share", "network_step", *PIPELINE, "host_stage", "link_share",
+             "jitter"),
+    "megatron": ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage",
+                 *PIPELINE),
+}  # fmt: skip
+
+
+def fit_time(start: Values, runs: Runs, measured: npt.NDArray[np.float64], keys: Sequence[str],
+             weights: npt.NDArray[np.float64] | None = None) -> Values:  # fmt: skip
+    """Return the constants with which predicted steps are nearest to measured seconds."""
+    weight = np.ones(len(measured)) if weights is None else weights
+
+    def loss(values: Values) -> float:
+        error = np.abs(np.log(times(values, runs).step / measured))
+        price = sum(abs(math.log(values[key] / start[key])) for key in keys)
+        return float((np.minimum(CAP, error) * weight).sum() / weight.sum() + PRICE * price)
+
+    found, best = dict(start), loss(start)
+    step = dict.fromkeys(keys, 0.35)
+    for _ in range(ROUNDS):
+        for key in keys:
+            for way in (1, -1):
+                tried = found[key] * math.exp(way * step[key])
+                other = {**found, key: min(max(tried, TIME[key].low), TIME[key].high)}
+                if (there := loss(other)) < best - 1e-7:
+                    found, best = other, there
+                    step[key] = min(step[key] * 1.3, 0.6)
+                    break
+            else:
+                step[key] *= 0.55
+    return found
+
+
+def fit_stalls(c: Values, runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
+    """Return the log odds of a stall, by logistic regression with a small price for large ones."""
+    many = runs.nodes > 1
+    return {**c, **logistic(STALL_ODDS, stall_features(runs)[many], stalled[many])}
+
+
+def fit_crashes(c: Values, rows: Sequence[Row]) -> Values:
+    """Return the log odds of a crash."""
+    runs = stacked([row.record for row in rows])
+    gib = memory(c, runs, odds(c, runs) <= 0.5)
+    limit = np.array([row.limit for row in rows])
+    crashed = np.array([row.crashed for row in rows])
+    return {**c, **logistic(tuple(CRASH), crash_features(c, runs, gib, limit), crashed)}
+
+
+def logistic(
+    names: Sequence[str], features: npt.NDArray[np.float64], label: npt.NDArray[np.bool_]
+) -> Values:
+    """Return the weights of [runs, names] in the log odds of a label."""
+    weights = np.zeros(features.shape[1])
+    price = np.array([1e-3, *[0.2] * (features.shape[1] - 1)])
+    for _ in range(50):
+        share = 1 / (1 + np.exp(-features @ weights))
+        slope = features.T @ (share - label) + price * weights
+        curve = (features * (share * (1 - share))[:, None]).T @ features + np.diag(price)
+        weights = weights - np.linalg.solve(curve, slope)
+    return dict(zip(names, map(float, weights), strict=True))
+
+
+def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Tell which runs stall: they miss at least half of a predicted stall."""
+    calm = times({**c, "stall_base": -9.0, **dict.fromkeys(STALL_ODDS[1:], 0.0)}, runs).step
+    extra = measured - calm
+    return np.asarray((runs.nodes > 1) & (extra > 0.4 * stall_seconds(c, runs)) & (extra > 0.3 * calm))
+
+
+def fit_memory(
+    start: Values, runs: Runs, measured: npt.NDArray[np.float64], calm: npt.NDArray[np.bool_]
+) -> Values:
+    """Return the constants with which predicted GiB are nearest to measured ones."""
+    names = [name for name in TERMS if start[name] > 0]
+    parts = terms(runs, calm)
+
+    def loss(values: Values) -> float:
+        told = (parts @ np.array([values[name] for name in TERMS])).max(1)
+        price = sum(abs(math.log(values[name] / start[name])) for name in names)
+        error = np.minimum(CAP, np.abs(told / measured - 1))
+        return float(error.mean() + PRICE * price)
+
+    found, best = dict(start), loss(start)
+    step = dict.fromkeys(names, 0.3)
+    for _ in range(2 * ROUNDS):
+        for name in names:
+            for way in (1, -1):
+                other = {**found, name: found[name] * math.exp(way * step[name])}
+                if (there := loss(other)) < best - 1e-7:
+                    found, best = other, there
+                    break
+            else:
+                step[name] *= 0.6
+    return found
+
+
+def fit(name: str, rows: Sequence[Row]) -> Values:
+    """Return the constants of a profile fitted on rows."""
+    framework, _, device = name.rpartition("_")
+    c = defaults(framework, device)
+    ok = [row for row in rows if not row.crashed and not math.isnan(row.seconds)]
+    runs = stacked([row.record for row in ok])
+    measured = np.array([row.seconds / row.filled for row in ok])
+    keys = KEYS[framework]
+    if framework != "nanotron":
+        return fit_time(c, runs, measured, keys)
+    stalled = stalled_runs(c, runs, measured)
+    for _ in range(2):  # what stalls is known better once the others are fitted
+        c = fit_time({**defaults(framework, device)}, runs[~stalled], measured[~stalled], keys)
+        stalled = stalled_runs(c, runs, measured)
+    trouble = [row for row in rows if row.crashed and hooked(row)]
+    labels = np.concatenate([stalled, np.ones(len(trouble), dtype=bool)])
+    both = stacked([row.record for row in [*ok, *trouble]])
+    c = fit_stalls(c, both, labels)
+    known = np.array([not math.isnan(row.memory) for row in ok])
+    gib = np.array([row.memory for row in ok])
+    calm = (odds(c, runs) <= 0.5)[known]
+    c = fit_memory({**c, **NANOTRON_MEMORY}, runs[known], gib[known], calm)
+    return fit_crashes(c, rows)
+
+
+NANOTRON_MEMORY = {"act_whole": 0.7, "act_hidden": 14.0, "work_gib": 0.4}
+
+
+def hooked(row: Row) -> bool:
+    """Tell whether hooks sum a crashed run's gradients in a pipeline, with little to keep."""
+    r = row.record
+    return bool(r["zero"] == 0 and r["pp"] > 1 and r["dp"] > 1 and r["micro_batch"] <= 2 and r["micro_batches"] > 8)  # type: ignore[operator]
+
+
+def read_rows(folder: Path) -> list[Row]:
+    return [row for path in sorted(folder.glob("*.csv")) for row in read_table(path).rows]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True, help="folder of published runs")
+    parser.add_argument("--profile", help="fit this one only, such as nanotron_h100")
+    parser.add_argument("--write", action="store_true", help="write tools/planner/fitted")
+    args = parser.parse_args(argv)
+    rows = read_rows(args.runs)
+    for name in sorted({row.profile for row in rows}):
+        if args.profile in (None, name):
+            own = [row for row in rows if row.profile == name]
+            framework, _, device = name.rpartition("_")
+            c, keys = fit(name, own), [*KEYS[framework]]
+            if framework == "nanotron":
+                keys += [*STALL, *MEMORY, *CRASHES]
+            constants = {key: float(f"{c[key]:.4g}") for key in keys}
+            source = f"benchmarks/plan_fit.py, on {len(own)} published runs: docs/planning.md"
+            text = json.dumps({"source": source, "constants": constants}, indent=1)
+            print(name, text)
+            if args.write:
+                (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

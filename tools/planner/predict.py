@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict every row of a CSV of published runs: step time, tokens a second, memory, whether it fits."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tools.planner.constants import profile
+from tools.planner.crashes import crash_odds, empty_stage
+from tools.planner.published import Row, Table
+from tools.planner.run_memory import memory
+from tools.planner.runs import Array, stacked
+from tools.planner.step_time import odds, times
+
+COLUMNS = (
+    "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
+    "predicted_crash",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is predicted of rows, in their order.
+
+    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that memory
+    is within a GPU's, and each pipeline rank has a layer. crash: share of such runs that crash.
+    """
+
+    seconds: Array
+    rate: Array
+    gib: Array
+    fits: Array
+    crash: Array
+
+
+def predict(rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None) -> Predictions:
+    """Return predictions. constants: of profiles by name, instead of tools/planner/fitted."""
+    values = {name: np.zeros(len(rows)) for name in ("seconds", "rate", "gib", "fits", "crash")}
+    for name in dict.fromkeys(row.profile for row in rows):
+        c = (constants or {}).get(name) or profile(name)
+        at = np.array([n for n, row in enumerate(rows) if row.profile == name])
+        own = [rows[n] for n in at]
+        runs = stacked([row.record for row in own])
+        filled = np.array([row.filled for row in own])
+        limit = np.array([row.limit for row in own])
+        seconds = times(c, runs).step * filled
+        gib = memory(c, runs, odds(c, runs) <= 0.5)
+        values["seconds"][at] = seconds
+        values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
+        values["gib"][at] = gib
+        values["fits"][at] = (gib <= limit) & (empty_stage(runs) == 0)
+        values["crash"][at] = crash_odds(c, runs, gib, limit)
+    return Predictions(**values)
+
+
+def write(path: Path, table: Table, told: Predictions) -> None:
+    """Write the table as it stood with COLUMNS at the end of each line."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file)
+        out.writerow([*table.columns, *COLUMNS])
+        for n, line in enumerate(table.lines):
+            out.writerow(
+                [*(line[column] for column in table.columns), f"{told.seconds[n]:.6g}",
+                 f"{told.rate[n]:.6g}", f"{told.gib[n]:.4g}",
+                 "yes" if told.fits[n] else "no", f"{told.crash[n]:.3f}"]
+            )  # fmt: skip

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell the memory of published runs from sizes: what each rank keeps, and what it has in flight.
+
+For layouts of this repository use training/plan, as --dry-run does; this is for other frameworks.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tools.planner.runs import Array, Runs
+
+GIB = 2.0**30
+TERMS = {  # each times its constant is a part of a rank's memory
+    "weight_bytes": "bytes of a number that every data-parallel rank keeps below ZeRO stage 3",
+    "state_bytes": "bytes of a number that ZeRO shares",
+    "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp a token",
+    "act_ffn": "the same, in units of f / tp",
+    "act_scores": "bytes of an unfused attention's scores, each",
+    "act_whole": "values that tp does not cut, in units of f, save on a pipeline's first rank",
+    "logit_memory": "bytes of a logit",
+    "work_gib": "GiB of context, libraries and buffers",
+}
+
+
+def rank_layers(r: Runs) -> Array:
+    """Return [runs, pipeline ranks]: the layers of each rank, its chunks together."""
+    width = int(r.pp.max())
+    if not (r.virtual > 1).any():
+        return np.asarray(r.cut[:, :width])
+    number = np.arange(r.cut.shape[1])[None, :]
+    place = number % r.pp[:, None].astype(int)
+    return np.stack([np.where(place == rank, r.cut, 0.0).sum(1) for rank in range(width)], 1)
+
+
+def terms(r: Runs, calm: Array | None = None) -> Array:
+    """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1.
+
+    calm: which runs do not stall. Those that do keep nothing that tp does not cut: they were made
+    by another version of their program, as far as their memory tells.
+    """
+    layers = rank_layers(r)
+    number = np.arange(layers.shape[1])[None, :]
+    pp, tp = r.pp[:, None], r.tp[:, None]
+    home = (number == (r.head % r.pp)[:, None]).astype(float)
+    first = (number == 0).astype(float)
+    both = (r.tied > 0)[:, None] * home * first
+    ends = (r.vocab * r.hidden)[:, None] * (home + first - both)
+    numbers = (layers * r.layer_weights[:, None] + ends) / tp
+    shard = (r.dp * r.cp)[:, None]
+    kept = numbers / np.where(r.zero[:, None] >= 3, shard, 1)
+    shared = numbers / np.where(r.zero[:, None] >= 1, shard, 1)
+    t = (r.micro_batch * r.sequence / r.cp)[:, None]
+    h, f = r.hidden[:, None], r.ffn[:, None]
+    waiting = np.minimum(np.clip(pp - number, 1, None), r.micro_batches[:, None])
+    virtual = r.virtual[:, None]
+    interleaved = np.minimum(pp * (1 + (pp - 1) / (pp * virtual)), r.micro_batches[:, None])
+    waiting = np.where(virtual > 1, interleaved, waiting)
+    again = r.recompute[:, None] > 0
+    flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are whole
+    whole = 2 * t * h
+    gathered = 2 * t * f * np.minimum(1.0, r.micro_batches / 2)[:, None]
+    gathered = gathered * ((number > 0) | (pp == 1)) * (r.tp > 1)[:, None]
+    gathered = gathered if calm is None else gathered * calm[:, None]
+    inputs = np.where(again, whole / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
+    one = np.ones_like(numbers)
+    columns = [
+        kept, shared, flight * whole / tp, flight * 2 * t * f / tp,
+        flight * t * r.sequence[:, None] * r.heads[:, None] / tp,
+        flight * gathered, home * t * r.vocab[:, None] / tp,
+        one * GIB,
+    ]  # fmt: skip
+    every = np.stack(columns, 2) / GIB
+    every[:, :, 2] += np.where(again, layers * waiting * inputs / GIB * 0.1, 0.0)
+    return np.where((number < pp)[:, :, None], every, 0.0)
+
+
+def memory(c: Mapping[str, float], r: Runs, calm: Array | None = None) -> Array:
+    """Return the GiB of each run's fullest rank, at a step's fullest moment."""
+    return np.asarray((terms(r, calm) @ np.array([c[name] for name in TERMS])).max(1))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs to be timed: models, layouts and batches, as arrays with a number for each run.
+
+Arrays let tens of thousands of layouts be timed in a second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one framework on one kind of device; every field is an array over the runs.
+
+    layers, hidden, heads, kv_heads, ffn, vocab, sequence: the model's sizes. gated: its MLP has a
+    gate. tied: embedding and output layer are one matrix. causal: attention skips what is masked.
+    micro_batches: of a step and data-parallel rank. recompute: share of the layers whose forward
+    runs again in backward. sequence_parallel, overlap: 0 or 1. float8: 1 where the layers' matmuls
+    are in float8. schedule: an index into SCHEDULES. node: GPUs of a node. network: bytes a second
+    of one GPU's share of the node's network cards, one direction. cut: [runs, stages], the layers
+    of each stage, 0 beyond pp * virtual. head: the stage that has the output layer.
+    """
+
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    ffn: Array
+    vocab: Array
+    sequence: Array
+    gated: Array
+    tied: Array
+    causal: Array
+    tp: Array
+    cp: Array
+    dp: Array
+    pp: Array
+    virtual: Array
+    micro_batch: Array
+    micro_batches: Array
+    zero: Array
+    recompute: Array
+    sequence_parallel: Array
+    float8: Array
+    schedule: Array
+    node: Array
+    network: Array
+    head: Array
+    cut: Array
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Runs":
+        return Runs(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+    @property
+    def gpus(self) -> Array:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def nodes(self) -> Array:
+        return np.ceil(self.gpus / self.node)
+
+    @property
+    def tokens(self) -> Array:
+        """Return the tokens of a step."""
+        return self.dp * self.micro_batch * self.micro_batches * self.sequence
+
+    @property
+    def head_size(self) -> Array:
+        return self.hidden / self.heads
+
+    @property
+    def layer_weights(self) -> Array:
+        """Return the numbers in a layer's matrices."""
+        attention = 2 * self.hidden + 2 * self.kv_heads * self.head_size
+        return self.hidden * (attention + (2 + self.gated) * self.ffn)
+
+    @property
+    def weights(self) -> Array:
+        """Return the numbers in all matrices, the embedding's and the output layer's too."""
+        return self.layers * self.layer_weights + (2 - self.tied) * self.vocab * self.hidden
+
+    @property
+    def flops(self) -> Array:
+        """Return the model's FLOPs a token: 6 a weight in matmuls, and attention's."""
+        score = np.where(self.causal > 0, 6.0, 12.0)
+        matmuls = 6 * (self.layers * self.layer_weights + self.vocab * self.hidden)
+        return matmuls + score * self.layers * self.sequence * self.hidden
+
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "zb-2p")
+
+
+def even_cut(layers: int, stages: int) -> list[int]:
+    """Return layers cut into stages, the first ones one longer where they do not divide."""
+    return [layers // stages + (n < layers % stages) for n in range(stages)]
+
+
+def stacked(records: Sequence[dict[str, object]]) -> Runs:
+    """Return the runs of records: a dict each, with Runs' fields; cut is a list."""
+    longest = max(len(record["cut"]) for record in records)  # type: ignore[arg-type]
+    cut = np.zeros((len(records), longest))
+    for row, record in zip(cut, records, strict=True):
+        row[: len(record["cut"])] = record["cut"]  # type: ignore[arg-type]
+    names = [field.name for field in fields(Runs) if field.name != "cut"]
+    values = {name: np.array([float(r[name]) for r in records]) for name in names}  # type: ignore[arg-type]
+    return Runs(**values, cut=cut)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time steps from sizes: roofline of each operation, alpha and beta of each collective, schedule.
+
+Every function takes runs as arrays and returns an array, in seconds. `c` holds the constants: those
+of the device file, and the fitted ones that constants.py lists with their meanings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.planner.runs import SCHEDULES, Array, Runs
+
+Constants = Mapping[str, float]
+SURE = 4  # the power by which odds become a median
+SOCKET = 4  # GPUs of one socket
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a step is made of, in seconds.
+
+    slot: F and B of a micro-batch on the slowest stage. compute, exposed, host: that stage's, and
+    slot is about the larger of (compute + exposed) and host. bubble: the pipeline's ends. sums: the
+    gradients' and the parameters' exposed transfers. update: the optimizer's. stall: of a cluster
+    that stalls. step: the whole.
+    """
+
+    slot: Array
+    compute: Array
+    exposed: Array
+    host: Array
+    bubble: Array
+    sums: Array
+    update: Array
+    stall: Array
+    step: Array
+
+
+def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
+    """Return the time of [m, k] x [k, n] on whole tiles of the SMs, and at least its bytes'."""
+    tiles = batch * np.ceil(m / c["tile_m"]) * np.ceil(n / c["tile_n"])
+    waves = tiles / c["sms"] + c["wave"]
+    rate = c["peak"] * c["matmul"] / c["sms"]
+    rate = np.where(r.float8 > 0, c["peak.float8"] * c["matmul.float8"] / c["sms"], rate)
+    work = 2 * c["tile_m"] * c["tile_n"] * (k + c["ramp"])
+    bytes_ = 2 * batch * (m * k + k * n + m * n)
+    return np.maximum(waves * work / rate, passes(c, bytes_)) + c["kernel_seconds"]
+
+
+def passes(c: Constants, bytes_: Array) -> Array:
+    return bytes_ / (c["bandwidth"] * c["memory_share"])
+
+
+def collective(
+    c: Constants, r: Runs, bytes_: Array, size: Array, inner: Array, calls: Array | float = 1.0
+) -> Array:
+    """Return the time of an all-gather or reduce-scatter of so many whole bytes, in so many calls.
+
+    size: ranks of the group. inner: neighbours in rank order that belong to other groups, so that
+    node / inner of the group's ranks share a node.
+    """
+    members = np.minimum(size, np.maximum(1.0, np.floor(r.node / inner)))
+    blocks = np.ceil(size / members)
+    inside = c["link"] * c["link_share"]
+    network = r.network * c["network_share"] / np.maximum(1.0, blocks) ** c["network_decay"]
+    bus = np.where(blocks > 1, np.minimum(inside, network * members), inside)
+    steps = np.where(blocks > 1, blocks - 1, 0) * c["network_step"] + (members - 1) * c["link_step"]
+    time = (c["collective_start"] + steps) * calls + bytes_ * (size - 1) / size / bus
+    return np.where(size > 1, time, 0.0)
+
+
+def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
+    """Return compute and exposed tp and cp transfers of F and B of a layer."""
+    t = r.micro_batch * r.sequence / r.cp
+    h, f, tp = r.hidden, r.ffn, r.tp
+    qkv = h + 2 * r.kv_heads * r.head_size
+    up = f * (1 + r.gated)
+    forward = (
+        matmul(c, r, t, qkv / tp, h) + matmul(c, r, t, h, h / tp)
+        + matmul(c, r, t, up / tp, h) + matmul(c, r, t, h, f / tp)
+    )  # fmt: skip
+    backward = (
+        matmul(c, r, t, h, qkv / tp) + matmul(c, r, qkv / tp, h, t)
+        + matmul(c, r, t, h / tp, h) + matmul(c, r, h, h / tp, t)
+        + matmul(c, r, t, h, up / tp) + matmul(c, r, up / tp, h, t)
+        + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
+    )  # fmt: skip
+    score = 4 * t * r.sequence * h / tp * np.where(r.causal > 0, 0.5, 1.0)
+    attention = score / (c["peak"] * c["attention"]) * c.get("attention.unfused", 1.0)
+    scores = c["scores_bytes"] * t * r.sequence * r.heads / tp
+    own = t / np.where(r.sequence_parallel > 0, tp, 1)
+    moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
+    f_passes = passes(c, moved + scores)
+    b_passes = passes(c, c["backward_bytes"] * moved + scores + c["accumulate_bytes"]
+                      * r.layer_weights / tp)  # fmt: skip
+    f_compute = forward + attention + f_passes
+    b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
+    whole = 2 * t * h
+    one = collective(c, r, whole, tp, np.ones_like(tp))
+    exposed = one * (4 + (c["tp_backward"] + 4 * r.recompute))
+    ring = collective(c, r, 4 * t * r.cp * r.kv_heads * r.head_size / tp, r.cp, tp)
+    shadow = (f_compute + b_compute) * c["cp_hidden"]
+    exposed = exposed + np.maximum(3 * ring - shadow, 0.2 * ring)
+    if c["fsdp"]:
+        gather = collective(c, r, 2 * r.layer_weights, r.dp, tp)
+        scatter = collective(c, r, c["gradient_bytes"] * r.layer_weights, r.dp, tp)
+        moved = (2 * gather + scatter) * (r.zero >= 3)
+        exposed = exposed + np.maximum(
+            moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
+        )
+    return f_compute + b_compute + c["layer_start"] * (1 + r.recompute / 3), exposed
+
+
+def head(c: Constants, r: Runs) -> tuple[Array, Array]:
+    """Return compute and exposed transfers of the output layer and the loss."""
+    t = r.micro_batch * r.sequence / r.cp
+    own = r.vocab / r.tp
+    plain = Runs(**{**r.__dict__, "float8": np.zeros_like(r.float8)})
+    products = (
+        matmul(c, plain, t, own, r.hidden) + matmul(c, plain, t, r.hidden, own)
+        + matmul(c, plain, own, r.hidden, t)
+    )  # fmt: skip
+    one = collective(c, r, 2 * t * r.hidden, r.tp, np.ones_like(r.tp))
+    return products + passes(c, c["logit_bytes"] * t * own), 3 * one
+
+
+def host_layer(c: Constants, r: Runs) -> Array:
+    """Return the seconds in which a host, or the latency of its collectives, passes a layer."""
+    seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
+    seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
+    beside = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
+    more = np.maximum(0.0, np.ceil(r.tp / r.node) - 1)
+    seconds = seconds + np.where(beside, r.tp * (c["host_beside"] + c["host_crossing"] * more), 0.0)
+    return seconds * (1 + c["host_recompute"] * r.recompute)
+
+
+def stall_features(r: Runs) -> Array:
+    """Return [runs, features] by which the odds of a stall are told, in the order of STALL_ODDS."""
+    pipeline = r.pp > 1
+    hooks = (r.zero == 0) & (r.dp > 1)
+    crossing = (r.tp > r.node) & (r.pp > 2)
+    columns = (
+        np.ones(len(r)), r.nodes / 16, np.log2(r.dp) * r.nodes / 64 * pipeline, pipeline,
+        hooks & ~pipeline, hooks & pipeline & (r.micro_batches > 8), crossing,
+    )  # fmt: skip
+    return np.stack([np.asarray(column, dtype=float) for column in columns], 1)
+
+
+STALL_ODDS = (
+    "stall_base", "stall_nodes", "stall_dp", "stall_pp", "stall_hooks", "stall_hooks_pp",
+    "stall_crossing",
+)  # fmt: skip
+
+
+def odds(c: Constants, r: Runs) -> Array:
+    """Return the share of runs like these that stall; none on one node."""
+    log_odds = stall_features(r) @ np.array([c[name] for name in STALL_ODDS])
+    return np.where(r.nodes > 1, 1 / (1 + np.exp(-log_odds)), 0.0)
+
+
+def likely(share: Array) -> Array:
+    """Return nearly 0 below a share of a half and nearly 1 above: a median, and still in order."""
+    return share**SURE / (share**SURE + (1 - share) ** SURE)
+
+
+def stall_seconds(c: Constants, r: Runs) -> Array:
+    """Return the seconds that a step stalls, in a run that does."""
+    neighbours = np.where(r.pp > 2, 2.0, r.pp - 1)
+    pipeline = c["stall_message"] * 2 * neighbours * (r.micro_batches + 1)
+    tensor = c["stall_tensor"] * r.micro_batches * (r.tp > r.node)
+    return np.maximum(np.maximum(pipeline, tensor), c["stall_sum"] * (r.dp > 1))
+
+
+def messages(c: Constants, r: Runs) -> Array:
+    """Return the seconds of one activation's message between stages, to be waited for."""
+    sent = 2 * r.micro_batch * r.sequence / r.cp * r.hidden
+    sent = sent / np.where(r.sequence_parallel > 0, r.tp, 1)
+    far = r.tp * r.cp * r.dp >= r.node
+    rate = np.where(far, r.network * c["network_share"], c["link"] * c["link_share"])
+    return np.where(r.pp > 1, c["message_start"] + sent / rate, 0.0)
+
+
+def rank_weights(r: Runs) -> Array:
+    """Return the numbers that the fullest pipeline rank holds."""
+    stages = r.cut.reshape(len(r), -1)
+    ends = r.vocab * r.hidden
+    first = _rank_layers(r, 0) * r.layer_weights + ends
+    place = np.minimum(r.head, stages.shape[1] - 1).astype(int)
+    last = stages[np.arange(len(r)), place] * r.layer_weights + ends
+    both = (r.head == 0) & (r.tied == 0)
+    middle = stages.max(1) * r.virtual * r.layer_weights
+    return np.maximum(np.maximum(first + both * ends, last), middle) / r.tp
+
+
+def _rank_layers(r: Runs, rank: int) -> Array:
+    """Return the layers of a pipeline rank: chunk after chunk, pp stages apart."""
+    if not (r.virtual > 1).any():
+        return np.asarray(r.cut[:, rank])
+    total = np.zeros(len(r))
+    for chunk in range(int(r.virtual.max())):
+        place = rank + chunk * r.pp
+        inside = (chunk < r.virtual) & (place < r.cut.shape[1])
+        at = np.minimum(place, r.cut.shape[1] - 1).astype(int)
+        total += np.where(inside, r.cut[np.arange(len(r)), at], 0)
+    return total
+
+
+def gradients(c: Constants, r: Runs, backward: Array) -> Array:
+    """Return the exposed seconds of gradient sums and parameter gathers. backward: the last one."""
+    weights = rank_weights(r)
+    inner = r.tp
+    size = r.dp * r.cp
+    layers = r.cut.max(1) * r.virtual
+    calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
+    scatter = collective(c, r, c["gradient_bytes"] * weights, size, inner, calls)
+    gather = collective(c, r, c["parameter_bytes"] * weights, size, inner, calls)
+    sums = np.where(r.zero > 0, scatter, 2 * scatter)
+    hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward
+    exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
+    total = exposed + np.where(r.zero > 0, gather * c["gather_exposed"], 0.0)
+    return np.where((size > 1) & ~((r.zero >= 3) & (c["fsdp"] > 0)), total, 0.0)
+
+
+def update(c: Constants, r: Runs) -> Array:
+    shard = np.where(r.zero > 0, r.dp * r.cp, 1)
+    return passes(c, c["update_bytes"] * rank_weights(r) / shard) + c["host_step"]
+
+
+def times(c: Constants, r: Runs) -> Times:
+    """Return the times of steps of these runs."""
+    compute, exposed = layer(c, r)
+    on_layer = host_layer(c, r)
+    head_compute, head_exposed = head(c, r)
+    stages = r.cut.shape[1]
+    number = np.arange(stages)[None, :]
+    count = (r.pp * r.virtual)[:, None]
+    used = number < count
+    is_head = (number == r.head[:, None]) & used
+    gpu = r.cut * (compute + exposed)[:, None] + is_head * (head_compute + head_exposed)[:, None]
+    host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
+    sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
+    both = (gpu**sharp + host**sharp) ** (1 / sharp)
+    slowest = both.max(1)
+    virtual, pp = r.virtual, r.pp
+    if (virtual > 1).any():  # a rank's own chunks, one after another
+        rank_time = np.zeros(len(r))
+        total = both.sum(1)
+        for rank in range(int(pp.max())):
+            own = np.where((number % np.maximum(pp, 1)[:, None]) == rank, both, 0.0).sum(1)
+            rank_time = np.maximum(rank_time, own)
+        slowest = np.where(virtual > 1, rank_time, slowest)
+    else:
+        total = both.sum(1)
+    message = messages(c, r)
+    slot = slowest + np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
+    ends = np.maximum(total / virtual - slowest / virtual, 0.0) * bubble_share(r)
+    ends = ends + np.where(pp > 1, 2 * (pp - 1) * message, 0.0)
+    jitter = 1 + c["jitter"] * np.log2(np.maximum(1.0, r.nodes))
+    body = r.micro_batches * slot
+    sums = gradients(c, r, both.max(1) * 2 / 3)
+    optimizer = update(c, r)
+    stall = stall_seconds(c, r) * likely(odds(c, r))
+    step = (body + ends) * jitter + sums + optimizer + stall
+    place = gpu.argmax(1)
+    at = np.arange(len(r)), place
+    share = compute * r.cut[at] + is_head[at] * head_compute
+    return Times(
+        slot=slot, compute=share, exposed=gpu[at] - share, host=host.max(1), bubble=ends,
+        sums=sums, update=optimizer, stall=stall, step=step,
+    )  # fmt: skip
+
+
+def bubble_share(r: Runs) -> Array:
+    """Return the bubble in units of 1F1B's: its formula for each schedule (docs/pipeline.md)."""
+    zero_bubble = r.schedule == SCHEDULES.index("zb-h1")
+    v_shape = (r.schedule == SCHEDULES.index("zb-v")) | (r.schedule == SCHEDULES.index("v-half"))
+    none = r.schedule == SCHEDULES.index("zb-2p")
+    return np.where(none, 0.0, np.where(zero_bubble, 1 / 3, np.where(v_shape, 0.2, 1.0)))
