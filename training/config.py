@@ -109,6 +109,8 @@ class ParallelConfig:
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
     optimizer_backend: str = "torch"  # "torch", "triton", "apex", "te": whose AdamW kernel
+    norm_backend: str = "weft"  # "weft", "apex", "te": whose RMSNorm
+    core_attention_backend: str = "torch"  # "torch", "te": whose attention
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property

@@ -13,6 +13,7 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, UsageError
 from training.flags import (
+    backend_rules,
     context_rules,
     fault_rules,
     float8_rules,
@@ -190,6 +191,7 @@ def _layout(config: Config) -> None:
     p = config.parallel
     size_rules.check_cut(config)
     overlap_rules.check(config)
+    backend_rules.check(config)
     context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")

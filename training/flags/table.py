@@ -83,6 +83,8 @@ LIVE = """
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
 --optimizer-backend | one of torch,triton,apex,te | off: torch | package whose AdamW kernel updates the weights; triton (our kernel, which rounds them to bf16 in the same pass), apex and te need CUDA (ours, not Megatron's)
+--norm-backend | one of weft,apex,te | off: weft | package whose kernels compute RMSNorm; apex and te need CUDA (ours, not Megatron's)
+--core-attention-backend | one of torch,te | off: torch | package that computes attention; te is Transformer Engine's DotProductAttention, on CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int[1,65536] | samples | samples of one forward on one rank, b
@@ -269,8 +271,7 @@ def _rows(text: str) -> list[list[str]]:
 @cache
 def known_flags() -> dict[str, Flag]:
     """Return every known flag by its name."""
-    flags: list[Flag] = []
-    group = ""
+    flags, group = list[Flag](), ""
     for row in _rows(LIVE):
         if row[0].startswith("["):
             group = row[0][1:].split("]")[0]
@@ -291,8 +292,7 @@ def known_flags() -> dict[str, Flag]:
 
 def headings() -> dict[str, str]:
     """Return {config section: heading} of the live table, in order."""
-    found = re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE)
-    return dict(found)
+    return dict(re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE))
 
 
 def live() -> list[Flag]:

@@ -40,6 +40,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--norm-backend --core-attention-backend
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
@@ -63,7 +64,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--fused-linear-cross-entropy --cpu-offload-activations --cuda-graph "
+    "--fused-linear-cross-entropy --norm-backend --core-attention-backend "
+    "--cpu-offload-activations --cuda-graph "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
