@@ -140,7 +140,8 @@ def lines(table: Sequence[Row], moved: Carried) -> list[str]:
             f"{row.choice}".rstrip()
         )
     total = sum(row.bytes for row in table)
-    again, away = (sum(row[i] for row in table) for i in (2, 3))
+    again = sum(row.recompute_seconds for row in table)
+    away = sum(row.offload_seconds for row in table)
     told.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * away:>8.3f} ms")
     if moved.down:
         told.append(

@@ -11,7 +11,8 @@ import pytest
 from training import config
 from training.flags.megatron import CHECKED, DIFFERENCES
 from training.flags.parse import build_parser
-from training.flags.table import UsageError, headings, known_flags, like, live, suggest
+from training.flags.spelling import like
+from training.flags.table import UsageError, headings, known_flags, live, suggest
 
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
