@@ -233,11 +233,11 @@ class _Run:
             kept - logits,
             for_w - gradient,
             logits,
-            self.rerun[chunk].peak if self.recomputes else 0,
-            self.working[chunk] - moving,
-            offloaded,
-            moving,
-            tuple(each for at, each in self.trace.collectives if at == chunk),
+            again=self.rerun[chunk].peak if self.recomputes else 0,
+            working=self.working[chunk] - moving,
+            offloaded=offloaded,
+            under_way=moving,
+            collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
         )
 
 
