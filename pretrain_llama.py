@@ -62,6 +62,7 @@ from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.plan import context, pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
+from training.plan.context_check import check_attention
 from training.plan.float8 import in_float8
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
@@ -197,6 +198,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type,
     )  # fmt: skip
     recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    check_attention(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)

@@ -53,7 +53,7 @@ class ContextExchange(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = saved_ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=accumulate_dtype(q))
+        dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q))
         saved = (_heads(q), _heads(k), _heads(v), out, lse)
         dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq))
         dk, dv = dkv.to(q.dtype).split(k.shape[2], 2)
