@@ -66,12 +66,12 @@ def saved_by_module(config: Config, provider: ModelProvider) -> tuple[dict[str, 
     recompute = _Recompute(offload=ledger)
     stages: Sequence[Any] = [Stage(0, 2)]
     model = rank_model(config, provider, stages, 0, recompute=recompute)
-    size, positions, documents = rank_batch(config)
+    size, positions, packed = rank_batch(config)
     tokens = torch.empty(size, dtype=torch.long, device=META)
     shape = model.hidden_shape(*size)
     hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
     with MetaAttention(flash_attention), MetaOperations():
-        model(tokens, None, positions, documents, hidden=hidden, chunk=0)
+        model(tokens, None, positions, packed, hidden=hidden, chunk=0)
     found: Counter[str] = Counter()
     for name, nbytes in ledger.storages.values():
         found[name] += nbytes
