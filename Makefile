@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -16,8 +16,12 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 
-train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt b.jsonl" ...)
-	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+# before set-up, which may take minutes; what DATA holds reaches the shell as a variable, spaces and all
+check-data:
+	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --check-only "$$DATA")
+
+train: check-data setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" ON_BAD_DOCUMENT=skip ...)
+	@$(RUN) tools/quickstart.py $(if $(call given,DATA),--data "$$DATA") $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
 test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile

@@ -16,6 +16,7 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
 
@@ -108,6 +109,8 @@ class ParallelConfig:
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
     optimizer_backend: str = "torch"  # "torch", "triton", "apex", "te": whose AdamW kernel
+    norm_backend: str = "weft"  # "weft", "apex", "te": whose RMSNorm
+    core_attention_backend: str = "torch"  # "torch", "te": whose attention
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
@@ -259,6 +262,7 @@ _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
+
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -268,6 +272,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()

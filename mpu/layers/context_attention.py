@@ -30,13 +30,19 @@ from mpu.layers.context_exchange import BACKWARD, FORWARD, ContextExchange, Gath
 from mpu.layers.context_shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.fused import apply_rope
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.te_attention import TransformerEngineAttention
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 
 
 def core_attention_of(ctx: LayerContext) -> Callable[..., Tensor]:
-    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention."""
+    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention.
+
+    Where --core-attention-backend asks for it, Transformer Engine's.
+    """
+    if ctx.core_attention_backend == "te":
+        return TransformerEngineAttention()
     return core_attention if ctx.grid.cp.size == 1 else ContextAttention(ctx)
 
 

@@ -37,6 +37,7 @@ from training.config import (
 )
 from training.data.batch import Batch
 from training.data.context_part import context_part
+from training.gpu_config import GpuConfig
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -90,6 +91,7 @@ def config_of(case: dict) -> Config:
         OptimizerConfig(lr=case.get("lr", 0.0), clip_grad=case.get("clip", 0.0), weight_decay=0.1),
         DataConfig(eod_mask_loss=case.get("masks", False)),
         run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
+        gpu=case.get("gpu", GpuConfig()),
         extra=case.get("extra", ()),
     )
 

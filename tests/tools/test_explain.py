@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")
 FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
-ONE_HEAD = ("--num-query-groups", "1")
+ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
@@ -32,7 +32,7 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": ("--bf16",)}),
     (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
     (2, 1, {"more": (*ONE_HEAD, "--bf16", *FULL), "micro_batches": 2}),
-    (2, 2, {"more": (*ONE_HEAD, "--kv-channels", "32", *FLOAT8, "rowwise"), "sequence_parallel": False}),
+    (2, 2, {"more": (*ONE_HEAD, *WIDE, *FLOAT8, "rowwise"), "sequence_parallel": False}),
     (1, 2, {}),
     (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
     (2, 2, {"micro_batches": 3}),

@@ -10,6 +10,7 @@ OURS = ("mpu", "model", "training", "pretrain_llama.py")
 CARRIERS = ("mpu/comm/", "mpu/kernels/")  # what carries or multiplies is not who asks
 SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
 PARTS = {  # of a file, or of a function in it
+    "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/linear_cross_entropy.py": "loss",

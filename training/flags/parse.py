@@ -28,6 +28,7 @@ from training.flags import (
 )
 from training.flags.table import Flag
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
@@ -44,6 +45,7 @@ _SECTIONS = {
     "log": LogConfig,
     "run": config.RunConfig,
     "float8": Float8Config,
+    "gpu": GpuConfig,
     "fault": FaultConfig,
     "rehearse": RehearseConfig,
 }
@@ -274,6 +276,10 @@ def _assemble(
     virtual = pipeline.virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
+    if layers := parts["gpu"].get("cpu_offloading_num_layers"):
+        parts["gpu"].setdefault("cpu_offload_activations", True)
+    elif layers == 0:
+        parts["gpu"]["cpu_offload_activations"] = False
     layout = config.ParallelConfig(**parallel)
     context_rules.check_world(layout)
     if "step_batch_size_schedule" in batch:

@@ -22,7 +22,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
     """
     if config.parallel.context_parallel_size == 1:
         return
-    size, *documents = rank_batch(config)
+    size, positions, documents = rank_batch(config)
     stages = [Stage(i, i + 1) for i in range(config.model.num_layers)]
     heard = _Heard()
     model = rank_model(plannable(config), provider, stages, 0, trace=heard)
@@ -32,7 +32,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
         for chunk, stage in enumerate(stages):
             heard.over_cp = False
             hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
-            model(tokens, None, *documents, hidden=hidden, chunk=chunk)
+            model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
             if not heard.over_cp:
                 raise ValueError(
                     f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
