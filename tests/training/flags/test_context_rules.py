@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of context parallelism: what is refused and why, what is said, what it makes of ZeRO."""
+"""The flags of context parallelism: what is refused, what is said, what it makes of ZeRO."""
 
 import pytest
 
@@ -31,7 +31,7 @@ MISTAKES = [  # flags, ranks, what the sentence holds
     (f"{CP} 4 {BOTH} {LEVELS} 4", 4, "give two sizes whose product is"),
     (f"{CP} 3 --cp-comm-type a2a", 3, "--num-attention-heads 8 is not a multiple of --context-par"),
     (f"{CP} 6 --cp-comm-type p2p a2a", 6, "over which --cp-comm-type a2a cuts them"),
-    (f"{CP} 3 {BOTH} {LEVELS} 3 1", 3, "is not a multiple of --hierarchical-context-parallel-sizes"),
+    (f"{CP} 3 {BOTH} {LEVELS} 3 1", 3, "is not a multiple of --hierarchical-context-par"),
     (f"{CP} 3 --num-query-groups 2 --num-attention-heads 6 --cp-comm-type a2a --hidden-size 60", 3,
      "--num-query-groups 2 = 2 and --context-parallel-size 3: --cp-comm-type a2a needs the one"),
     (f"{CP} 2 --zero-stage 1 --num-distributed-optimizer-instances 4", 2,
