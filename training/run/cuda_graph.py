@@ -19,7 +19,7 @@ imitation of torch.cuda's class, which records and computes again.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
