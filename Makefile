@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -16,8 +16,12 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 
-train: setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt b.jsonl" ...)
-	@$(RUN) tools/quickstart.py $(call flag,DATA,--data) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+# before set-up, which may take minutes; what DATA holds reaches the shell as a variable, spaces and all
+check-data:
+	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --check-only "$$DATA")
+
+train: check-data setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" ON_BAD_DOCUMENT=skip ...)
+	@$(RUN) tools/quickstart.py $(if $(call given,DATA),--data "$$DATA") $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
 test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile
@@ -32,8 +36,8 @@ chaos: setup ## play a seeded storm of faults of every kind on real runs, as roo
 rehearse: setup ## run one rank's steps of an example on a GPU without memory: launches, memory, traffic, time, mistakes (WORLD=8 RANK=0 DEVICE=h100 EXAMPLE=llama3_8b_one_node.sh ARGS="--more-flags")
 	@WORLD_SIZE=$(or $(call given,WORLD),8) LAUNCH=$(RUN) bash examples/$(or $(call given,EXAMPLE),llama3_8b_one_node.sh) --rehearse $(call flag,RANK,--rehearse-rank) $(call flag,DEVICE,--rehearse-device) $(call given,ARGS)
 
-explain: setup ## print every collective and message of one tiny step (TP=2 DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=rowwise ...)
-	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
+explain: setup ## print every collective and message of one tiny step (TP=2 CP=2 CP_COMM=a2a DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=rowwise ...)
+	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,CP,--cp) $(call flag,CP_COMM,--cp-comm-type) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel) \
 	  $(call flag,FP8,--fp8-recipe)

@@ -60,19 +60,21 @@ from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.plan import pipeline
+from training.plan import context, pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
-from training.plan.float8 import in_float8
+from training.plan.context_check import check_attention
+from training.plan.kept import as_configured, recompute_of
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
-from training.plan.model_profile import accumulate_dtype, model_profile
+from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
 from training.run import cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
+from training.run.measured import settle
 from training.run.meeting import meet
 from training.run.output import say
-from training.run.overlap import Overlap, settle
+from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.slow_ranks import SlowRanks
@@ -97,6 +99,7 @@ class Run:
     monitor: FailureMonitor
     iteration: int = 0
     consumed: int = 0  # samples
+    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
 
     def __post_init__(self) -> None:
         self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
@@ -114,7 +117,7 @@ def train_step(
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
     run.sink.begin_step(len(batches))
-    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
+    total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")
@@ -181,16 +184,8 @@ def model_provider(
     file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
-    in_float8(config, model, ctx)
+    as_configured(config, model, ctx)
     return model
-
-
-def make_grid(config: Config, launch: Launch) -> Grid:
-    """Return the layout of the ranks, without process groups yet."""
-    p = config.parallel
-    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
-    backend, instances = p.distributed_backend, p.num_distributed_optimizer_instances
-    return Grid(launch.world, *sizes, launch, backend=backend, instances=instances)
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
@@ -200,9 +195,12 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
     ctx = LayerContext(
-        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink, loss_in_chunks=chunks
-    )
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
+        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
+        core_attention_backend=p.core_attention_backend,
+    )  # fmt: skip
+    recompute = recompute_of(config, device)
+    check_attention(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
@@ -362,7 +360,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *pipeline.lines(config, model_provider)]:
+    for line in [*config.notes, *context.lines(config), *pipeline.lines(config, model_provider)]:
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
@@ -375,9 +373,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
     run.sink.check = GradientCheck(grid, note)
-    run.monitor.action = "measuring what overlaps"
-    overlap = settle(run.model, ctx, config, note, saver.overlap_choices)
-    saver.overlap_choices = overlap.chosen.choices
+    run.monitor.action = "measuring what is fastest"
+    overlap = settle(run.model, ctx, config, note, saver)
     warm_up(run, model_provider, run_schedule, overlap.chosen, note)
     total = total_iterations(config, run.iteration, run.consumed)
     log = Log(

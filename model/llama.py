@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from model.sizes import check_sizes
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention
+from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import output_loss
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.qkv import local_heads, qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.param import draw_normal, placement_of, tie, unique_parameters
 from mpu.pipeline.layout import Stage
@@ -95,20 +96,19 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head."""
+    """Grouped-query attention; q, k and v are one column-parallel matmul, cut head by head.
+
+    Where g < t, several ranks share a key/value head, which `qkv` gathers (mpu/layers/qkv.py).
+    """
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
-        h, d, t = config.hidden_size, config.head_size, ctx.tp.size
+        h, d = config.hidden_size, config.head_size
         a, g = config.num_attention_heads, config.num_query_groups
-        if a % t or g % t:
-            raise ValueError(
-                f"{a} attention heads in {g} query groups do not divide over "
-                f"tensor-parallel size {t}: both must be multiples of it"
-            )
-        self.heads, self.groups, self.head_size = a // t, g // t, d
-        self.core = recompute.selective(core_attention)
-        self.qkv = ColumnParallelLinear(h, (a * d, g * d, g * d), ctx=ctx)
+        self.heads, self.groups = local_heads(a, g, d, ctx)
+        self.head_size = d
+        self.core = recompute.selective(core_attention_of(ctx))
+        self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx)
 
     def forward(
@@ -190,7 +190,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict(
-            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
+            {str(i): self.block(self.layer_config(i), ctx.of_layer(i), recompute) for i in numbers}
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
@@ -239,9 +239,9 @@ class Llama(nn.Module):
         is the first stage, and returns hidden unless it is the last. caches: see `decode`.
         """
         stage = self.stages[chunk]
-        cos, sin = self.rope(position_ids, tokens.shape[1])
+        cos, sin = self.rope(position_ids, tokens.shape[1] * self.ctx.grid.cp.size)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
-        if self.recompute.granularity == "full" and caches is None:
+        if self.recompute.runs_blocks and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)
         else:
             for i, block in enumerate(self.blocks[chunk]):

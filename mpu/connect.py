@@ -20,12 +20,13 @@ from mpu.grid import Grid
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Send gathers and sums of CPU tensors through shared memory, on tp, dp_cp and dp_cp's parts.
+    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp and their parts.
 
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
-    for name in ("tp", "dp_cp", "dp_cp_shard", "dp_cp_replicate"):
+    parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
+    for name in ("tp", "cp", "dp_cp", *parts):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue

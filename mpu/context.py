@@ -2,7 +2,7 @@
 """LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ class LayerContext:
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
-    is named so, where --fused-linear-cross-entropy asks for it.
+    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
+    for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
+    core_attention_backend: whose kernels they are, as the flags of these names say.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -31,6 +33,9 @@ class LayerContext:
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     loss_in_chunks: Callable[..., Tensor] | None = None
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    norm_backend: str = "weft"
+    core_attention_backend: str = "torch"
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect
@@ -38,6 +43,12 @@ class LayerContext:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tp", self.grid.tp)
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
+
+    def of_layer(self, number: int) -> "LayerContext":
+        """Return the context of a numbered layer, with its own entry of cp_comm_type."""
+        if len(self.cp_comm_type) == 1:
+            return self
+        return replace(self, cp_comm_type=(self.cp_comm_type[number],))
 
     def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
         """Return the axes over which a replicated weight's gradient is partial in a region."""

@@ -7,9 +7,12 @@ ranks sit on one node. An axis is a row of that array, a product axis a plane. F
     dp_cp            product of dp and cp; gradients are summed over it
     dp_cp_shard      ranks of dp_cp that share one instance of the distributed optimizer
     dp_cp_replicate  ranks of dp_cp that hold the same part, one in each instance
+    cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
+    tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
-With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone.
+With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
+the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes).
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
@@ -36,7 +39,8 @@ NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    Raises ValueError where tp x cp x pp do not divide the world, or `instances` not dp_cp.
+    query_groups: key/value heads of the model; 0: no fewer than tp. Raises ValueError where tp x cp
+    x pp do not divide the world, `instances` not dp_cp, or fewer `query_groups` not tp.
     """
 
     world_size: int = 1
@@ -46,6 +50,8 @@ class Grid:
     launch: Launch = field(default_factory=Launch)
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
+    query_groups: int = 0
+    hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -62,6 +68,7 @@ class Grid:
         self.cp = self._axis("cp", "cp")
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
+        self.cp_a2a, self.cp_p2p = self._parts_of_cp()
         self.dp_cp = self._axis("dp_cp", "dp", "cp")  # gradients are summed over it
         self.dp_cp_shard = self.dp_cp
         self.dp_cp_replicate = Axis("dp_cp_replicate", ranks=(self.rank,))
@@ -77,6 +84,16 @@ class Grid:
             self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
             far = self.dp_cp.ranks[at % inside :: inside]
             self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
+        self.tp_kv = Axis("tp_kv", ranks=(self.rank,))
+        if 0 < self.query_groups < self.tp.size:
+            if self.tp.size % self.query_groups:
+                raise ValueError(
+                    f"{self.query_groups} query groups do not divide {self.tp.size} "
+                    "tensor-parallel ranks: one must be a multiple of the other"
+                )
+            share, at = self.tp.size // self.query_groups, self.tp.rank
+            first = at - at % share
+            self.tp_kv = Axis("tp_kv", at % share, share, self.tp.ranks[first : first + share])
         # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
         # names a group by its ranks and by how many groups its maker has made.
         self.embd = Axis("embd", ranks=(self.rank,))
@@ -107,11 +124,27 @@ class Grid:
                 return Axis(name, ranks.index(self.rank), len(ranks), ranks)
         raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
 
+    def _parts_of_cp(self) -> tuple[Axis, Axis]:
+        if self.hierarchical is None:
+            return Axis("cp_a2a", ranks=(self.rank,)), Axis("cp_p2p", ranks=(self.rank,))
+        near, far = self.hierarchical
+        if near * far != self.cp.size or near < 1:
+            raise ValueError(
+                f"--hierarchical-context-parallel-sizes {near} {far}: their product must be the "
+                f"context-parallel size {self.cp.size}"
+            )
+        at, ranks = self.cp.rank, self.cp.ranks
+        first = at - at % near
+        return (
+            Axis("cp_a2a", at % near, near, ranks[first : first + near]),
+            Axis("cp_p2p", at // near, far, ranks[at % near :: near]),
+        )
+
     # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
-        "embd",
+        "embd", "tp_kv", "cp_a2a", "cp_p2p",
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":

@@ -44,22 +44,33 @@ class Comm:
     store: Any
 
     def grid(
-        self, tp: int = 1, cp: int = 1, pp: int = 1, instances: int = 1, memory: bool = False
+        self,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        instances: int = 1,
+        memory: bool = False,
+        query_groups: int = 0,
+        hierarchical: tuple[int, ...] | None = None,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
-        memory: its ranks share memory, as those of a run on one host do.
+        memory: its ranks share memory, as those of a run on one host do. hierarchical: the parts of
+        cp.
         """
         from mpu.connect import share
         from mpu.grid import Grid
         from mpu.launch import Launch
 
-        key = (tp, cp, pp, instances, memory)
+        query_groups = query_groups if query_groups < tp else 0
+        key = (tp, cp, pp, instances, memory, query_groups, hierarchical)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
-            grid = Grid(self.size, tp, cp, pp, launch, "gloo", instances)
+            grid = Grid(
+                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical
+            )
             grid.add_groups(torch.device("cpu"), wait)
             if memory:
                 share(grid, wait)

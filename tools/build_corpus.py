@@ -8,8 +8,10 @@ corpus.json, which says what they hold. They have about 10 MB; nothing is downlo
 tables of encodings/ and generated files are left out: they are long and teach a model little. A
 file is held out by a hash of its path, so every machine and every Python hold out the same files.
 
-With --input FILES (.txt or .jsonl, also .gz) the corpus is made of those instead. A long text is
-cut at line ends into pieces of about 16,000 characters, and a piece is held out by its own hash.
+With --input the corpus is made of those files, folders or patterns instead (.txt, .jsonl, both also
+as .gz or .zst, .parquet). A long text is cut, at line ends where it has some, into pieces of about
+16,000 characters, or into fewer where there is little text, and a piece is held out by its own
+hash. At least one is always held out. --check-only looks at the files and builds nothing.
 """
 
 import hashlib
@@ -18,13 +20,20 @@ import platform
 import re
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told
+from tools.progress import progress
+from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
+from training.data.text_files import find_files, split_names, stat_files
+
+PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
 
 SKIPPED_FOLDERS = {
     "__pycache__",
@@ -53,8 +62,12 @@ def wanted(path: str, text: str) -> bool:
 
 def held_out(path: str, percent: float) -> bool:
     """Return whether a text belongs to the held-out part, which depends on its path only."""
-    draw = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
-    return draw < percent / 100 * 2**64
+    return draw(path) < percent / 100 * 2**64
+
+
+def draw(path: str) -> int:
+    """Return a number below 2**64 that the path decides, evenly."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
 
 def read(library: Path) -> list[tuple[str, str]]:
@@ -71,49 +84,111 @@ def read(library: Path) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def pieces(files: list[Path], size: int = 16_000) -> list[tuple[str, str]]:
-    """Return (name, text) of every document of the files, cut at line ends where it is long."""
-    found = []
-    for file in files:
-        for text in documents(file):
-            begin = 0
-            while begin < len(text):
-                end = text.find("\n", begin + size) + 1 or len(text)
-                piece = text[begin:end]
-                found.append((hashlib.sha256(piece.encode()).hexdigest(), piece))
-                begin = end
-    return found
+def pieces(
+    files: list[str], size: int = PIECE, bad: BadDocuments | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of every document of the files, cut into pieces where it is long.
+
+    A piece ends at the first line end after `size` characters; where there is none in as many
+    again, after a space, or anywhere.
+    """
+    total = sum(Path(file).stat().st_size for file in files)
+    with progress("reading", total) as tell:
+        for file in files:
+            for text in documents(file, bad=bad, tell=tell):
+                begin = 0
+                while begin < len(text):
+                    end = _end(text, begin, size)
+                    piece = text[begin:end]
+                    yield hashlib.sha256(piece.encode()).hexdigest(), piece
+                    begin = end
 
 
-def build(texts: list[tuple[str, str]], output: Path, percent: float) -> dict[str, Any]:
-    """Write the two files and corpus.json; return the content of corpus.json."""
-    parts: dict[str, list[tuple[str, str]]] = {"train": [], "heldout": []}
-    for path, text in texts:
-        parts["heldout" if held_out(path, percent) else "train"].append((path, text))
-    if not all(parts.values()):
-        raise ValueError(f"{len(texts)} texts are too few to hold {percent}% of them out")
+def _end(text: str, begin: int, size: int) -> int:
+    least, most = begin + size, begin + 2 * size
+    if least >= len(text):
+        return len(text)
+    for sign in ("\n", " "):
+        if end := text.find(sign, least, most) + 1:
+            return end
+    return min(most, len(text))
+
+
+def build(
+    texts: Iterable[tuple[str, str]], output: Path, percent: float, aside: int | None = None
+) -> dict[str, Any]:
+    """Write the two files and corpus.json, text after text; return the content of corpus.json.
+
+    aside: the number of a text that is held out besides. Raises TooFew where one of the two files
+    would be empty.
+    """
+    new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
+    counts, size, lowest = {"train": 0, "heldout": 0}, 0, (1 << 64, 0)
+    with ExitStack() as stack:
+        paths = {name: output / f"{name}.jsonl" for name in counts}
+        files = {name: stack.enter_context(open(at, "wb")) for name, at in paths.items()}
+        for i, (path, text) in enumerate(texts):
+            name = "heldout" if i == aside or held_out(path, percent) else "train"
+            counts[name] += 1
+            size += len(text.encode())
+            files[name].write((json.dumps({"text": text, "path": path}) + "\n").encode())
+            lowest = min(lowest, (draw(path), i))
+    if not all(counts.values()):
+        for at in paths.values():
+            at.unlink()
+        if new:
+            output.rmdir()
+        raise TooFew(counts, percent, lowest[1])
     digest = hashlib.sha256()
-    for name, files in parts.items():
-        lines = [json.dumps({"text": text, "path": path}) + "\n" for path, text in files]
-        content = "".join(lines).encode()
-        digest.update(content)
-        (output / f"{name}.jsonl").write_bytes(content)
+    for at in paths.values():
+        with open(at, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     about = {
         "sha256": digest.hexdigest(),
-        "texts": sum(map(len, parts.values())),
-        "heldout_texts": len(parts["heldout"]),
-        "bytes": sum(len(text.encode()) for files in parts.values() for _, text in files),
+        "texts": sum(counts.values()),
+        "heldout_texts": counts["heldout"],
+        "bytes": size,
         "python": platform.python_version(),
     }
     (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
 
+class TooFew(ValueError):
+    """All texts went to one side. least: the number of the text to hold out, if one must be."""
+
+    def __init__(self, counts: dict[str, int], percent: float, least: int) -> None:
+        self.counts, self.least = counts, least
+        super().__init__(f"{sum(counts.values())} texts are too few to hold {percent}% of them out")
+
+
+def build_given(
+    names: list[str], output: Path, percent: float, bad: BadDocuments
+) -> dict[str, Any]:
+    """Build the corpus of a person's files. Raises ValueError for too little text."""
+    files = find_files(names)
+    total = sum(size for _, size, _ in stat_files(files))
+    size = min(PIECE, max(LEAST, total // FEWEST))
+    try:
+        return build(pieces(files, size, bad), output, percent)
+    except TooFew as few:
+        if sum(few.counts.values()) < 2:
+            left_out = f" ({bad.line()})" * bool(bad.kinds)
+            raise ValueError(
+                f"--input: {total:,} bytes in {len(files)} file(s) have too little text to hold a "
+                f"part of it out{left_out}"
+            ) from None
+        bad.kinds.clear()  # the same are found again
+        percent = percent if few.counts["train"] else 0
+        return build(pieces(files, size, bad), output, percent, few.least)
+
+
 def main() -> None:
     """Build the corpus and print what it holds."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument(
         "--library",
         type=Path,
@@ -121,20 +196,36 @@ def main() -> None:
         help="folder of Python sources (default: this Python's standard library)",
     )
     parser.add_argument(
-        "--input", type=Path, nargs="+", help="files to take in the library's place"
+        "--input", nargs="+", metavar="PATH", help="files, folders or patterns of your own text"
     )
     parser.add_argument("--heldout-percent", type=float, default=5.0, help="share held out, in %%")
+    parser.add_argument(
+        "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
+    )
+    parser.add_argument(
+        "--check-only", metavar="PATHS", help="check these, separated by spaces; build nothing"
+    )
     args = parser.parse_args()
+    bad = BadDocuments(args.on_bad_document)
     try:
-        texts = pieces(args.input) if args.input else read(args.library)
-        about = build(texts, args.output_dir, args.heldout_percent)
+        if args.check_only is not None:
+            stat_files(find_files(split_names(args.check_only), "DATA"), "DATA")
+            return
+        if args.output_dir is None:
+            parser.error("--output-dir is missing: the folder to write into")
+        if args.input:
+            about = build_given(args.input, args.output_dir, args.heldout_percent, bad)
+        else:
+            about = build(read(args.library), args.output_dir, args.heldout_percent)
     except (ValueError, OSError) as error:
-        sys.exit(told("build_corpus.py", error))
+        sys.exit(told("make train" if args.check_only else "build_corpus.py", error))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"
     print(
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"
         f" {about['heldout_texts']} texts held out, SHA-256 {about['sha256']}"
     )
+    if bad.kinds:
+        print(bad.line())
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@
 One tensor is in memory at a time. What is written is complete or absent.
 """
 
+import json
 import os
 import secrets
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,16 +32,8 @@ from training.checkpoint.files import (
 from training.checkpoint.huggingface import BY_NAME, EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
 from training.data.tokenizer import tokenizer_of
+from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 
 
@@ -71,6 +65,35 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
             with open_plain(root / name) as file:
                 found[name] = file.read()
     return found
+
+
+def exported_tokenizer(
+    found: Checkpoint, given: Path | None
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the tokenizer's files for an export, and the ids for its config.json.
+
+    given: --tokenizer. The files have the names that Hugging Face looks for. The ids of a model
+    that was imported are kept; else they are the tokenizer's own. Raises ValueError.
+    """
+    state = found.state if given is None else {}
+    directory = found.directory if given is None else given
+    if given is not None or isinstance(found, HuggingFaceDirectory):
+        extra = tokenizer_files(directory)
+    else:
+        kind, own = (str(state.get(f"tokenizer_{what}")) for what in ("type", "model"))
+        extra = attached(found, {*TOKENIZER_FILES, own})
+        if own in extra:
+            extra[STANDARD.get(kind, MODEL)] = extra.pop(own)
+    sizes = found.state["hf_config"]
+    ids = {k: sizes[k] for k in TOKEN_IDS if sizes.get(k) is not None}
+    if given is not None or not ids:
+        tokenizer = tokenizer_in(state, str(directory), sizes.get("vocab_size"))
+        if tokenizer is not None:
+            ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+    if ids and "generation_config.json" not in extra:
+        known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+        extra["generation_config.json"] = json.dumps(known, indent=2).encode()
+    return extra, ids
 
 
 def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
@@ -122,9 +145,8 @@ def export_hf(
     files = into_files(pieces, shard_bytes)
     kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
     config = {**sizes, "torch_dtype": kept}
-    if tokenizer is None and isinstance(found, HuggingFaceDirectory):
-        tokenizer = found.directory
-    extra = tokenizer_files(tokenizer) if tokenizer else attached(found, TOKENIZER_FILES)
+    extra, ids = exported_tokenizer(found, tokenizer)
+    config.update(ids)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
     aside.mkdir(mode=0o700)

@@ -6,11 +6,13 @@
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
     python tools/explain.py --pp 2 --schedule zb-v --micro-batches 3
     python tools/explain.py --dp 2 --zero 3
+    python tools/explain.py --cp 2 --cp-comm-type all_gather
 
-It starts tp x dp x pp processes on this machine, builds a small Llama with pretrain_llama.build and
-runs pretrain_llama.train_step. What is printed was observed, not worked out: a trace of the grid
-records each collective and message, with the label that its caller gave it, and a TorchDispatchMode
-records the operations around it. At the end, the totals are compared with the formulas of
+It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
+pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not worked
+out: a trace of the grid records each collective and message, with the label that its caller gave
+it, and a TorchDispatchMode records the operations around it. At the end, the totals are compared
+with the formulas of
 docs/parallelism.md. At ZeRO levels 1 to 3 the step printed is the second one.
 """
 
@@ -32,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8_rows import BLOCKS
 from mpu.pipeline.schedules import CHUNKS, NAMES
-from pretrain_llama import build, make_grid, train_step
+from pretrain_llama import build, train_step
 from tools.command_line import Parser, told
 from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
 from tools.explain_ops import Operations
@@ -43,8 +46,10 @@ from tools.explain_trace import Explainer
 from tools.explain_zero import ZERO_SIZES
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
+from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
+from training.plan.model_profile import make_grid
 from training.plan.pipeline import describe_stages
 from training.run.stop import Agreement
 
@@ -78,6 +83,7 @@ def tiny(
     zero: int = 0,
     ahead: bool = True,
     overlap: bool = True,
+    cp: int = 1,
     more: Sequence[str] = (),
 ) -> Config:
     """Return the config of a small Llama 3 in the given layout, with small gradient buckets.
@@ -94,11 +100,12 @@ def tiny(
         "--ffn-hidden-size": 80 * groups,
         "--num-attention-heads": 2 * groups,
         "--num-query-groups": groups,
-        "--seq-length": -(-16 // tp) * tp,
+        "--seq-length": -(-16 // tp) * tp * cp,
         "--vocab-size": 500,
         "--micro-batch-size": 2,
         "--global-batch-size": 2 * dp * (micro_batches or pp),
         "--tensor-model-parallel-size": tp,
+        "--context-parallel-size": cp,
         "--pipeline-model-parallel-size": pp,
         "--pipeline-schedule": schedule,
         "--num-virtual-stages-per-pipeline-rank": chunks,
@@ -109,7 +116,7 @@ def tiny(
     }
     if block:
         sizes |= {"--hidden-size": block * groups, "--ffn-hidden-size": 2 * block * groups}
-        sizes |= {"--kv-channels": block, "--seq-length": block * tp // 2}
+        sizes |= {"--kv-channels": block, "--seq-length": block * tp // 2 * cp}
     switches = ["--mock-data", "--group-query-attention"]
     if overlap:
         switches.append("--overlap-grad-reduce")
@@ -121,19 +128,20 @@ def tiny(
     if sequence_parallel:
         switches.append("--sequence-parallel")
     values = [str(word) for pair in sizes.items() for word in pair]
-    return parse([*values, *switches, *more], tp * dp * pp)
+    return parse([*values, *switches, *more], tp * cp * dp * pp)
 
 
-def micro_batches(config: Config, dp_rank: int) -> list[Batch]:
-    """Return this rank's made-up micro-batches."""
+def micro_batches(config: Config, grid: Grid) -> list[Batch]:
+    """Return this rank's part of made-up micro-batches."""
     m, b = config.model, config.batch.micro_batch_size
     assert m.vocab_size is not None, "tiny gives it"
     data = MockDataset("train", m.seq_length, config.run.seed, m.vocab_size, None)
     count = symbols(config)["m"]
-    firsts = range(dp_rank * count * b, (dp_rank + 1) * count * b, b)
+    firsts = range(grid.dp.rank * count * b, (grid.dp.rank + 1) * count * b, b)
     rows = [np.stack([data.sample(first + i) for i in range(b)]) for first in firsts]
     return [
-        make_batch(each, DocumentRules(), first) for each, first in zip(rows, firsts, strict=True)
+        context_part(make_batch(each, DocumentRules(), first), grid.cp.rank, grid.cp.size)
+        for each, first in zip(rows, firsts, strict=True)
     ]
 
 
@@ -148,7 +156,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     try:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
-        batches = micro_batches(config, grid.dp.rank)
+        batches = micro_batches(config, grid)
         if run.sink.zero_stage:
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
@@ -208,6 +216,8 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     """Return the config of the step for a command line. Raises ValueError with one sentence."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
+    parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="of attention")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
@@ -219,17 +229,20 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     parser.add_argument("--fp8-recipe", choices=[*BLOCKS], help="float8, in bf16 beside it")
     a = parser.parse_args(argv)
-    for flag in ("tp", "dp", "pp", "layers", "micro_batches"):
+    for flag in ("tp", "cp", "dp", "pp", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
-    if a.tp * a.dp * a.pp > MOST_RANKS:
+    if (world := a.tp * a.cp * a.dp * a.pp) > MOST_RANKS:
+        sizes = " x ".join(f"--{axis} {getattr(a, axis)}" for axis in ("tp", "cp", "dp", "pp"))
         raise ValueError(
-            f"--tp {a.tp} x --dp {a.dp} x --pp {a.pp} is {a.tp * a.dp * a.pp} processes on this "
-            f"machine: at most {MOST_RANKS}; the order of the collectives is the same with 2 a side"
+            f"{sizes} is {world} processes on this machine: at most {MOST_RANKS}; the order of the "
+            "collectives is the same with 2 a side"
         )
-    more = []
+    more = ["--cp-comm-type", a.cp_comm_type]
+    if a.cp_comm_type == "a2a+p2p":
+        more += ["--hierarchical-context-parallel-sizes", str(a.cp // 2 or 1), str(min(a.cp, 2))]
     if a.recompute_granularity:
-        more = ["--recompute-granularity", a.recompute_granularity]
+        more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:
         more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
     return tiny(
@@ -242,6 +255,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         sequence_parallel=not a.no_sequence_parallel,
         tied=a.tied,
         zero=a.zero,
+        cp=a.cp,
         more=more,
     )
 

@@ -14,6 +14,7 @@ from mpu.layers.float8_rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
+from tools.explain_context import context_letters
 from training.config import Config
 from training.plan import batch_size, buffers, pipeline, rank_memory
 from training.plan.float8 import layers_in_bf16
@@ -123,7 +124,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     m, p, batch = config.model, config.parallel, config.batch
     t, dp, pp = (
         p.tensor_model_parallel_size,
-        p.data_parallel_size,
+        p.gradient_ranks,
         p.pipeline_model_parallel_size,
     )
     stages = pipeline.rank_stages(config, model_provider, pp_rank)
@@ -138,7 +139,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     again = [stage.layers[: pipeline.recomputed_layers(config, stage)] for stage in stages]
     waits = schedule.micro_batches if schedule.split else schedule.deferred
     return {
-        "s": m.seq_length,
+        "s": m.seq_length // p.context_parallel_size,
         "b": batch.micro_batch_size,
         "h": m.hidden_size,
         "L": sum(len(stage.layers) for stage in stages),
@@ -155,6 +156,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "C": sum(stage > 0 and stage - 1 not in own for stage in own),
         "sp": sp,
         "c": t if sp else 1,
+        "d": m.kv_channels,
+        "n": max(1, t // m.num_query_groups),
         "V": sum(i not in left_out for stage in stages for i in stage.layers),
         "a": sum(i not in left_out for layers in again for i in layers),
         "r": row_bytes(m.hidden_size, BLOCKS[f.fp8_recipe]) if f.fp8_recipe else 0,
@@ -166,6 +169,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "q": rank_memory.gradient_bytes(config),
         "P": len(held.keys() & parameters.keys()),
         "Q": len(parameters),
+        **context_letters(config, stages),
         **_buckets(config, pp_rank),
     }
 
@@ -174,7 +178,7 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     """Return the letters for buckets, and for how the data-parallel ranks share them."""
     p, t = config.parallel, config.parallel.tensor_model_parallel_size
     copies = p.num_distributed_optimizer_instances
-    ranks = p.data_parallel_size // copies
+    ranks = p.gradient_ranks // copies
     level = p.zero if ranks > 1 else 0
     flats = rank_memory.flats(config, model_provider, pp_rank)
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}

@@ -34,7 +34,10 @@ BEFORE = (
     "ZeRO level {Z}. It is the second step: new weights of the first one may still be on their "
     "way, and the order of uses is known."
 )
-AXES = "tp: the parts of a layer; dp_cp (dp x cp): copies of the model; "
+AXES = (
+    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
+    "dp_cp (dp x cp): copies of the model; "
+)
 PIPELINE_AXES = (
     "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; embd: its first rank and "
     "its last"
@@ -49,12 +52,13 @@ def rule(text: str, line: str = "-") -> str:
 def head(config: Config) -> list[str]:
     """Return the opening lines: what was run, and what the words mean."""
     n, p = symbols(config), config.parallel
-    alone = n["p"] == 1
+    alone, cp = n["p"] == 1, p.context_parallel_size
     seen = ", as rank 0 sees it" if alone else f": pipeline {n['p']} ({p.schedule})"
     sizes = [*SIZES, *(ZERO_SIZES if n["Z"] else [])] if alone else PIPELINE_SIZES
     return [
         f"One step of a tiny Llama on {n['t'] * n['D'] * n['p']} ranks{seen}"
-        f"{':' if alone else ','} tensor parallel {n['t']}, data parallel {n['D']}, sequence "
+        f"{':' if alone else ','} tensor parallel {n['t']}, data parallel {p.data_parallel_size}, "
+        f"{f'context parallel {cp} ({p.cp_comm_type[0]}), ' * (cp > 1)}sequence "
         f"parallelism {'on' if n['sp'] else 'off'}, recomputed: "
         f"{config.parallel.recompute_granularity or 'nothing'}",
         *([BEFORE.format(**n)] if n["Z"] else []),

@@ -19,6 +19,7 @@ from mpu.pipeline.schedules import forward_only
 from pretrain_llama import Run, run_schedule, train_step
 from training.config import Config
 from training.data.batch import Batch
+from training.data.context_part import context_part
 from training.flags.parse import parse
 
 
@@ -178,10 +179,11 @@ def batches_of(run: Run, step: int) -> list[Batch]:
         if step == 1:  # two documents a row
             cuts = first[low : low + size, 0].tolist()
             packed = PackedSeqParams.of([length for cut in cuts for length in (cut, s - cut)])
-        made.append(
-            Batch(part[:, :-1], part[:, 1:], **own, packed_seq_params=packed,
-                  first_sample=low, token_count=count)
+        whole_batch = Batch(
+            part[:, :-1], part[:, 1:], **own, packed_seq_params=packed, first_sample=low,
+            token_count=count,
         )  # fmt: skip
+        made.append(context_part(whole_batch, run.grid.cp.rank, run.grid.cp.size))
     return made
 
 

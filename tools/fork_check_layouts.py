@@ -45,12 +45,17 @@ def layout(
     tied: bool = False,
     micro: int = 2,
     save: str = "",
+    cp: int = 1,
+    comm: str = "p2p",
 ) -> Case:
     """Return a case with the name and the flags of a layout."""
     words, flags = [], []
     if tp > 1:
         words.append(f"tp {tp}" + " + SP" * sp)
         flags += ["--tensor-model-parallel-size", str(tp), *["--sequence-parallel"] * sp]
+    if cp > 1:
+        words.append(f"cp {cp} {comm}")
+        flags += ["--context-parallel-size", str(cp), "--cp-comm-type", comm]
     if pp > 1:
         words.append(f"pp {pp} {schedule}")
         flags += ["--pipeline-model-parallel-size", str(pp), "--pipeline-schedule", schedule]
@@ -70,7 +75,7 @@ def layout(
     if tied:
         words.append("tied")
     flags += ["--micro-batch-size", str(micro)]
-    return Case(", ".join(words), tp * pp * dp, tuple(flags), tied, save=save)
+    return Case(", ".join(words), tp * cp * pp * dp, tuple(flags), tied, save=save)
 
 
 def cases(full: bool) -> list[Case]:
@@ -92,6 +97,8 @@ def cases(full: bool) -> list[Case]:
         layout(dp=2, zero=3),
         layout(tp=2, sp=True, dp=2, zero=3, tied=True),
         layout(tp=2, sp=True, pp=2, schedule="zb-h1"),
+        layout(cp=2, comm="all_gather"),
+        layout(tp=2, sp=True, cp=2, recompute="full", tied=True),
     ]
     if full:
         known = {case.name for case in every}
@@ -120,6 +127,12 @@ def all_layouts() -> Iterator[Case]:
                         yield layout(
                             tp, sp, pp, schedule, dp=dp, zero=zero, recompute=next(kinds), tied=tied
                         )
+    for comm, cp, tp, pp, dp in product(("p2p", "all_gather", "a2a"), (2, 4), *((1, 2),) * 3):
+        if tp * cp * pp * dp <= 8:
+            zero = 3 * (dp > 1)
+            yield layout(
+                tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm
+            )
 
 
 class Pattern(NamedTuple):
@@ -149,6 +162,13 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
         lambda name: "SP" in name,
         "hidden states are a part of s there, [s/t, b, h]: positions counted from x.shape[0], a "
         "mean or a norm over s, or a weight that should be in Region.SEQUENCE_PARALLEL",
+    ),
+    Pattern(
+        "under context parallelism",
+        lambda name: "cp " in name,
+        "a rank has a part of each row's tokens there: attention that does not go through "
+        "core_attention with the packed_seq_params it is given, which looks at this rank's keys "
+        "alone; positions counted from 0 instead of position_ids; a mean or a shift over s",
     ),
     Pattern(
         "at tp 4",

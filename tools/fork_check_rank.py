@@ -31,7 +31,8 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.zero.gradient_check import GradientCheck
-from pretrain_llama import Run, build, make_grid, model_provider
+from mpu.zero.held import memory
+from pretrain_llama import Run, build, model_provider
 from tools.fork_check_case import (
     Case,
     Desk,
@@ -47,6 +48,7 @@ from tools.fork_check_case import (
 )
 from tools.fork_check_one import decodes, derivatives, draws, names_of
 from training.plan import rank_memory
+from training.plan.model_profile import make_grid
 from training.plan.traffic import traffic
 from training.run.saver import Saver
 from training.run.startup import connect
@@ -126,7 +128,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
                 go_on(run, oracle, report)
             else:
                 compare(run, oracle, report, sent)
-            alone = run.grid.pp.size == run.grid.dp.size == 1
+            alone = run.grid.pp.size == run.grid.dp_cp.size == 1
             if alone and not case.load and not run.model.ctx.sp:
                 decode(run, report)
         if case.save:
@@ -287,7 +289,7 @@ def plan(run: Run, sent: Sent, report: Report) -> None:
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
     said = rank_memory.state(config, flats)
-    for kind, found in run.optimizer.memory().items():
+    for kind, found in memory(run.optimizer).items():
         if found != said[kind]:
             line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
             report.findings.append(("plan", "", line))

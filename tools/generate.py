@@ -5,9 +5,9 @@
     python tools/generate.py --load runs/llama --prompt "def " --temperature 0.8
     torchrun --nproc-per-node 2 tools/generate.py --load runs/llama --prompt "def "
 
---load takes a run's checkpoints, which name their tokenizer, or a Hugging Face directory, for which
---tokenizer-type and --tokenizer-model must be given. Every rank gathers the same logits and draws
-with the same seed, so all pick the same token and none is sent.
+--load takes a run's checkpoints or a Hugging Face directory. Both hold their tokenizer; the flags
+--tokenizer-type and --tokenizer-model name another one. Every rank gathers the same logits and
+draws with the same seed, so all pick the same token and none is sent.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +31,15 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, whole
-from training.checkpoint import find_latest, load, parameter_pieces
+from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet
 from training.run.startup import as_process
 from training.untrusted import printable, sentence
+
+TIMEOUT = timedelta(minutes=5)  # of a collective
 
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
@@ -102,22 +104,26 @@ def generate(
     return [row[: row.index(stop)] if stop in row else row for row in rows]
 
 
-def tokenizer_of(args: argparse.Namespace, state: dict[str, Any], directory: Path) -> Tokenizer:
+def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
     """Build the flags' tokenizer, else the checkpoint's. Raises ValueError if that has changed."""
-    own = args.tokenizer_type is not None or args.tokenizer_model is not None
-    kind = args.tokenizer_type or state.get("tokenizer_type")
-    path = args.tokenizer_model or state.get("tokenizer_model")
-    if kind is None:
+    state, directory = found.state, found.directory
+    size = state["hf_config"]["vocab_size"]
+    kind, path = args.tokenizer_type, args.tokenizer_model
+    if kind is not None or path is not None:
+        return build_tokenizer(
+            kind or state.get("tokenizer_type"), path or state.get("tokenizer_model"), size
+        )
+    tokenizer = tokenizer_in(state, str(directory), size)
+    if tokenizer is None:
         raise ValueError(
             f"{directory} names no tokenizer: give --tokenizer-type and --tokenizer-model"
         )
-    if path and not own and (directory / path).is_file():
-        path = str(directory / path)
-    tokenizer = build_tokenizer(kind, path, state["hf_config"]["vocab_size"])
-    if not own and state.get("tokenizer_digest") not in (None, tokenizer.digest()):
+    known = state.get("tokenizer_digest")
+    if known and not same_tokenizer(known, digests_of(tokenizer), found.manifest["files"]):
         raise ValueError(
-            f"the tokenizer {path} is not the one {directory} was trained with (its SHA-256 "
-            "differs); give --tokenizer-type and --tokenizer-model to use it all the same"
+            f"the tokenizer {state.get('tokenizer_model')} is not the one {directory} was trained "
+            "with (its SHA-256 differs); give --tokenizer-type and --tokenizer-model to use it all "
+            "the same"
         )
     return tokenizer
 
@@ -138,10 +144,19 @@ def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
     return ids
 
 
+def with_groups(grid: Grid, query_groups: int, device: torch.device) -> Grid:
+    """Return the grid in which ranks share key/value heads, where these are fewer. Collective."""
+    if query_groups >= grid.tp.size:
+        return grid
+    shared = Grid(grid.world_size, grid.tp_size, launch=grid.launch, query_groups=query_groups)
+    shared.backend = grid.backend
+    return shared.add_groups(device, TIMEOUT)  # it makes that of tp_kv alone, as tp is the world
+
+
 def load_model(
     root: str, grid: Grid, device: torch.device, dtype: torch.dtype | None, own: str | None = None
-) -> tuple[Llama, dict[str, Any], Path]:
-    """Build and load the checkpoint's model on this rank; return (model, state, directory).
+) -> tuple[Llama, Checkpoint]:
+    """Build and load the checkpoint's model on this rank; return it and the checkpoint.
 
     own: the model's file, where it is not one of Weft's.
     """
@@ -153,15 +168,16 @@ def load_model(
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
     stored = BY_NAME[newest.index["model.embed_tokens.weight"]["dtype"]]
+    saved = newest.state.get("config")
+    file = model_file_of(sizes, saved, own)
+    config = saved_config(file, sizes, saved)
     ctx = LayerContext(
-        grid,
+        with_groups(grid, config.num_query_groups, device),
         dtype=dtype or stored,
         accumulate=torch.float64 if (dtype or stored) == torch.float64 else torch.float32,
         device=device,
     )
-    saved = newest.state.get("config")
-    file = model_file_of(sizes, saved, own)
-    model = file.Model(saved_config(file, sizes, saved), ctx).requires_grad_(False)
+    model = file.Model(config, ctx).requires_grad_(False)
     for param in model.parameters():
         param.zero_()  # the padding of the vocabulary is in no file
     pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
@@ -174,7 +190,7 @@ def load_model(
     )
     assert checkpoint is not None
     load(checkpoint, pieces, grid, at)
-    return model, checkpoint.state, checkpoint.directory
+    return model, checkpoint
 
 
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
@@ -223,8 +239,8 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     """Load, generate, and print on rank 0."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, state, directory = load_model(args.load, grid, device, dtype, args.model_file)
-    tokenizer = tokenizer_of(args, state, directory)
+    model, found = load_model(args.load, grid, device, dtype, args.model_file)
+    tokenizer = tokenizer_of(args, found)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
@@ -252,20 +268,22 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
             print(f"--- {i + 1} of {len(rows)}")
         print(tokenizer.decode([*start, *row]), flush=True)
     count = sum(map(len, rows))
-    print(f"{directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    print(
+        f"{found.directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr
+    )
 
 
 def main(argv: Iterable[str] | None = None) -> int:
     """Connect the ranks and run; print a refusal as one sentence and exit with code 2."""
     args = parse(argv)
-    launch, timeout = Launch.from_env(), timedelta(minutes=5)
+    launch = Launch.from_env()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if launch.world > 1:
             launch.check_meeting()
-            grid.connect(device, meet(timeout, launch), timeout)
+            grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         run(args, grid, device)
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own

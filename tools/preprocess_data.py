@@ -6,7 +6,8 @@
         --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
-(--json-keys); a .txt file is one document, with --lines each of its lines; both also as .gz.
+(--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
+lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all such files below it.
 
 The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
 is interrupted, the same command goes on after the shards that are complete. The two files appear
@@ -22,7 +23,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import sys
 import threading
 import time
@@ -37,13 +37,20 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told, whole
+from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
+from training.data.files import replacing
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
-from training.data.shards import Shard, cut_files, kind_of
+from training.data.shards import Shard, cut_files
+from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
+INPUT = ".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns"
+BAD = """what to do with a document that is not UTF-8, not JSON, without a text, empty or longer
+than 1 GiB: skip leaves it out and counts it, error refuses it with its file, line and
+byte (left out: empty ones are skipped, others refused)"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Job:
     json_keys: tuple[str, ...]
     append_eod: bool
     lines: bool
+    on_bad_document: str | None
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer, once a process."""
@@ -81,6 +89,7 @@ def preprocess(
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     lines: bool = False,
+    on_bad_document: str | None = None,
     workers: int = 1,
     shard_bytes: int | None = None,
     report: Callable[[str], None] = print,
@@ -92,11 +101,15 @@ def preprocess(
     """
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
-    job = Job(tokenizer_type, tokenizer_model, vocab_size, tuple(json_keys), append_eod, lines)
+    job = Job(
+        *(tokenizer_type, tokenizer_model, vocab_size, tuple(json_keys), append_eod, lines),
+        on_bad_document,
+    )
+    inputs = find_files(inputs)
+    files = stat_files(inputs)
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: this tokenizer has no end-of-document token")
-    files = _stat(inputs)
     if shard_bytes is None:
         shard_bytes = min(max(sum(size for _, size, _ in files) // 64, SHARD[0]), SHARD[1])
     folder = _folder(job, files, output_prefix, shard_bytes)
@@ -111,11 +124,18 @@ def preprocess(
     summaries = []
     for key in job.json_keys:
         prefix = f"{output_prefix}_{key}_document"
+        bad = BadDocuments(on_bad_document)
         with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
             for task in tasks:
                 writer.add_file(task.output(key))
+                bad.add(task.left_out(key))
             if writer.documents == 0:
-                raise ValueError(f"--input: no document with text in {len(inputs)} file(s)")
+                left_out = f"; {bad.line()}" * bool(bad.kinds)
+                raise ValueError(
+                    f"--input: no document with text in {len(inputs)} file(s){left_out}"
+                )
+        if bad.kinds:
+            report(f"{prefix}: {bad.line()}")
         beside = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
         written = IndexedTokens(prefix, beside)
         report(f"{prefix}: {len(written):,} documents, {written.count:,} tokens, {written.digest}")
@@ -147,20 +167,35 @@ class Task:
             return False
         return True
 
+    def left_out(self, key: str) -> dict[str, tuple[int, str]]:
+        """Return what `run` left out, as BadDocuments.kinds."""
+        try:
+            with open(self.output(key) + ".bad", encoding="utf-8") as file:
+                return {kind: (count, first) for kind, (count, first) in json.load(file).items()}
+        except FileNotFoundError:
+            return {}
+
     def run(self) -> int:
         """Tokenize the shard; return the number of tokens."""
         tokenizer = self.job.tokenizer()
         eod = tokenizer.eod if self.job.append_eod else None  # not None: see preprocess
         tokens = 0
         for key in self.job.json_keys:
+            bad = BadDocuments(self.job.on_bad_document)
             with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:
-                for number, text in self.shard.texts(key, self.job.lines):
+                for where, text in self.shard.texts(key, self.job.lines, bad):
                     try:
                         ids = tokenizer.encode(text, bos=tokenizer.starts_with_bos)
                     except ValueError as error:
-                        raise ValueError(f"{self.shard.place(number)}: {error}") from error
-                    if text and ids:
+                        raise ValueError(f"{self.shard.place(where)}: {error}") from error
+                    if ids:
                         writer.add(ids if eod is None else [*ids, eod])
+                    else:
+                        place = functools.partial(self.shard.place, where)
+                        bad.found("empty", place, "a document without a token")
+                if bad.kinds:  # before the pair, which says that the shard is done
+                    with replacing(self.output(key) + ".bad") as file:
+                        file.write(json.dumps(bad.kinds).encode())
                 tokens += writer.tokens
         return tokens
 
@@ -195,21 +230,6 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
             yield futures[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)  # a shard that was begun is finished and kept
-
-
-def _stat(inputs: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (path, bytes, mtime in ns) of each file. Raises ValueError for what is no input."""
-    files = []
-    for path in inputs:
-        kind_of(path)
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise ValueError(f"--input {path}: cannot be read ({error.strerror})") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"--input {path}: not a plain file")
-        files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
-    return files
 
 
 def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str, size: int) -> str:
@@ -251,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=".txt or .jsonl files, also with .gz")
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
     add("--output-prefix", required=True, help="path of the output; _KEY_document is appended")
     add("--json-keys", nargs="+", default=["text"], help="keys to read (default: text)")
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
@@ -263,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--append-eod", action="store_true", help="end each document with its own token")
     add("--lines", action="store_true", help="take each line of a .txt as a document")
+    add("--on-bad-document", choices=POLICIES, help=BAD)
     add("--workers", type=whole(1, 1024), default=1, help="processes (default: 1)")
     args = vars(parser.parse_args(argv))
     try:

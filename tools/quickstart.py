@@ -3,7 +3,8 @@
 
     make train                                      the standard library's sources, TP 2, 3 minutes
     make train PP=2                                 the same in two pipeline stages, TP 1
-    make train DATA="a.txt b.jsonl" TP=1 ITERS=500  your own text, one process, 500 iterations
+    make train DATA="a.txt b/ c/*.gz" TP=1          your own text, one process
+    make train DATA="my text.txt" ITERS=500         one file will do; 500 iterations
 
 Each stage runs a command, which is printed so that you can run it yourself. A stage whose input has
 not changed is reused. The training resumes from its last checkpoint: after a call that was stopped,
@@ -11,30 +12,28 @@ the next one trains to the same end; after a finished one, it trains ITERS itera
 """
 
 import argparse
-import contextlib
-import hashlib
 import json
 import math
 import os
 import platform
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from training.data.indexed import IndexedTokens
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHON = os.path.relpath(sys.executable, ROOT)
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from tools.command_line import told
+from tools.stages import CORES, PYTHON, ROOT, command_line, digest, run, show, stage
+from training.data.bad_documents import POLICIES
+from training.data.indexed import IndexedTokens
+from training.data.text_files import find_files, split_names, stat_files
 
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
@@ -54,90 +53,14 @@ MODEL: dict[str, Any] = {
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
 
 
-def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
-    """Return {"num-layers": 4} and ["swiglu"] as ["--num-layers", "4", "--swiglu"]."""
-    pairs = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return pairs + [f"--{name}" for name in switches]
+def prepare(data: list[str], out: Path, on_bad: str | None) -> str:
+    """Make corpus, tokenizer and token files; return the key of corpus and tokenizer.
 
-
-def show(command: list[str], threads: int | None = None) -> None:
-    """Print a command as typed in the checkout; a flag and its values stay on one line."""
-    units = [f"OMP_NUM_THREADS={threads}"] if threads else [""]
-    for word in command:
-        if word.startswith("--"):
-            units.append("")
-        units[-1] += " " * bool(units[-1]) + shlex.quote(word)
-    text = " ".join(unit.replace(" ", "\0") for unit in units)
-    lines = textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
-    print("\n  $ " + " \\\n      ".join(lines).replace("\0", " ") + "\n", flush=True)
-
-
-def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> str:
-    """Run a command of this checkout; return its stdout if that is piped.
-
-    It runs in a session of its own, so that Ctrl-C reaches it once, from here, and its ranks have
-    the time to finish their step and save.
+    data: files, folders and patterns. on_bad: --on-bad-document.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, env=environment, text=True, start_new_session=True, stdout=stdout
-    ) as child:
-        try:
-            said = child.communicate()[0]
-        except KeyboardInterrupt:
-            number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
-            while child.poll() is None:  # a second Ctrl-C signals once more: no time to save
-                for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
-                    os.kill(process, number)
-                with contextlib.suppress(KeyboardInterrupt):
-                    child.wait()
-            raise
-    if child.returncode:
-        script = next(Path(word).name for word in command if word.endswith(".py"))
-        raise SystemExit(f"make train: {script} failed, as it says above")
-    return said
-
-
-def ranks(launcher: int) -> list[int]:
-    """Return the processes that torchrun started: a signal makes them save, and it ends quietly.
-
-    Without /proc, return the launcher itself, which passes a signal on with a traceback.
-    """
-    file = Path(f"/proc/{launcher}/task/{launcher}/children")
-    started = file.read_text().split() if file.exists() else []
-    return [int(process) for process in started] or [launcher]
-
-
-def digest(*things: object) -> str:
-    """Return a short hash of what a stage depends on."""
-    return hashlib.sha256(json.dumps(things, default=str).encode()).hexdigest()[:16]
-
-
-def stage(folder: Path, key: str, command: list[str], outputs: list[str]) -> str:
-    """Run a stage that writes `outputs` in `folder`, or reuse what it wrote; return its new key."""
-    script = Path(command[1]).read_bytes()
-    key, stamp = digest(key, command, hashlib.sha256(script).hexdigest()), folder / "stage.json"
-    try:
-        done = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        done = {}
-    if done.get("key") == key and all((folder / name).exists() for name in outputs):
-        print(f"reused {done['said']}", flush=True)
-        return key
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
-    show(command)
-    said = run(command, stdout=subprocess.PIPE).strip()
-    print(said, flush=True)
-    stamp.write_text(json.dumps({"key": key, "said": said.splitlines()[0]}))
-    return key
-
-
-def prepare(data: list[Path], out: Path) -> str:
-    """Make corpus, tokenizer and token files; return the key of corpus and tokenizer."""
     if data:
-        source: list[Any] = [(file.stat().st_size, file.stat().st_mtime_ns) for file in data]
-        given = ["--input", *map(str, data)]
+        source: list[Any] = [file[1:] for file in stat_files(find_files(data, "DATA"), "DATA")]
+        given = ["--input", *data, *(["--on-bad-document", on_bad] if on_bad else [])]
     else:
         source, given = [platform.python_version(), sysconfig.get_path("stdlib")], []
     corpus, model = out / "corpus", out / "tokenizer" / "weft.model"
@@ -298,7 +221,8 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
 def main() -> None:
     """Run every stage whose input has changed, train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help=".txt or .jsonl(.gz)")
+    parser.add_argument("--data", default="", help="files, folders, patterns, between spaces")
+    parser.add_argument("--on-bad-document", choices=POLICIES, help="of --data")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
@@ -307,10 +231,11 @@ def main() -> None:
     tp = args.tp if args.tp is not None else 1 if args.pp > 1 else 2
     if min(tp, args.pp, args.iters) < 1:
         sys.exit("make train: TP, PP and ITERS are 1 or more")
-    missing = [str(file) for file in args.data if not file.is_file()]
-    if missing:
-        sys.exit(f"make train: DATA names {missing[0]}, which is no file")
-    data = [file.resolve() for file in args.data]
+    data = [os.path.abspath(name) for name in split_names(args.data)]
+    try:
+        stat_files(find_files(data, "DATA"), "DATA")
+    except ValueError as error:
+        sys.exit(told("make train", error))
     name = f"quickstart-{digest(data)[:8]}" if data else "quickstart"
     out = (args.out or ROOT / "runs" / name).resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
@@ -318,7 +243,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        key = prepare(data, out)
+        key = prepare(data, out, args.on_bad_document)
         flags, folder = train(out, tp, args.pp, args.iters, key)
         finish(out, folder, flags, tp, args.pp)
     except KeyboardInterrupt:

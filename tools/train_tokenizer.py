@@ -13,7 +13,9 @@ does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
@@ -21,33 +23,51 @@ import sentencepiece
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told, whole
+from tools.progress import progress
 from training.data.shards import documents
+from training.data.text_files import find_files, stat_files
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]
 BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]
+META = 3 + 256 + len(NEWLINES) + len(BLANK_LINES)  # pieces that are there whatever the text
 
 
-def lines(files: list[Path], limit: int) -> Iterator[str]:
-    """Yield the texts' lines that are not blank, up to `limit` bytes of text."""
-    for line in (line for file in files for text in documents(file) for line in text.split("\n")):
-        limit -= len(line.encode())
-        if limit < 0:
-            return
-        if line.strip():
-            yield line
+def texts(files: list[Path], what: str) -> Iterator[str]:
+    """Yield the documents of the files, and show how far that is."""
+    with progress(what, sum(file.stat().st_size for file in files)) as tell:
+        for file in files:
+            yield from documents(file, tell=tell)
+
+
+def lines(files: list[Path], limit: int, kept: set[str] | None = None) -> Iterator[str]:
+    """Yield the texts' lines that are not blank, up to `limit` bytes of text.
+
+    A line of more than 10,000 characters comes in parts. kept: leave other characters out.
+    """
+    for text in texts(files, "learning pieces"):
+        for line in text.split("\n"):
+            limit -= len(line.encode())
+            if limit < 0:
+                return
+            if kept is not None:
+                line = "".join(c for c in line if c in kept)
+            if line.strip():
+                yield from (line[at : at + 10_000] for at in range(0, len(line), 10_000))
 
 
 def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
     """Write {prefix}.model and {prefix}.vocab; return the vocabulary's size.
 
-    A text too small for vocab_size pieces gets as many as it can fill.
+    A text too small for vocab_size pieces gets as many as it can fill. Where it has more characters
+    than that, the rarest are made of single bytes.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
+    kept: set[str] | None = None
     while True:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines(files, limit),
+                sentence_iterator=lines(files, limit, kept),
                 model_prefix=str(prefix),
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -64,6 +84,10 @@ def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000
             )
             return vocab_size
         except RuntimeError as error:
+            if "required_chars" in str(error) and kept is None:
+                count = Counter(chain.from_iterable(lines(files, limit)))
+                kept = {c for c, _ in count.most_common(max(1, (vocab_size - META) // 2))}
+                continue
             most = re.search(r"value <= (\d+)", str(error))
             if most is None or int(most[1]) >= vocab_size:
                 raise ValueError(f"--input: SentencePiece cannot learn from it ({error})") from None
@@ -74,7 +98,7 @@ def check(model: Path, files: list[Path]) -> float:
     """Return the files' characters a token. Raises ValueError if a text does not come back."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     characters = tokens = 0
-    for number, document in enumerate((text for file in files for text in documents(file)), 1):
+    for number, document in enumerate(texts(files, "checking pieces"), 1):
         ids = processor.encode(document)
         if processor.decode(ids) != document.replace(SPACE, " "):
             raise ValueError(f"--check: text {number} is not given back as it was by {model}")
@@ -85,16 +109,28 @@ def check(model: Path, files: list[Path]) -> float:
 def main() -> None:
     """Train, check, and print the results."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help=".txt or .jsonl(.gz)")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns",
+    )
     parser.add_argument("--output-prefix", type=Path, required=True, help="PREFIX of PREFIX.model")
     parser.add_argument(
         "--vocab-size", type=whole(1, 1 << 24), default=2048, help="pieces, at most"
     )
-    parser.add_argument("--check", type=Path, nargs="+", default=[], help="texts to round-trip")
+    parser.add_argument(
+        "--check", nargs="+", default=[], metavar="PATH", help="texts to round-trip"
+    )
     args = parser.parse_args()
     try:
-        size = train(args.input, args.output_prefix, args.vocab_size)
-        ratio = check(Path(f"{args.output_prefix}.model"), args.check or args.input)
+        files, checked = (
+            [Path(at) for at, _, _ in stat_files(find_files(names, flag), flag)]
+            for names, flag in ((args.input, "--input"), (args.check, "--check"))
+        )
+        size = train(files, args.output_prefix, args.vocab_size)
+        ratio = check(Path(f"{args.output_prefix}.model"), checked or files)
     except (ValueError, OSError) as error:
         sys.exit(told("train_tokenizer.py", error))
     print(

@@ -16,6 +16,8 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
+from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
 
 
@@ -72,6 +74,8 @@ class ParallelConfig:
     world_size: int = 1
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    cp_comm_type: tuple[str, ...] = ("p2p",)  # of every layer, or one for each of the model's
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None  # a2a, p2p of "a2a+p2p"
     pipeline_model_parallel_size: int = 1
     pipeline_schedule: str | None = None  # None: 1f1b, or interleaved with virtual stages
     num_layers_per_virtual_pipeline_stage: int | None = None
@@ -105,6 +109,8 @@ class ParallelConfig:
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
     optimizer_backend: str = "torch"  # "torch", "triton", "apex", "te": whose AdamW kernel
+    norm_backend: str = "weft"  # "weft", "apex", "te": whose RMSNorm
+    core_attention_backend: str = "torch"  # "torch", "te": whose attention
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
@@ -119,14 +125,19 @@ class ParallelConfig:
         return self.world_size // self.model_parallel_size
 
     @property
+    def gradient_ranks(self) -> int:
+        """Return how many ranks a gradient is summed over, D x c."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def zero(self) -> int:
         """Return the ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too."""
         return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
 
     @property
     def shard_size(self) -> int:
-        """Return how many data-parallel ranks share one optimizer state, 1 at stage 0."""
-        ranks = self.data_parallel_size if self.zero else 1
+        """Return how many ranks share one optimizer state, 1 at stage 0."""
+        ranks = self.gradient_ranks if self.zero else 1
         return ranks // self.num_distributed_optimizer_instances
 
     @property
@@ -217,24 +228,8 @@ class CheckpointConfig:
     ckpt_step: int | None = None  # None: the newest complete one
     use_checkpoint_args: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
-    allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch
+    allow_change: tuple[str, ...] = ()  # of seed, data, tokenizer, batch, rope
     exit_on_missing_checkpoint: bool = False
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """What is logged, and how often."""
-
-    log_interval: int = 10  # steps
-    log_json: str | None = None
-    tensorboard_dir: str | None = None
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    log_params_norm: bool = False
-    profile: bool = False
-    profile_step_start: int = 10
-    profile_step_end: int = 12
-    profile_ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -267,6 +262,7 @@ _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
+
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -276,6 +272,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()

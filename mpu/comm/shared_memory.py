@@ -59,7 +59,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
                 flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
         write, later = (lambda turn: turn.put(x.detach())), async_op and axis.size == 2
-        return x, self._begin("all_reduce", axis, x, write, read, async_op=later, label=label)
+        return x, self.begin("all_reduce", axis, x, write, read, async_op=later, label=label)
 
     def all_gather(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -80,7 +80,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
                 copy(out[low:high], x)
 
         write = lambda turn: turn.put(x)  # noqa: E731
-        return out, self._begin("all_gather", axis, x, write, read, async_op=async_op, label=label)
+        return out, self.begin("all_gather", axis, x, write, read, async_op=async_op, label=label)
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
@@ -109,10 +109,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
             parts[rank] = own.clone() if aside else own
             sum_of_parts(parts, out)
 
-        handle = self._begin("reduce_scatter", axis, x, write, read, async_op=async_op, label=label)
+        handle = self.begin("reduce_scatter", axis, x, write, read, async_op=async_op, label=label)
         return out, handle
 
-    def _begin(
+    def begin(
         self,
         verb: str,
         axis: Axis,

@@ -242,4 +242,4 @@ def sent_bytes(verb: str, tensor: Tensor, size: int) -> int:
         return n * (size - 1)
     if verb == "all_reduce":
         return 2 * n * (size - 1) // size
-    return n * (size - 1) // size if verb == "reduce_scatter" else n
+    return n * (size - 1) // size if verb in ("reduce_scatter", "all_to_all") else n

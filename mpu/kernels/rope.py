@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotate q and k and put q, k and v side by side: the split of fused qkv, in both directions.
 
-    forward    q, k, v are slices of qkv: out may be qkv itself, of which v is then not touched
-    backward   dq, dk, dv are tensors of their own, and become one dqkv, rotated back
+forward    q, k, v are slices of qkv: out may be qkv itself, of which v is then not touched
+backward   dq, dk, dv are tensors of their own, and become one dqkv, rotated back
 
-    first' = first cos - second sin;  second' = second cos + first sin     over halves of a head
+first' = first cos - second sin;  second' = second cos + first sin     over halves of a head
 """
 
 from collections.abc import Sequence

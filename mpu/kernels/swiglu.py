@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwiGLU of rows [gate, up], forward and backward, each in one pass.
 
-    forward    y = g sig(g) u
-    backward   dg = dy u sig(g) (1 + g (1 - sig(g)));  du = dy g sig(g)
+forward    y = g sig(g) u
+backward   dg = dy u sig(g) (1 + g (1 - sig(g)));  du = dy g sig(g)
 """
 
 import torch

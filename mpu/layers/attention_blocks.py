@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys a query looks at, as a list of rectangles: there is no mask.
 
-    two documents,    a window of 3     queries 2 and 3,
-    of 2 and 3                          keys 0 to 3
+two documents,    a window of 3     queries 2 and 3,
+of 2 and 3                          keys 0 to 3
 
-    l . . . .         l . . . . .       a a l .          queries down, keys to the right
-    l l . . .         l l . . . .       a a l l          a    in a block of part "all"
-    . . l . .         l l l . . .                        l    "tril"
-    . . l l .         . u u l . .                        u    "triu"
-    . . l l l         . . u l l .                        .    not looked at
-                      . . . l l l
+l . . . .         l . . . . .       a a l .          queries down, keys to the right
+l l . . .         l l . . . .       a a l l          a    in a block of part "all"
+. . l . .         l l l . . .                        l    "tril"
+. . l l .         . u u l . .                        u    "triu"
+. . l l l         . . u l l .                        .    not looked at
+                  . . . l l l
 """
 
 from collections.abc import Iterator
@@ -42,24 +42,27 @@ def blocks(queries: range, documents: tuple[int, ...], window: int = 0) -> tuple
     tokens before it; 0: at all before it. A query's first block is its "tril": it looks at itself
     there, so no row of a block is empty. A kernel need know whole rectangles and squares alone.
     """
-    return tuple(_blocks(queries, documents, window))
-
-
-def _blocks(queries: range, documents: tuple[int, ...], window: int) -> Iterator[Block]:
-    begin = 0
+    found, begin = list[Block](), 0
     for length in documents:
-        last = min(begin + length, queries.stop)
-        # cut in steps of the window from where the document begins: then a window that begins
-        # before its part begins inside the document, and each "triu" is a whole triangle
-        cuts = [*range(begin, last, window or length), last]
-        for first, end in pairwise(cuts):
-            first = max(first, queries.start)
-            if first >= end:
-                continue
-            yield Block(range(first, end), range(first, end), "tril")
-            seen = max(begin, end - window) if window else begin  # by all queries of this part
-            if seen < first:
-                yield Block(range(first, end), range(seen, first), "all")
-            if window and first - begin >= window and end - first > 1:
-                yield Block(range(first, end - 1), range(first - window + 1, seen), "triu")
+        found += document_blocks(queries, begin, length, window)
         begin += length
+    return tuple(found)
+
+
+def document_blocks(queries: range, begin: int, length: int, window: int) -> Iterator[Block]:
+    """Yield the blocks of the queries in one document, which begins at position `begin`."""
+    last = min(begin + length, queries.stop)
+    # cut in steps of the window from where the document begins: then a window that begins
+    # before its part begins inside the document, and each "triu" is a whole triangle
+    step = window or length
+    cuts = [*range(begin + max(0, queries.start - begin) // step * step, last, step), last]
+    for first, end in pairwise(cuts):
+        first = max(first, queries.start)
+        if first >= end:
+            continue
+        yield Block(range(first, end), range(first, end), "tril")
+        seen = max(begin, end - window) if window else begin  # by all queries of this part
+        if seen < first:
+            yield Block(range(first, end), range(seen, first), "all")
+        if window and first - begin >= window and end - first > 1:
+            yield Block(range(first, end - 1), range(first - window + 1, seen), "triu")

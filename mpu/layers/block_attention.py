@@ -10,6 +10,7 @@ results are merged by log-sum-exp, and the backward of each takes the merged out
 That is the backward of the whole, in parts (Dao et al. 2022, appendix B).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,11 +34,19 @@ def block_attention(
     s, keys = q.shape[2], k.shape[2]
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
-        raise ValueError(f"the packed documents have {sum(documents)} tokens, the batch {keys}")
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 256:  # what flash takes
+        cut = "" if sum(documents) % keys else "; under context parallelism core_attention_of(ctx) "
+        raise ValueError(
+            f"the packed documents have {sum(documents)} tokens, the batch {keys}"
+            f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
+        )
+    if _flash_takes(q):
         return _flash_attention(q, k, v, packed, window)
     return _BlockAttention.apply(q, k, v, blocks(range(keys - s, keys), documents, window))
+
+
+def _flash_takes(q: Tensor) -> bool:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def _flash_attention(
@@ -61,18 +70,9 @@ def _flash_attention(
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, todo: tuple[Block, ...]) -> Tensor:
-        b, a, s, d = q.shape
-        kind, before = _sums(q, todo), k.shape[2] - s
-        out = q.new_empty((b, s, a, d), dtype=kind).transpose(1, 2)
-        lse = q.new_empty((b, s, a), dtype=_accumulate(q)).transpose(1, 2)
-        for block in todo:
-            at, keys = _slice(block.q, before), _slice(block.kv)
-            y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
-            if block.part != "tril":  # these queries have looked at other keys before
-                old, one = lse[:, :, at], new
-                new = torch.logaddexp(old, one)
-                y = out[:, :, at] * (old - new).exp()[..., None] + y * (one - new).exp()[..., None]
-            out[:, :, at], lse[:, :, at] = y, new
+        before = k.shape[2] - q.shape[2]
+        out, lse = outputs(q, _sums(q, todo))
+        attend(todo, q, k, v, out, lse, before=before)
         out = out.to(q.dtype)
         saved_ctx.todo, saved_ctx.before = todo, before
         saved_ctx.save_for_backward(q, k, v, out, lse)
@@ -82,23 +82,79 @@ class _BlockAttention(torch.autograd.Function):
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
-        dq, dk, dv = (torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        for block in saved_ctx.todo:
-            at, keys = _slice(block.q, saved_ctx.before), _slice(block.kv)
-            places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
-            parts = _backward(block.part, *(x[:, :, place] for x, place in places))
-            for whole, part, place in zip((dq, dk, dv), parts, (at, keys, keys), strict=True):
-                whole[:, :, place] += part
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+        sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
+        attend_backward(
+            saved_ctx.todo, dy, q, k, v, out=out, lse=lse, sums=sums, before=saved_ctx.before
+        )
+        dq, dk, dv = (x.to(q.dtype) for x in sums)
+        return dq, dk, dv, None
 
 
-def _accumulate(q: Tensor) -> torch.dtype:
+def outputs(q: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return memory for the output, of dtype `kind`, and the log-sum-exp of q [b, a, s, d]."""
+    b, a, s, d = q.shape
+    out = q.new_empty((b, s, a, d), dtype=kind).transpose(1, 2)
+    return out, q.new_empty((b, s, a), dtype=accumulate_dtype(q)).transpose(1, 2)
+
+
+def attend(
+    todo: Sequence[Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    before: int = 0,
+) -> None:
+    """Do the forward of blocks: set out and lse, or merge into what is there.
+
+    q [b, a, s, d]; k and v [b, g, S, d]. A block's ranges are places in dim 2; `before` is taken
+    off those of queries. A "tril" is a query's first block, and sets.
+    """
+    for block in todo:
+        at, keys = _slice(block.q, before), _slice(block.kv)
+        y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
+        if block.part == "tril":
+            out[:, :, at], lse[:, :, at] = y, new
+        else:  # these queries have looked at other keys before
+            both = torch.logaddexp(lse[:, :, at], new)
+            out[:, :, at].mul_((lse[:, :, at] - both).exp_()[..., None])
+            out[:, :, at].addcmul_(y, (new - both).exp_()[..., None])
+            lse[:, :, at] = both
+        del y, new  # before the next block's
+
+
+def attend_backward(
+    todo: Sequence[Block],
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sums: tuple[Tensor, ...],
+    *,
+    before: int = 0,
+) -> None:
+    """Do the backward of blocks: add to sums, which are dq, dk and dv. out, lse: of all blocks."""
+    for block in todo:
+        at, keys = _slice(block.q, before), _slice(block.kv)
+        places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
+        parts = _backward(block.part, *(x[:, :, place] for x, place in places))
+        for i, (whole, place) in enumerate(zip(sums, (at, keys, keys), strict=True)):
+            whole[:, :, place] += parts[i]
+        del parts  # before the next block's
+
+
+def accumulate_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype in which results of several blocks are added."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _sums(q: Tensor, todo: tuple[Block, ...]) -> torch.dtype:
     """Return the dtype of sums over blocks: where each token is in one block, there is no sum."""
-    return q.dtype if all(block.part == "tril" for block in todo) else _accumulate(q)
+    return q.dtype if all(block.part == "tril" for block in todo) else accumulate_dtype(q)
 
 
 def _slice(positions: range, before: int = 0) -> slice:
@@ -112,6 +168,8 @@ def _forward(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return out.flip(2), lse.flip(2)
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
+    if _flash_takes(q):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, part == "tril")[:2]
     return products_forward(q, k, v, part == "tril")
 
 
@@ -126,11 +184,18 @@ def _backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, out, lse, dropout_p=0.0, is_causal=part == "tril"
         )
+    if _flash_takes(q):
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which is none
+        return aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, out, lse, cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
+            max_k=k.shape[2], dropout_p=0.0, is_causal=part == "tril", philox_seed=state,
+            philox_offset=state,
+        )  # fmt: skip
     return products_backward(dy, q, k, v, out, lse, causal=part == "tril")
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).to(_accumulate(q))
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).to(accumulate_dtype(q))
     scores *= q.shape[3] ** -0.5  # [b, a, s, S]
     if causal:
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)

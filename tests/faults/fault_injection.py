@@ -7,6 +7,7 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 
     "during"  count calls only while the rank says that it is doing this; the fault strikes half a
               second later, so that the others have heard what it was doing
+    "axis"    count calls only on axes of these names (of "collective")
     "from"    count calls only from this iteration on
     "save"    count calls only in this process's save of this number
     "times"   how many calls in a row it strikes, from that one on; otherwise one
@@ -75,6 +76,7 @@ POINTS = {
     "backward": (pretrain_llama.ParamAndGradBuffer, "register_grad_ready"),
     "gradient sums": (pretrain_llama.ParamAndGradBuffer, "finish_grad_sync"),
     "wait for a collective": (Handle, "wait"),
+    "collective": (transport.Axis, "start"),
     "a wait": (transport, "blocked"),
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
@@ -185,7 +187,8 @@ class Injected:
 
         def struck(*args: Any, **kwargs: Any) -> Any:
             planning = any(isinstance(x, Tensor) and x.is_meta for x in args)  # no call of the run
-            if planning or not self.due():
+            elsewhere = "axis" in self.fault and args[0].name not in self.fault["axis"]
+            if planning or elsewhere or not self.due():
                 return inner(*args, **kwargs)
             how = self.fault["how"]
             if how == "spoil":

@@ -37,9 +37,7 @@ EDITS = {
         "        self.mlp = MLP(config, ctx)\n"
         "        self.last_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)\n"
     ),
-    "        return h + self.mlp(x)\n": (
-        "        return h + self.last_norm(self.mlp(x))\n"
-    ),
+    "        return h + self.mlp(x)\n": ("        return h + self.last_norm(self.mlp(x))\n"),
     "            self.head = ColumnParallelLinear(": (
         "            self.second = ColumnParallelLinear(h, v, ctx=ctx, pad_to=pad)\n"
         "            self.head = ColumnParallelLinear("

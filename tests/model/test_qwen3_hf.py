@@ -121,7 +121,7 @@ def hugging_face(folder: Path, **sizes: Any) -> Any:
 @torch.no_grad()
 def logits_in(comm: Any, root: str, tokens: torch.Tensor) -> torch.Tensor:
     """Load a checkpoint or a Hugging Face directory cut over all ranks; return logits [b, s, V]."""
-    model, _, _ = load_model(root, comm.grid(comm.size), CPU, torch.float32)
+    model, _ = load_model(root, comm.grid(comm.size), CPU, torch.float32)
     assert type(model).__name__ == "Qwen3"
     logits = model(tokens).permute(2, 1, 0).contiguous()  # [V/t, b, s]
     every = all_gather(logits, model.ctx.tp)[0]
@@ -147,7 +147,7 @@ def test_logits_text_and_tensors_are_those_of_transformers(world, tmp_path):
     for size, place in ((1, "weft"), (2, "hf")):
         for ours in world(size).run(logits_in, str(tmp_path / place), tokens):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm(), (size, place)
-    model, _, _ = load_model(str(tmp_path / "hf"), Grid(), CPU, torch.float32)
+    model, _ = load_model(str(tmp_path / "hf"), Grid(), CPU, torch.float32)
     assert generate(model, tokens[0, :8].tolist(), max_new_tokens=16, temperature=0) == [text]
 
 
@@ -192,7 +192,7 @@ def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, 
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(theirs).__name__ == "Qwen3ForCausalLM"
-    ours, _, _ = load_model(str(tmp_path / "saved"), Grid(), CPU, torch.float32)
+    ours, _ = load_model(str(tmp_path / "saved"), Grid(), CPU, torch.float32)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         mine, wanted = ours(tokens)[..., :100].transpose(0, 1), theirs(tokens).logits

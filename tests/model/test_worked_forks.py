@@ -212,7 +212,7 @@ def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
         assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
     with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
         load_model(saved, Grid(), torch.device("cpu"), None)
-    model, _, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["sliding_window"])
+    model, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["sliding_window"])
     assert [block.attention.window for block in model.layers.values()] == [3, 0]
 
 
@@ -226,7 +226,7 @@ def test_widths_grow_with_depth(paths):
 def logits_in(comm: Any, root: str, file: str | None, tokens: torch.Tensor) -> torch.Tensor:
     """Load a Hugging Face directory cut over all ranks; return the logits [b, s, V]."""
     grid, device = comm.grid(comm.size), torch.device("cpu")
-    model, _, _ = load_model(root, grid, device, torch.float32, file)
+    model, _ = load_model(root, grid, device, torch.float32, file)
     return whole(model(tokens), model, model.config.vocab_size)
 
 

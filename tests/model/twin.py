@@ -36,6 +36,8 @@ from training.config import (
     RunConfig,
 )
 from training.data.batch import Batch
+from training.data.context_part import context_part
+from training.gpu_config import GpuConfig
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -47,9 +49,10 @@ SIZES = dict(
 
 
 def config_of(case: dict) -> Config:
-    tp, dp, pp = case["tp"], case["dp"], case.get("pp", 1)
+    tp, dp, pp, cp = case["tp"], case["dp"], case.get("pp", 1), case.get("cp", 1)
     rows = case.get("rows", ROWS)
     sizes = SIZES | {"num_layers": case.get("layers", SIZES["num_layers"])} | case.get("sizes", {})
+    sizes |= dict.fromkeys(("seq_length", "max_position_embeddings"), case.get("s", S))
     return Config(
         ModelConfig(
             **sizes,
@@ -57,8 +60,11 @@ def config_of(case: dict) -> Config:
             model_file=case.get("file", ModelConfig.model_file),
         ),
         ParallelConfig(
-            world_size=tp * dp * pp,
+            world_size=tp * dp * pp * cp,
             tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            cp_comm_type=case.get("comm", ("p2p",)),
+            hierarchical_context_parallel_sizes=case.get("levels"),
             pipeline_model_parallel_size=pp,
             pipeline_schedule=case.get("schedule"),
             num_virtual_stages_per_pipeline_rank=case.get("v"),
@@ -85,38 +91,49 @@ def config_of(case: dict) -> Config:
         OptimizerConfig(lr=case.get("lr", 0.0), clip_grad=case.get("clip", 0.0), weight_decay=0.1),
         DataConfig(eod_mask_loss=case.get("masks", False)),
         run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
+        gpu=case.get("gpu", GpuConfig()),
         extra=case.get("extra", ()),
     )
 
 
 def global_batch(
-    step: int = 0, masks: bool = False, count: int = ROWS
+    step: int = 0, masks: bool = False, count: int = ROWS, s: int = S
 ) -> dict[str, torch.Tensor | None]:
     g = torch.Generator().manual_seed(100 + step)
-    rows = torch.randint(0, V, (count, S + 1), generator=g)
+    rows = torch.randint(0, V, (count, s + 1), generator=g)
     made = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
     made |= {"loss_mask": None, "position_ids": None, "document_ids": None}
     if masks:
-        made["loss_mask"] = (torch.rand(count, S, generator=g) > 0.3).float()
-        begins = torch.rand(count, S, generator=g) < 0.3  # documents of any length
+        made["loss_mask"] = (torch.rand(count, s, generator=g) > 0.3).float()
+        begins = torch.rand(count, s, generator=g) < 0.3  # documents of any length
         begins[0], begins[-1], begins[:, 0] = False, True, True  # one document; single tokens
-        at = torch.arange(S).expand(count, S)
+        at = torch.arange(s).expand(count, s)
         made["document_ids"] = begins.cumsum(1)
         made["position_ids"] = at - torch.where(begins, at, 0).cummax(1).values
     return made
 
 
-def micro_batches(case: dict, dp_rank: int, step: int = 0) -> list[Batch]:
+def batch_of(case: dict, step: int = 0) -> dict[str, torch.Tensor | None]:
+    """Return a case's global batch. case["edit"] changes it: {name: whole tensor}."""
+    rows, s = case.get("rows", ROWS), case.get("s", S)
+    return global_batch(step, case.get("masks", False), rows, s) | case.get("edit", {})
+
+
+def micro_batches(
+    case: dict, dp_rank: int, step: int = 0, context: tuple[int, int] = (0, 1)
+) -> list[Batch]:
     """Cut the global batch as the loader does: micro-batch k of rank r is rows (k D + r) b on."""
     dp, m, rows = case["dp"], case["m"], case.get("rows", ROWS)
-    b, batch, made = rows // (dp * m), global_batch(step, case.get("masks", False), rows), []
+    b, batch, made = rows // (dp * m), batch_of(case, step), []
     for k in range(m):
         first = (k * dp + dp_rank) * b
         part = {n: None if t is None else t[first : first + b] for n, t in batch.items()}
         ids = part.pop("document_ids")
         part["packed_seq_params"] = None if ids is None else packed(ids)
-        count = b * S if part["loss_mask"] is None else int(part["loss_mask"].sum())
-        made.append(Batch(**part, first_sample=first, token_count=count))
+        mask, tokens = part["loss_mask"], part["tokens"]
+        count = tokens.numel() if mask is None else int(mask.sum())
+        whole = Batch(**part, first_sample=first, token_count=count)
+        made.append(context_part(whole, *context))
     return made
 
 
@@ -134,12 +151,15 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     linear_cross_entropy.CHUNK_BYTES, linear_cross_entropy.ALIGNED = 0, case.get("chunk", 1)
     config = config_of(case)
     instances, memory = case.get("instances", 1), case.get("memory", True)
-    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=memory)
+    grid = comm.grid(
+        case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
+        query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
+    )  # fmt: skip
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
         ways = itertools.cycle(METHODS if memory else ("ring", "none"))
         choices: dict[str, str] = {}
-        tokens = config.batch.micro_batch_size * S
+        tokens = config.batch.micro_batch_size * config.model.seq_length // grid.cp.size
         for p in projections(run.model, tokens).values():
             choices |= {p.forward: next(ways), p.backward: next(ways)}
         use_overlap(run.model, OverlapMap("auto", choices))
@@ -153,7 +173,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         )  # fmt: skip
     losses, norms = [], []
     for step in range(steps):
-        batches = micro_batches(case, grid.dp.rank, step)
+        batches = micro_batches(case, grid.dp.rank, step, (grid.cp.rank, grid.cp.size))
         loss, norm, found_inf = pretrain_llama.train_step(run, batches, config.optimizer.lr)
         assert found_inf.item() == 0
         losses.append(loss.item())
@@ -194,6 +214,7 @@ class Twin:
     """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names.
 
     file: of the model whose initial weights it takes; where those have a q_norm, so has the twin.
+    sizes: those that differ from SIZES.
     """
 
     def __init__(
@@ -202,8 +223,11 @@ class Twin:
         layers: int = SIZES["num_layers"],
         rows: int = ROWS,
         file: str = ModelConfig.model_file,
+        sizes: dict | None = None,
     ) -> None:
         case = dict(tp=1, dp=1, sp=False, recompute=None, tied=tied, m=1, layers=layers, file=file)
+        case["sizes"] = sizes or {}
+        self.sizes = SIZES | case["sizes"]
         self.layers, self.rows = layers, rows
         run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
         names, self.w = hf_names(run.model), {}
@@ -213,7 +237,7 @@ class Twin:
                 self.w[piece.name] = full.requires_grad_()
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        d = SIZES["kv_channels"]
+        d = self.sizes["kv_channels"]
         inverse = []
         for i in range(0, d, 2):  # Llama 3.1's rule, written out
             f = SIZES["rotary_base"] ** (-i / d)
@@ -234,7 +258,8 @@ class Twin:
 
     def loss(self, batch: dict) -> torch.Tensor:
         """Return the mean loss over the tokens that count."""
-        w, heads, groups = self.w, SIZES["num_attention_heads"], SIZES["num_query_groups"]
+        w, d = self.w, self.sizes["kv_channels"]
+        heads, groups = self.sizes["num_attention_heads"], self.sizes["num_query_groups"]
         h = w["model.embed_tokens.weight"][batch["tokens"]]
         b, s, _ = h.shape
         positions = batch["position_ids"]
@@ -246,7 +271,7 @@ class Twin:
             at = f"model.layers.{i}."
             x = self.norm(h, at + "input_layernorm.weight")
             q, k, v = (
-                (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, 6).transpose(1, 2)
+                (x @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(b, s, -1, d).transpose(1, 2)
                 for n in "qkv"
             )
             if f"{at}self_attn.q_norm.weight" in w:
@@ -255,7 +280,7 @@ class Twin:
                 )
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
-            scores = (q @ k.transpose(-1, -2)) / 6**0.5
+            scores = (q @ k.transpose(-1, -2)) / d**0.5
             weights = scores.masked_fill(~look[:, None], -torch.inf).softmax(-1)
             y = (weights @ v).transpose(1, 2).reshape(b, s, -1)
             h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()
@@ -269,8 +294,11 @@ class Twin:
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
         return (loss * mask).sum() / mask.sum()
 
-    def train(self, steps: int, lr: float, clip: float, masks: bool = False) -> tuple[list, list]:
-        """Take AdamW steps as the product does; return losses and gradient norms."""
+    def train(
+        self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None
+    ) -> tuple[list, list]:
+        """Take AdamW steps as the product does, on a case's batches; return losses and norms."""
+        case = case or dict(masks=masks, rows=self.rows)
         decay = [p for p in self.w.values() if p.dim() > 1]
         plain = [p for p in self.w.values() if p.dim() == 1]
         adam = torch.optim.AdamW(
@@ -280,7 +308,7 @@ class Twin:
         losses, norms = [], []
         for step in range(steps):
             adam.zero_grad()
-            loss = self.loss(global_batch(step, masks, self.rows))
+            loss = self.loss(batch_of(case, step))
             loss.backward()
             limit = clip or torch.inf
             norms.append(torch.nn.utils.clip_grad_norm_(list(self.w.values()), limit).item())

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")
 FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
+ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
@@ -30,6 +31,8 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": ("--recompute-granularity", "selective")}),
     (2, 1, {"more": ("--bf16",)}),
     (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
+    (2, 1, {"more": (*ONE_HEAD, "--bf16", *FULL), "micro_batches": 2}),
+    (2, 2, {"more": (*ONE_HEAD, *WIDE, *FLOAT8, "rowwise"), "sequence_parallel": False}),
     (1, 2, {}),
     (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
     (2, 2, {"micro_batches": 3}),
@@ -41,6 +44,15 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
 ]
+BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
+EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
+CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": EACH}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*EACH, *FULL, "--bf16"), "zero": 1}),
+    (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
+    (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
+    (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
+]
 PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "gpipe", {"micro_batches": 3}),
     (2, 1, 1, "1f1b", {"micro_batches": 1, "tied": True}),
@@ -50,10 +62,20 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "1f1b", {"layers": 3, "more": ("--pipeline-model-parallel-layout", "E|tttL")}),
     (2, 2, 1, "zb-h1", {"micro_batches": 3, "tied": True}),
     (2, 2, 1, "zb-h1", {"more": ("--fused-linear-cross-entropy",)}),
-    (2, 2, 1, "1f1b", {"more": (
-        "--fused-linear-cross-entropy", "--defer-embedding-wgrad-compute",
-        "--wgrad-deferral-limit", "1",
-    )}),
+    (
+        2,
+        2,
+        1,
+        "1f1b",
+        {
+            "more": (
+                "--fused-linear-cross-entropy",
+                "--defer-embedding-wgrad-compute",
+                "--wgrad-deferral-limit",
+                "1",
+            )
+        },
+    ),
     (2, 2, 1, "zb-v", {"tied": True, "more": FULL}),
     (2, 2, 1, "interleaved", {"sequence_parallel": False, "tied": True}),
     (2, 1, 2, "1f1b", {"tied": True, "micro_batches": 3, "more": ("--fp64",)}),
@@ -67,7 +89,10 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
 
 def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what the document says."""
-    found = explain(tiny(tp, dp, **rest), comm.grid(tp))
+    config = tiny(tp, dp, **rest)
+    p, groups = config.parallel, config.model.num_query_groups
+    levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
+    found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
     assert found.equal
     return found.counted, found.stated, found.text
 
@@ -86,7 +111,13 @@ def line_of(file, text):
     return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 
 
-@pytest.mark.parametrize("tp, dp, rest", CASES, ids=str)
+def some(cases):
+    """Mark every second case for `make prove`: the others run in `make test`."""
+    late = pytest.mark.prove
+    return [pytest.param(*c, marks=[late] if i % 2 else [], id=str(c)) for i, c in enumerate(cases)]
+
+
+@pytest.mark.parametrize("tp, dp, rest", some(CASES))
 def test_the_document_counts_what_is_sent(world, tp, dp, rest):
     for counted, stated, text in world(tp * dp).run(run, tp, dp, rest):
         assert counted == stated and counted
@@ -94,7 +125,14 @@ def test_the_document_counts_what_is_sent(world, tp, dp, rest):
         assert max(map(len, text.splitlines())) <= 150
 
 
-@pytest.mark.parametrize("pp, tp, dp, schedule, rest", PIPELINES, ids=str)
+@pytest.mark.parametrize("ranks, tp, dp, rest", some(CONTEXT))
+def test_the_document_counts_what_attention_sends(world, ranks, tp, dp, rest):
+    for counted, stated, text in world(ranks).run(run, tp, dp, rest):
+        assert counted == stated and any(axis.startswith("cp") for axis, _ in counted)
+        assert text.endswith("All equal.")
+
+
+@pytest.mark.parametrize("pp, tp, dp, schedule, rest", some(PIPELINES))
 def test_the_document_counts_the_messages(world, pp, tp, dp, schedule, rest):
     results = world(pp * tp * dp).run(run_pipeline, pp, tp, dp, schedule, rest)
     for counted, stated, text, _ in results:

@@ -83,7 +83,7 @@ def kinds_of_two_steps(comm, tp, dp, pp, rest):
         run = pretrain_llama.build(config, grid, torch.device("cpu"), Actions(lambda words: None))
         trace.strict, agreement = True, Agreement(grid.world)
         for _ in range(2):
-            found_inf = pretrain_llama.train_step(run, micro_batches(config, grid.dp.rank), 1e-3)[2]
+            found_inf = pretrain_llama.train_step(run, micro_batches(config, grid), 1e-3)[2]
             agreement.ask(False, False, found_inf)
             run.iteration += 1
         agreement.close()

@@ -79,7 +79,7 @@ def test_pipes_hang_no_tool(tmp_path, capsys):
         DirectoryLock(tmp_path, print, patience=0)
     flags = f"--output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9".split()
     line = said(capsys, 1, preprocess_data.main, "--input", f"{tmp_path}/text.jsonl", *flags)
-    assert "text.jsonl: not a plain file" in line
+    assert "text.jsonl: cannot be read (not a plain file)" in line
 
 
 @pytest.mark.parametrize("text", ["[" * 999, '{"pid": 1}', "\\ud800", '{"host":"\x1b","pid":1}'])

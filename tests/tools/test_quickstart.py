@@ -118,7 +118,7 @@ def test_records_leave_out_a_torn_line(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--data", "no.txt"], "DATA names no.txt, which is no file"),
+        (["--data", "no.txt"], "no.txt: cannot be read (No such file or directory)"),
         (["--pp", "0"], "TP, PP and ITERS are 1 or more"),
         (["--tp", "0"], "TP, PP and ITERS are 1 or more"),
     ],

@@ -35,6 +35,7 @@ from tools.gpucheck.prediction import STEP, compare, load  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.data.tokenizer import tokenizer_for  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
+from training.plan.model_profile import make_grid  # noqa: E402
 from training.run.device import choose_device  # noqa: E402
 
 BACKENDS = {
@@ -51,7 +52,7 @@ def build(flags: list[str]) -> tuple[Any, list[Any]]:
     config = parse(flags, 1, None, of_checkpoint)
     config = config.with_vocab(tokenizer_for(config).vocab_size)
     device = choose_device(config, Launch(), False, print)
-    grid = pretrain_llama.make_grid(config, Launch())
+    grid = make_grid(config, Launch())
     run = pretrain_llama.build(config, grid, device, FailureMonitor())
     b, count = config.batch.micro_batch_size, config.batch.global_batch_size
     shape = (count // b, b, config.model.seq_length + 1)

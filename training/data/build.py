@@ -50,8 +50,9 @@ def build_loaders(
     dp_rank: int,
     dp_size: int,
     report: Callable[[str], None] = print,
+    context: tuple[int, int] = (0, 1),
 ) -> Loaders:
-    """Open the data that the flags name and return the loader of each split.
+    """Open the data that the flags name and return the loader of each split; context: see Loader.
 
     Raises ValueError, naming flag or file, for data that cannot be trained on.
     """
@@ -72,6 +73,7 @@ def build_loaders(
             vocab_size=tokenizer.vocab_size,
             rules=rules,
             workers=data.num_workers,
+            context=context,
         )
 
     train = load(datasets["train"])

@@ -2,7 +2,8 @@
 """Cut the global order of samples into micro-batches for each data-parallel rank.
 
 A step consumes the next `global_batch_size` samples of the order 0, 1, 2, ... Micro-batch k of rank
-r of D holds the b samples from consumed + (k D + r) b on. So a run sees the same global batches
+r of D holds the b samples from consumed + (k D + r) b on; its context-parallel ranks hold a part of
+each (training/data/context_part.py). So a run sees the same global batches
 whatever D, b and the number of workers, and resumes from the number of consumed samples alone.
 """
 
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from training.data.batch import Batch, DocumentRules, make_batch
+from training.data.context_part import context_part
 from training.data.dataset import DataError, Dataset
 
 AHEAD = 4  # micro-batches prepared ahead, for each worker
@@ -22,7 +24,8 @@ class Loader:
     """Return this rank's micro-batches of each global batch.
 
     `workers` threads read ahead (file reads and copies release Python's lock); with 0, batches are
-    made when asked for. An error in a worker is raised by the call that needs its batch.
+    made when asked for. An error in a worker is raised by the call that needs its batch. context:
+    this rank among its context-parallel ranks, and their number.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Loader:
         vocab_size: int,
         rules: DocumentRules,
         workers: int = 0,
+        context: tuple[int, int] = (0, 1),
     ) -> None:
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
@@ -43,6 +47,7 @@ class Loader:
         self._stride = dp_size * micro_batch_size
         self._vocab_size = vocab_size
         self._rules = rules
+        self._context = context
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
@@ -107,4 +112,4 @@ class Loader:
                 f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
                 f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"
             )
-        return make_batch(rows, self._rules, first)
+        return context_part(make_batch(rows, self._rules, first), *self._context)

@@ -2,20 +2,33 @@
 """Read a part of a text file, so that several processes can read one file.
 
 A part is a range of bytes; it has the documents of the lines that begin in that range. A .txt file
-that is one document is a single part, and so is a compressed file.
+that is one document is a single part, and so is a compressed file and a .parquet.
 """
 
-import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
+from typing import BinaryIO, NamedTuple
 
-from training.untrusted import open_plain
+from training.data.bad_documents import BadDocuments
+from training.data.parquet import rows
+from training.data.text_files import PACKED, kind_of, opened
 
 MOST = 1 << 30  # bytes of one document, and of one line: a small .gz may hold any number
+BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8
+
+
+class Where(NamedTuple):
+    """A place in a part: the line or row, from 1 (0: the file is one document), and the byte.
+
+    The byte is counted from the file's begin, in a compressed file in its text; a row has none.
+    """
+
+    line: int
+    byte: int
 
 
 @dataclass(frozen=True)
@@ -31,81 +44,137 @@ class Shard:
         """Return the number of bytes in this part."""
         return (os.path.getsize(self.path) if self.end is None else self.end) - self.begin
 
-    def texts(self, key: str, lines: bool) -> Iterator[tuple[int | None, str]]:
-        """Yield (line number for `place`, text) of each document.
+    def texts(
+        self,
+        key: str,
+        lines: bool,
+        bad: BadDocuments | None = None,
+        tell: Callable[[int], object] = int,
+    ) -> Iterator[tuple[Where, str]]:
+        """Yield (where, text) of each document that has text.
 
-        A document is `key` of a line of a .jsonl, a whole .txt, or with `lines` a line of a .txt.
-        Raises ValueError with file and line where there is no such text.
+        A document is `key` of a line of a .jsonl or of a row of a .parquet, a whole .txt, or with
+        `lines` a line of a .txt that is not blank. bad: takes or refuses those that cannot be read.
+        tell: called with the file's bytes read since the last call. Raises ValueError with file,
+        line and byte.
         """
-        kind = kind_of(self.path)
+        bad, kind = bad or BadDocuments(), kind_of(self.path)
         try:
-            if kind == "txt" and not lines:
-                with _open(self.path) as file:
-                    yield None, self._decode(None, self._within(None, file.read(MOST + 1)))
-                return
-            for number, raw in self._lines():
-                text = self._decode(number, raw)
-                if kind == "txt":
-                    yield number, text.rstrip("\r\n")
-                elif text.strip():
-                    yield number, self._value(number, text, key)
+            with opened(self.path) as (file, raw):
+                last = 0
+                for where, found in self._documents(file, key, lines, kind, bad):
+                    tell(raw.tell() - last)
+                    last = raw.tell()
+                    text = self._decode(where, found, bad)
+                    if kind == "jsonl" and text is not None:
+                        text = self._value(where, text, key, bad) if text.strip() else None
+                    elif lines and text is not None:
+                        text = text.rstrip("\r\n") or None
+                    if text == "":
+                        bad.found("empty", partial(self.place, where), "an empty document")
+                    elif text is not None:
+                        yield where, text
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{self.path}: cannot be read ({error})") from error
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] not in ("zstd", "zstandard", "pyarrow"):
+                raise
+            raise ValueError(f"{self.path}: cannot be read ({error})") from error
 
-    def place(self, number: int | None) -> str:
-        """Return "file, line n" for the n-th line of this part."""
-        if number is None:
-            return self.path
+    def place(self, where: Where) -> str:
+        """Return "file, line n, byte o" for a place in this part."""
+        number = where.line
+        if number == 0:
+            return self.path + (f", byte {where.byte}" if where.byte else "")
+        if kind_of(self.path) == "parquet":
+            return f"{self.path}, row {number}"
         if self.begin:
             number += 1  # the line that belongs to the part before
-            with _open(self.path) as file:
+            with opened(self.path) as (file, _):
                 left = self.begin - 1
                 while left > 0 and (block := file.read(min(left, 1 << 24))):
                     number += block.count(b"\n")
                     left -= len(block)
-        return f"{self.path}, line {number}"
+        return f"{self.path}, line {number}, byte {where.byte}"
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        with _open(self.path) as file:
-            if self.begin:
-                file.seek(self.begin - 1)
-                file.readline()  # the line that began before belongs to the part before
-            number = 0
-            while self.end is None or file.tell() < self.end:
-                line = file.readline(MOST + 1)
-                if not line:
-                    return
-                number += 1
-                yield number, self._within(number, line)
+    def _documents(
+        self, file: BinaryIO, key: str, lines: bool, kind: str, bad: BadDocuments
+    ) -> Iterator[tuple[Where, bytes | None]]:
+        """Yield the bytes of each line, of each row's text, or of the whole file."""
+        if kind == "parquet":
+            for number, value in rows(self.path, file, key):
+                yield Where(number, 0), value
+        elif kind == "txt" and not lines:
+            raw = file.read(MOST + 1)
+            if len(raw) > MOST:
+                bad.found("too long", lambda: self.path, TOO_LONG.format(MOST))
+            else:
+                yield Where(0, 0), raw.removeprefix(BOM)
+        else:
+            yield from self._lines(file, bad)
 
-    def _within(self, number: int | None, raw: bytes) -> bytes:
-        if len(raw) > MOST:
-            raise ValueError(f"{self.place(number)}: a document of more than {MOST:,} bytes")
-        return raw
+    def _lines(self, file: BinaryIO, bad: BadDocuments) -> Iterator[tuple[Where, bytes]]:
+        at, number = self.begin, 0
+        if self.begin:
+            file.seek(self.begin - 1)
+            at += len(file.readline()) - 1  # the line that began before belongs to the part before
+        while self.end is None or at < self.end:
+            line = file.readline(MOST + 1)
+            if not line:
+                return
+            number += 1
+            where, at = Where(number, at), at + len(line)
+            if len(line) <= MOST:
+                yield where, line.removeprefix(BOM) if where.byte == 0 else line
+                continue
+            bad.found("too long", partial(self.place, where), TOO_LONG.format(MOST))
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 24)
+                at += len(line)
 
-    def _decode(self, number: int | None, raw: bytes) -> str:
+    def _decode(self, where: Where, raw: bytes | None, bad: BadDocuments) -> str | None:
+        if raw is None:
+            bad.found("without a text", partial(self.place, where), "no text in this row")
+            return None
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.place(number)}: not UTF-8 ({error.reason})") from error
+            line = where.line or 1 + raw.count(b"\n", 0, error.start)
+            at, why = Where(line, where.byte + error.start), f"not UTF-8 ({error.reason})"
+            bad.found("not UTF-8", partial(self.place, at), why)
+            return None
 
-    def _value(self, number: int, text: str, key: str) -> str:
+    def _value(self, where: Where, text: str, key: str, bad: BadDocuments) -> str | None:
+        value, kind, why = None, "without a text", ""
         try:
-            value = json.loads(text)[key]
+            found = json.loads(text)
+            value = found[key]
             if "\\u" in text:
                 value.encode()  # half of a surrogate pair is no text
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except json.JSONDecodeError as error:
+            kind = "not JSON"
+            where = Where(where.line, where.byte + len(text[: error.pos].encode()))
+            why = f" ({error.msg})"
+        except KeyError:
+            why = f" (it has {', '.join(map(repr, list(found)[:9]))})"
+        except (ValueError, TypeError, AttributeError, RecursionError):
             value = None
-        if not isinstance(value, str):
-            raise ValueError(f"{self.place(number)}: no JSON object with a text {key!r}")
-        return value
+        if isinstance(value, str):
+            return value
+        rule = f"no JSON object with a text {key!r}{why}"
+        bad.found(kind, partial(self.place, where), rule)
+        return None
+
+
+TOO_LONG = "a document of more than {:,} bytes"
 
 
 def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
     """Cut files into parts of `size` bytes, in order."""
     shards = []
     for path in paths:
-        if path.endswith(".gz") or (kind_of(path) == "txt" and not lines):
+        kind = kind_of(path)
+        if path.endswith(PACKED) or kind == "parquet" or (kind == "txt" and not lines):
             shards.append(Shard(path, 0, None))
         else:
             end = os.path.getsize(path)
@@ -113,20 +182,12 @@ def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
     return shards
 
 
-def documents(path: str | os.PathLike[str], key: str = "text") -> Iterator[str]:
-    """Yield the documents of one file: a whole .txt, or `key` of each line of a .jsonl."""
-    for _, text in Shard(os.fspath(path), 0, None).texts(key, lines=False):
+def documents(
+    path: str | os.PathLike[str],
+    key: str = "text",
+    bad: BadDocuments | None = None,
+    tell: Callable[[int], object] = int,
+) -> Iterator[str]:
+    """Yield the documents of one file, as `Shard.texts` does."""
+    for _, text in Shard(os.fspath(path), 0, None).texts(key, False, bad, tell):
         yield text
-
-
-def kind_of(path: str) -> str:
-    """Return "txt" or "jsonl"; raise ValueError for other names."""
-    kind = path.removesuffix(".gz").rpartition(".")[2]
-    if kind not in ("txt", "jsonl"):
-        raise ValueError(f"{path}: neither .txt nor .jsonl, nor one of them with .gz")
-    return kind
-
-
-def _open(path: str) -> gzip.GzipFile | BufferedReader:
-    file = open_plain(path)
-    return gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file

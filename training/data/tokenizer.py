@@ -19,15 +19,14 @@ Tokenizers are read from local files only, and code that comes with a tokenizer 
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from training.data.foreign_code import begin, calling, read_model
 from training.data.gpt2_tokenizer import GPT2BPETokenizer
+from training.data.hf_tokenizer import HuggingFaceTokenizer
 from training.data.tik_tokenizer import TikTokenizer
-from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -87,59 +86,6 @@ class SentencePieceTokenizer:
     def digest(self) -> str:
         """Return the SHA-256 of the model file."""
         return hashlib.sha256(self._bytes).hexdigest()
-
-
-class HuggingFaceTokenizer:
-    """Read a tokenizer.json; tokenizer_config.json beside it may name bos and eod."""
-
-    BOS = ("<|begin_of_text|>", "<s>", "<bos>")
-    EOD = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
-
-    def __init__(self, path: str) -> None:
-        from tokenizers import Tokenizer as Model
-
-        self.name = "HuggingFaceTokenizer"
-        if os.path.isdir(path):
-            path = os.path.join(path, "tokenizer.json")
-        self._bytes = read_model(path)
-        with calling(f"--tokenizer-model {path} is not a tokenizer.json", mute=True):
-            self._model = Model.from_buffer(self._bytes)
-            self._model.no_truncation()  # a document is taken whole, and nothing is added to it
-            self._model.no_padding()
-            vocabulary = self._model.get_vocab(with_added_tokens=True)
-            begun = self._model.encode("").ids[:1]
-        self._config = b"{}"
-        beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-        if os.path.exists(beside):
-            self._config = read_model(beside)
-        config = parse_json(self._config, beside)
-        if not isinstance(config, dict):
-            raise ValueError(f"{beside} is not a JSON object")
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.bos = self._special(config.get("bos_token"), self.BOS)
-        self.eod = self._special(config.get("eos_token"), self.EOD)
-        self.starts_with_bos = self.bos is not None and begun == [self.bos]
-
-    def _special(self, stated: object, custom: Sequence[str]) -> int | None:
-        """Return the id of the stated token (text or {"content": text}), else of a usual one."""
-        if isinstance(stated, dict):
-            stated = stated.get("content")
-        names = custom if stated is None else (str(stated),)
-        ids = (self._model.token_to_id(name) for name in names)
-        return next((i for i in ids if i is not None), None)
-
-    def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Return the ids of a text, after bos if asked for."""
-        with calling(self.name):
-            return begin(self, bos) + self._model.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens written out."""
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def digest(self) -> str:
-        """Return the SHA-256 of tokenizer.json and tokenizer_config.json."""
-        return hashlib.sha256(self._bytes + self._config).hexdigest()
 
 
 class NullTokenizer:

@@ -32,9 +32,6 @@ CHECKED = """
 --vocab-extra-ids | int>=0 | 0 | there are no span tokens
 --num-experts | int>=1 | 1 | there are no experts
 --expert-model-parallel-size --expert-tensor-parallel-size | int>=1 | 1 | there are no experts
---context-parallel-size | int>=1 | 1 | context parallelism is not in this version yet
---hierarchical-context-parallel-sizes | ints | 1 | context parallelism is not in this version yet
---cp-comm-type | texts | any | context parallelism is not in this version yet; at size 1 there is nothing to communicate
 --pipeline-model-parallel-comm-backend | text | nccl | ! pipeline messages go through --distributed-backend, like all communication
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush | switch | any | ! pipeline messages always travel while the ranks compute: the same numbers
 --use-ring-exchange-p2p | switch | any | ! pipeline messages go from one rank to the other, not round a ring: the same numbers
@@ -93,13 +90,13 @@ CHECKED = """
 --no-scatter-gather-tensors-in-pipeline | switch | any | ! under --sequence-parallel pipeline messages are shards already; else they travel whole: the same numbers
 --recompute-activations | switch | any | = --recompute-granularity selective
 --recompute-modules | texts | core_attn | selective recomputation repeats core attention
---cpu-offloading-num-layers | int>=0 | 0 | activations are not offloaded
+--fine-grained-activation-offloading | switch | any | = --cpu-offload-activations
 --optimizer-offload-fraction | float>=0 | 1.0 | --optimizer-cpu-offload moves all masters and moments
 --overlap-cpu-optimizer-d2h-h2d | switch | any | with --optimizer-cpu-offload copies and updates always overlap, a bucket at a time
 --use-torch-optimizer-for-cpu-offload | switch | any | with --optimizer-cpu-offload the update on the host is torch's
 --no-pin-cpu-grads --no-pin-cpu-params | switch | any | ! host memory of --optimizer-cpu-offload is pinned, so that copies overlap
---cuda-graph-impl | text | none | the step is eager
---cuda-graph-warmup-steps | int>=0 | any | the step is eager
+--cuda-graph-impl | text | none | no layer is captured by itself: --cuda-graph captures a whole micro-batch
+--enable-cuda-graph | switch | any | = --cuda-graph
 --te-rng-tracker --use-cpu-initialization --init-model-with-meta-device | switch | any | initial weights are drawn per (seed, name), the same for every layout
 --optimizer | text | adam | the optimizer is AdamW
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
@@ -127,7 +124,7 @@ CHECKED = """
 --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --tokenizer-sentencepiece-legacy | switch | any | ! tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
 --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | a given --tokenizer-model always decides; --use-checkpoint-args takes the checkpoint's where it is left out
---no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the file of --tokenizer-model
+--no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the files of --tokenizer-model
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
 --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable | switch | any | each rank writes and reads what it owns
@@ -311,7 +308,8 @@ REFUSED = (
         """,
     ),
     (
-        "context parallelism is not in this version yet; samples are packed to --seq-length",
+        "every rank of --context-parallel-size takes the same part of each sample, and samples are packed "
+        "to --seq-length",
         """
 --max-seqlen-per-dp-cp-rank --hybrid-context-parallel
         """,
@@ -369,9 +367,9 @@ REFUSED = (
         """,
     ),
     (
-        "weights travel in their own dtype and become float8 where they are used; leave it out",
+        "weights gathered in float8 have memory of their own, and w^T is made of w at each use; leave it out",
         """
---fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
         """,
     ),
     (
@@ -480,17 +478,16 @@ REFUSED = (
         """,
     ),
     (
-        "the step is eager: there are no CUDA graphs",
+        "--cuda-graph captures a whole micro-batch: no layer by itself, and no optimizer",
         """
---enable-cuda-graph --external-cuda-graph --delay-offload-until-cuda-graph
+--external-cuda-graph --delay-offload-until-cuda-graph
 --optimizer-cuda-graph --cuda-graph-scope --cuda-graph-modules
         """,
     ),
     (
-        "activations are not offloaded; recompute them, or move optimizer state by --optimizer-cpu-offload",
+        "--cpu-offload-activations moves a layer's tensors while the next one computes, in pinned memory that is used again; --cpu-offloading-num-layers and --offload-modules say how much",
         """
---cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading
---offload-modules --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
+--cpu-offloading-retain-pinned-cpu-buffers --delta-offload-bytes-across-pp-ranks
 --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads
         """,
     ),
@@ -764,6 +761,21 @@ DIFFERENCES = (
         "--ddp-bucket-size",
         "max(40e6, 1e6 x data-parallel size) where left out",
         "an eighth of the gradients, 2e6 to 40e6; at --zero-stage 3 a block",
+    ),
+    (
+        "--offload-modules",
+        "names of its own: attn_norm, qkv_linear, core_attn, ...",
+        "the modules' names in a layer of the model's file: attention_norm, attention.qkv, attention, ...",
+    ),
+    (
+        "--enable-cuda-graph",
+        "captures each layer",
+        "--cuda-graph: a whole micro-batch",
+    ),
+    (
+        "--cpu-offloading-num-layers",
+        "layers of the model; no pipeline, no recomputation",
+        "layers of each stage, but never its last; 0 is off",
     ),
     (
         "--recompute-granularity",

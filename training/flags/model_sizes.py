@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import open_plain
 from training.checkpoint.find import candidates, open_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
 from training.config import ModelConfig, UsageError
 from training.data.tokenizer import tokenizer_of
+from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.table import known_flags
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+ROPE = ("--rotary-base", "--use-rope-scaling", "--rope-scaling-factor")  # by --allow-change rope
 OfCheckpoint = Callable[
     [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
 ]  # model/load.py
@@ -57,8 +58,9 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
             raise UsageError(f"{flag} {directory}: it lacks {error}") from None
         except (TypeError, AttributeError, ValueError) as error:
             raise UsageError(f"{flag} {directory}: {error}") from None
+        free = [*FREE, *(ROPE if "rope" in given.get("--allow-change", ()) else ())]
         for name, value in taken.items():
-            if given.get(name, value) != value and name not in FREE:
+            if given.get(name, value) != value and name not in free:
                 raise UsageError(
                     f"{name} {given[name]} contradicts --use-checkpoint-args: {directory} has "
                     f"{value}; leave {name} out"
@@ -113,15 +115,11 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
 def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
     """Return the type of a checkpoint's tokenizer and the name of its file, once verified."""
     if isinstance(found, HuggingFaceDirectory):
-        heads = {}
-        for name in ("tokenizer.json", "tokenizer.model"):
-            if (found.directory / name).exists():
-                with open_plain(found.directory / name) as opened:
-                    heads[name] = opened.read(1000)
-        tokenizer = tokenizer_of(heads)
+        tokenizer = tokenizer_of(heads_of(str(found.directory)))
         return tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
     kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
     if file is None or file not in found.manifest["files"]:
         return kind, None  # not in the checkpoint: --tokenizer-model must name it
-    found.verify([file])
+    beside = [name for name in TOKENIZER_FILES if name in found.manifest["files"]]
+    found.verify([file, *beside])
     return kind, file

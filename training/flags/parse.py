@@ -17,9 +17,19 @@ from training import config
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.fault_config import FaultConfig
-from training.flags import foreign, model_sizes, rules, saved_schedule, table, zero_rules
+from training.flags import (
+    context_rules,
+    foreign,
+    model_sizes,
+    rules,
+    saved_schedule,
+    table,
+    zero_rules,
+)
 from training.flags.table import Flag
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
+from training.log_config import LogConfig
 from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
 
@@ -32,9 +42,10 @@ _SECTIONS = {
     "optimizer": config.OptimizerConfig,
     "data": config.DataConfig,
     "checkpoint": config.CheckpointConfig,
-    "log": config.LogConfig,
+    "log": LogConfig,
     "run": config.RunConfig,
     "float8": Float8Config,
+    "gpu": GpuConfig,
     "fault": FaultConfig,
     "rehearse": RehearseConfig,
 }
@@ -64,6 +75,7 @@ def parse(
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
     said = [*made.notes, *rules.idle(given), *zero_rules.notes(given, made)]
+    said += context_rules.notes(given, made)
     return replace(made, notes=tuple(dict.fromkeys(said)))
 
 
@@ -264,8 +276,12 @@ def _assemble(
     virtual = pipeline.virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
+    if layers := parts["gpu"].get("cpu_offloading_num_layers"):
+        parts["gpu"].setdefault("cpu_offload_activations", True)
+    elif layers == 0:
+        parts["gpu"]["cpu_offload_activations"] = False
     layout = config.ParallelConfig(**parallel)
-    rules.check_world(layout)
+    context_rules.check_world(layout)
     if "step_batch_size_schedule" in batch:
         text = batch["step_batch_size_schedule"]
         steps = batch_size.parse_schedule(text, model["seq_length"])

@@ -11,8 +11,19 @@ from typing import Any
 import torch
 
 from mpu.pipeline.schedules import V_SHAPED
-from training.config import Config, ParallelConfig, UsageError
-from training.flags import fault_rules, float8_rules, overlap_rules, path_rules, zero_rules
+from training.config import Config, UsageError
+from training.flags import (
+    backend_rules,
+    context_rules,
+    fault_rules,
+    float8_rules,
+    graph_rules,
+    kept_rules,
+    overlap_rules,
+    path_rules,
+    size_rules,
+    zero_rules,
+)
 from training.plan import batch_size, pipeline
 
 REQUIRED = (
@@ -59,7 +70,7 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
-CHANGES = ("seed", "data", "tokenizer", "batch")  # what --allow-change may name
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 TOKENS = 1 << 23  # of one micro-batch
 PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
@@ -75,7 +86,6 @@ IDLE = (
     ("--finetune", "--load"),
     ("--no-load-optim", "--load"),
     ("--exit-on-missing-checkpoint", "--load"),
-    ("--allow-change", "--load"),
     ("--async-save", "--save"),
     ("--on-save-failure", "--save"),
     ("--keep-last-k", "--save"),
@@ -89,6 +99,8 @@ IDLE = (
     ("--cross-entropy-fusion-impl", "--cross-entropy-loss-fusion"),
     ("--fp8-recipe", "--fp8-format"),
     ("--fp8-wgrad-bf16", "--fp8-format"),
+    ("--fp8-auto", "--fp8-format"),
+    ("--fp8-param-gather", "--fp8-format"),
     ("--first-last-layers-bf16", "--fp8-format"),
     ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),
     ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
@@ -132,6 +144,8 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
+    if "--allow-change" in given and not {"--load", "--pretrained-checkpoint"} & given.keys():
+        yield "--allow-change has nothing to act on without --load"
     if given.get("--lr-decay-style") != "WSD":
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:
@@ -149,24 +163,9 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 
 
-def check_world(layout: ParallelConfig) -> None:
-    """Refuse a world that does not hold a whole number of model copies."""
-    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
-        copy = f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"
-        if layout.pipeline_model_parallel_size > 1:
-            copy += (
-                f" x --pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
-                f" = {layout.model_parallel_size}"
-            )
-        raise UsageError(
-            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
-            "needs that many ranks"
-        )
-
-
 def check(config: Config) -> None:
     """Raise UsageError where a whole config breaks a rule."""
-    _shapes(config)
+    size_rules.check(config)
     _micro_batch(config)
     _layout(config)
     _batch(config)
@@ -174,30 +173,11 @@ def check(config: Config) -> None:
     zero_rules.check(config)
     fault_rules.check(config)
     float8_rules.check(config)
+    kept_rules.check(config)
+    graph_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)
-
-
-def _shapes(config: Config) -> None:
-    m = config.model
-    if m.kv_channels % 2:
-        raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
-    _divides(
-        f"--num-attention-heads {m.num_attention_heads}",
-        f"--num-query-groups {m.num_query_groups}",
-        "each key/value head serves the same number of query heads",
-    )
-    if m.ffn_hidden_size < 1:
-        raise UsageError(
-            f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
-            "derive it from"
-        )
-    if m.seq_length > m.max_position_embeddings:
-        raise UsageError(
-            f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
-            f"{m.max_position_embeddings}"
-        )
 
 
 def _micro_batch(config: Config) -> None:
@@ -208,46 +188,16 @@ def _micro_batch(config: Config) -> None:
         )
 
 
-def _divides(what: str, by: str, why: str) -> None:
-    """Refuse unless the number at the end of `what` is a multiple of the one at the end of `by`."""
-    value, divisor = int(what.split()[-1]), int(by.split()[-1])
-    if value % divisor:
-        raise UsageError(f"{what} is not a multiple of {by}: {why}")
-
-
 def _layout(config: Config) -> None:
-    m, p = config.model, config.parallel
-    tp = f"--tensor-model-parallel-size {p.tensor_model_parallel_size}"
-    why = "each rank holds whole"
-    _divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
-    _divides(f"--num-query-groups {m.num_query_groups}", tp, f"{why} key/value heads")
-    _divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
-    if p.sequence_parallel:
-        _divides(f"--seq-length {m.seq_length}", tp, "--sequence-parallel cuts the sequence evenly")
+    p = config.parallel
+    size_rules.check_cut(config)
     overlap_rules.check(config)
+    backend_rules.check(config)
+    context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
         raise UsageError("--device cuda: this process sees no CUDA device")
-    _recompute(config)
-
-
-def _recompute(config: Config) -> None:
-    p = config.parallel
-    if p.recompute_granularity != "full":
-        for flag, value in (
-            ("--recompute-method", p.recompute_method),
-            ("--recompute-num-layers", p.recompute_num_layers),
-        ):
-            if value is not None:
-                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
-    elif p.recompute_num_layers == 0:
-        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
-    elif (p.recompute_num_layers or 1) > config.model.num_layers:
-        raise UsageError(
-            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
-            f"{config.model.num_layers}"
-        )
 
 
 def _batch(config: Config) -> None:

@@ -12,10 +12,7 @@ or a type with its bound: `int>=1`, `int[1,1024]`, `float>0`, `float[0,1)`, `tex
 a value, and then means b.
 """
 
-import difflib
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 from training.config import UsageError
 from training.flags.megatron import CHECKED, REFUSED
 from training.flags.numbers import read_number
+from training.flags.spelling import like
 
 # A heading names the dataclass of training/config.py that holds the flags under it.
 LIVE = """
@@ -46,6 +44,9 @@ LIVE = """
 --init-method-std | float>0 | standard deviation | spread of the initial weights, drawn from a normal distribution around 0
 [parallel] The layout
 --tensor-model-parallel-size | int>=1 | ranks; off: 1 | cut every layer over this many ranks, t
+--context-parallel-size | int>=1 | ranks; off: 1 | cut every sample along the sequence over this many ranks, in all layers; attention exchanges keys and values, c
+--cp-comm-type | texts | p2p, all_gather, a2a, a2a+p2p; one, or one for each layer | how attention's keys and values reach the ranks of --context-parallel-size: round a ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of groups
+--hierarchical-context-parallel-sizes | ints | ranks, ranks; off: left out | sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups (p2p); their product is --context-parallel-size
 --pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
 --pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
 --num-virtual-stages-per-pipeline-rank | int[1,1024] | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
@@ -82,6 +83,8 @@ LIVE = """
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
 --optimizer-backend | one of torch,triton,apex,te | off: torch | package whose AdamW kernel updates the weights; triton (our kernel, which rounds them to bf16 in the same pass), apex and te need CUDA (ours, not Megatron's)
+--norm-backend | one of weft,apex,te | off: weft | package whose kernels compute RMSNorm; apex and te need CUDA (ours, not Megatron's)
+--core-attention-backend | one of torch,te | off: torch | package that computes attention; te is Transformer Engine's DotProductAttention, on CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int[1,65536] | samples | samples of one forward on one rank, b
@@ -138,7 +141,7 @@ LIVE = """
 --no-load-optim | switch | off: left out | load weights and position in the data, but start AdamW's moments at 0
 --ckpt-step | int>=0 | step; off: left out, the newest | load the checkpoint of this step
 --use-checkpoint-args | switch | off: left out | take the model's sizes and the tokenizer from the checkpoint that will be loaded
---allow-change | texts | seed, data, tokenizer, batch; off: left out | resume although these differ from the checkpoint's (ours, not Megatron's)
+--allow-change | texts | seed, data, tokenizer, batch, rope; off: left out | load although these differ from the checkpoint's; data includes the sequence length, rope is base and scaling of rotary positions (ours, not Megatron's)
 --use-checkpoint-opt-param-scheduler | switch | off: left out, from the flags | take peak, floor, warm-up, length and style of the learning rate, and the weight decay, from the checkpoint of --load
 --exit-on-missing-checkpoint | switch | off: left out, start fresh | stop when --load holds no checkpoint
 [log] Log and profile
@@ -171,9 +174,18 @@ LIVE = """
 --fp8-format | one of e4m3,hybrid | off: left out | let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3
 --fp8-recipe | text | tensorwise, rowwise, blockwise or mxfp8; with --fp8-format | what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32
 --fp8-wgrad-bf16 | switch | off: left out, in float8 | multiply weight gradients from activations and gradients as they are; these travel and stay in memory in bf16 (ours; Megatron's --no-fp8-wgrad)
+--fp8-param-gather | switch | off: left out, in their own dtype | let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on
+--fp8-auto | switch | off: left out, all of them | measure each projection at the start, in bf16 and in float8, and leave in bf16 what is not faster; a checkpoint keeps the choices (ours, not Megatron's)
 --first-last-layers-bf16 | switch | off: left out | keep the first and last layers out of float8
 --num-layers-at-start-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many first ones
 --num-layers-at-end-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many last ones
+[gpu] What a GPU does beside computing (docs/activations.md)
+--cpu-offload-activations | switch | off: left out, keep activations on the device | keep what backward needs of a layer in host memory, copied beside the layers that compute (ours; Megatron's --fine-grained-activation-offloading)
+--cpu-offloading-num-layers | int>=0 | layers; off: 0; default: all but the last of each stage; with --cpu-offload-activations | offload the first so many layers of each stage
+--offload-modules | texts | names in a layer; off: left out, all; with --cpu-offload-activations | offload only what these modules of a layer save, such as mlp or attention.qkv
+--min-offloaded-tensor-size | int>=1 | elements; with --cpu-offload-activations | smaller tensors stay on the device
+--cuda-graph | switch | off: left out, the host launches each kernel | run forward and backward of each micro-batch from a CUDA graph, which costs the host one launch (ours; Megatron's --enable-cuda-graph captures layers)
+--cuda-graph-warmup-steps | int>=1 | steps; with --cuda-graph | steps that are eager, before the capture
 [fault] Faults
 --peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)
@@ -260,8 +272,7 @@ def _rows(text: str) -> list[list[str]]:
 @cache
 def known_flags() -> dict[str, Flag]:
     """Return every known flag by its name."""
-    flags: list[Flag] = []
-    group = ""
+    flags, group = list[Flag](), ""
     for row in _rows(LIVE):
         if row[0].startswith("["):
             group = row[0][1:].split("]")[0]
@@ -282,8 +293,7 @@ def known_flags() -> dict[str, Flag]:
 
 def headings() -> dict[str, str]:
     """Return {config section: heading} of the live table, in order."""
-    found = re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE)
-    return dict(found)
+    return dict(re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE))
 
 
 def live() -> list[Flag]:
@@ -297,30 +307,3 @@ def suggest(name: str) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return " nor of Megatron-LM; --help lists the flags, --ignore-flags leaves out other programs'"
-
-
-def like(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to 3 of `names` that `name` may be a slip of the pen for, the closest first.
-
-    Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
-    next, more in a long name.
-    """
-    told = {_plain(known): known for known in names}
-    plain = _plain(name)
-    exact = [told[plain]] if plain in told else []
-    near = exact or [known for short, known in told.items() if _one_edit(plain, short)]
-    alike = near or [told[p] for p in difflib.get_close_matches(plain, told, 3, cutoff=0.89)]
-    return alike[:3]
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("_", "-").lower()
-
-
-def _one_edit(a: str, b: str) -> bool:
-    """Return whether one letter left out, added, changed or swapped makes b of a."""
-    start = len(os.path.commonprefix((a, b)))
-    a, b = a[start:], b[start:]
-    end = len(os.path.commonprefix((a[::-1], b[::-1])))
-    a, b = a[: len(a) - end], b[: len(b) - end]
-    return max(len(a), len(b)) <= 1 or (len(a) == len(b) == 2 and a == b[::-1])

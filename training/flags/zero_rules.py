@@ -43,6 +43,12 @@ def zero_config(config: Config) -> ZeroConfig:
     )
 
 
+def sharers(config: Config) -> str:
+    """Return what the ranks are called over which gradients are summed."""
+    both = config.parallel.context_parallel_size > 1
+    return "data- and context-parallel ranks" if both else "data-parallel ranks"
+
+
 def check(config: Config) -> None:
     """Raise UsageError for flags that contradict each other or the layout."""
     p, dtype = config.parallel, config.run.dtype
@@ -62,20 +68,16 @@ def check(config: Config) -> None:
                 f"{EACH} needs --pipeline-model-parallel-size 1, not "
                 f"{p.pipeline_model_parallel_size}: in a pipeline micro-batches interleave"
             )
-    copies, ranks = p.num_distributed_optimizer_instances, p.data_parallel_size
+    copies, ranks = p.num_distributed_optimizer_instances, p.gradient_ranks
     if ranks % copies:
         raise UsageError(
-            f"{INSTANCES} {copies} does not divide the {ranks} data-parallel ranks into groups of "
+            f"{INSTANCES} {copies} does not divide the {ranks} {sharers(config)} into groups of "
             "one size"
         )
     if copies > 1 and not p.zero:
         raise UsageError(
             f"{INSTANCES} {copies} needs --use-distributed-optimizer or --zero-stage: at {level} "
             "every rank has all of the optimizer"
-        )
-    if copies > 1 and p.context_parallel_size > 1:
-        raise UsageError(
-            f"{INSTANCES} {copies} needs --context-parallel-size 1, not {p.context_parallel_size}"
         )
     if p.main_grads_dtype == "bf16":
         if dtype != torch.bfloat16:
@@ -103,7 +105,7 @@ def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     p = config.parallel
     overlap = "--overlap-param-gather"
     idle = "has nothing to act on"
-    if p.data_parallel_size == 1:
+    if p.gradient_ranks == 1:
         alone = [name for name in SHARING if given.get(name)]
         if alone:
             verb = "has" if len(alone) == 1 else "have"

@@ -30,6 +30,7 @@ from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
 from training.config import Config
+from training.plan.kept import recompute_of
 from training.plan.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
 
 
@@ -153,12 +154,23 @@ def plannable(config: Config) -> Config:
     return replace(config, parallel=p)
 
 
+def make_grid(config: Config, launch: Launch) -> Grid:
+    """Return the layout of the ranks, without process groups yet."""
+    p = config.parallel
+    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
+    return Grid(
+        launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
+        query_groups=config.model.num_query_groups,
+        hierarchical=p.hierarchical_context_parallel_sizes,
+    )  # fmt: skip
+
+
 def grid_of(config: Config, pp_rank: int) -> Grid:
     """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
     p = config.parallel
-    t, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    first = Launch(pp_rank * t * p.data_parallel_size, p.world_size)
-    return Grid(p.world_size, t, p.context_parallel_size, pp, first)
+    a_stage = p.tensor_model_parallel_size * p.gradient_ranks
+    one = replace(config, parallel=replace(p, num_distributed_optimizer_instances=1))
+    return make_grid(one, Launch(pp_rank * a_stage, p.world_size))
 
 
 def rank_model(
@@ -169,7 +181,7 @@ def rank_model(
     sink: GradientSink | None = None,
     queue: WeightGradientQueue | None = None,
     trace: Any = None,
-    recompute: type[Recompute] = Recompute,
+    recompute: Recompute | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
@@ -186,9 +198,9 @@ def rank_model(
         sink=sink or GradientSink(),
         queue=queue or WeightGradientQueue(),
         loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
+        cp_comm_type=p.cp_comm_type,
     )
-    again = (p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    return provider(config, ctx, recompute(*again), stages)
+    return provider(config, ctx, recompute or recompute_of(config, META), stages)
 
 
 def rank_parameters(

@@ -75,7 +75,7 @@ def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) 
 
 
 def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
-    """Return what a rank sends over dp.
+    """Return what a rank sends over dp, and over the context-parallel ranks with them.
 
     ZeRO stage 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes that a
     reduce-scatter in bf16 and an all-gather of the sums. From stage 1 on gradients are
@@ -90,7 +90,7 @@ def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic
     elements = sum(flat.length for flat in flats)
     last = sum(flat.length for flat in flats if flat.axes)
     if not p.zero:
-        ranks = p.data_parallel_size
+        ranks = p.gradient_ranks
         rows = [Traffic("dp", "all-reduce", 1, elements * acc, ranks)]
         if wire < acc:
             rows = [

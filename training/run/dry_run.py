@@ -10,8 +10,17 @@ from dataclasses import replace
 
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
+from training.flags import zero_rules
 from training.flags.megatron import DIFFERENCES
-from training.plan import activations, batch_size, buffers, pipeline, rank_memory, traffic
+from training.plan import (
+    activations,
+    batch_size,
+    buffers,
+    context,
+    pipeline,
+    rank_memory,
+    traffic,
+)
 from training.plan.activations import Held
 from training.plan.model_profile import ModelProvider, model_profile
 from training.plan.rank_memory import Shapes
@@ -81,27 +90,28 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) ->
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
     held_kinds = {"activations": held.activations, "logits": held.logits}
-    return kinds | held_kinds | {"working memory": held.working}
+    kinds |= held_kinds | {"working memory": held.working}
+    return kinds | ({"offloaded": held.under_way} if config.gpu.cpu_offload_activations else {})
 
 
 def _layout(config: Config) -> list[str]:
     p = config.parallel
-    t, dp, pp = (
-        p.tensor_model_parallel_size,
-        p.data_parallel_size,
-        p.pipeline_model_parallel_size,
-    )
+    t, cp, dp = p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size
+    pp = p.pipeline_model_parallel_size
     sp = "on" if p.sequence_parallel else "off"
     if p.sequence_parallel:
         sp += f", overlap {p.tp_comm_overlap}"
         sp += ", measured at start-up" if p.tp_comm_overlap == "auto" else ""
     lines = [
-        f"TP {t} x CP 1 x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
+        f"TP {t} x CP {cp} x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
         f"tensor-parallel group of rank 0: {_few(range(t))}",
-        f"data-parallel group of rank 0: {_few(range(0, t * dp, t))}",
+        f"data-parallel group of rank 0: {_few(range(0, t * cp * dp, t * cp))}",
     ]
+    if cp > 1:
+        lines.insert(2, f"context-parallel group of rank 0: {_few(range(0, t * cp, t))}")
+        lines += context.lines(config)
     if pp > 1:
-        lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * dp))}")
+        lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * cp * dp))}")
     return lines
 
 
@@ -164,6 +174,7 @@ def _memory(
         "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
+        "offloaded": "activations on their way to host memory, or back: two units",
         "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
@@ -194,6 +205,8 @@ def _memory(
             f"{'in host memory':<16} {in_units(host):>10}  masters, moments, and copies of what "
             "goes down and up"
         )
+    if away := held[rank].in_host:
+        lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
@@ -215,13 +228,13 @@ def shared_kinds(config: Config) -> list[str]:
 def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
     """Return advice: the lowest higher --zero-stage that fits, or else the one that needs least."""
     p, found = config.parallel, {}
-    if p.data_parallel_size == 1:
+    if p.gradient_ranks == 1:
         return "; with one data-parallel rank --zero-stage has no one to share with"
     for level in range(p.zero + 1, 4):
         other = replace(config, parallel=replace(p, zero_stage=level))
         kinds = [memory(other, provider, rank, own) for rank, own in enumerate(held)]
         found[level] = max(sum(kind.values()) for kind in kinds)
-    ranks = f", over {p.data_parallel_size} data-parallel ranks"
+    ranks = f", over {p.gradient_ranks} {zero_rules.sharers(config)}"
     for level, size in found.items():
         if size <= GPU_BYTES:
             return f"; with --zero-stage {level}{ranks}: {in_units(size)}"

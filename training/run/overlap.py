@@ -34,7 +34,7 @@ def projections(model: nn.Module, tokens: int) -> dict[str, Projection]:
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and not _chunked(layer):
-            (width, k), t = layer.weight.shape, layer.ctx.tp.size
+            (width, k), t = layer.weight.shape, layer.ctx.tp.size if layer.ctx.sp else 1
             column = isinstance(layer, ColumnParallelLinear)
             own = None if type(layer.recipe) is Recipe else layer.recipe
             found[name] = Projection(column, tokens // t, k, width, layer.ctx.dtype, own)
@@ -81,7 +81,8 @@ def settle(
     if mode == "none":
         note("overlap: none, as --tp-comm-overlap says: linear layers wait for what they gather")
         return Overlap(OverlapMap(mode), model)
-    layers = projections(model, config.batch.micro_batch_size * config.model.seq_length)
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    layers = projections(model, tokens // ctx.grid.cp.size)
     here = {
         "names": list(_names(layers)),
         "why_not": _why_not(ctx, config),
@@ -114,9 +115,14 @@ def _names(layers: Mapping[str, Projection]) -> dict[tuple[str, str], None]:
     """Return the keys (name, matmul) of both directions; numbered layers share one name."""
     out: dict[tuple[str, str], None] = {}
     for name, p in layers.items():
-        stars = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        stars = starred(name)
         out |= {(f"{stars} forward", p.forward): None, (f"{stars} backward", p.backward): None}
     return out
+
+
+def starred(name: str) -> str:
+    """Return a module's name with a star for each number, which layers of a stack then share."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _why_not(ctx: LayerContext, config: Config) -> str:
@@ -128,17 +134,21 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
     return ctx.tp.carrier.why_not
 
 
+def device_name(device: torch.device) -> str:
+    """Return what a device is called; of a CPU, how many cores of which kind."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux only
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"model name\s*: (.*)", text)
+    return f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
+
+
 def _machine(ctx: LayerContext) -> str:
     """Return a text that names everything the measured times depend on."""
-    if ctx.device.type == "cuda":
-        name = torch.cuda.get_device_name(ctx.device)
-    else:
-        cpuinfo = Path("/proc/cpuinfo")  # Linux only
-        text = cpuinfo.read_text() if cpuinfo.exists() else ""
-        model = re.search(r"model name\s*: (.*)", text)
-        name = f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
+    name, ranks = device_name(ctx.device), ctx.grid.launch.local_world
     parts = [
-        *(f"tp {ctx.tp.size}", f"{ctx.grid.launch.local_world} ranks on {name}"),
+        *(f"tp {ctx.tp.size}", f"{ranks} ranks on {name}"),
         *(f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"),
         f"{ctx.grid.backend} {'and' if ctx.tp.symmetric else 'without'} shared memory",
     ]

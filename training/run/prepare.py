@@ -9,11 +9,13 @@ import torch
 
 import mpu
 from mpu.grid import Grid
+from mpu.layers import norm_backends, te_attention
 from mpu.zero import adam_backends
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
+from training.data.tokenizer_files import digests_of
 from training.plan.float8 import check_device
 from training.plan.model_profile import accumulate_dtype
 from training.run.device import choose_device
@@ -37,16 +39,21 @@ def prepare(
         )
     grid.launch.check_meeting()
     device = choose_device(config, grid.launch, share_cores, note)
-    backend = config.parallel.optimizer_backend
-    if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
+    p, dtype = config.parallel, config.run.dtype
+    if why := (
+        adam_backends.missing(p.optimizer_backend, device.type, accumulate_dtype(config))
+        or norm_backends.missing(p.norm_backend, device.type, dtype)
+        or te_attention.missing(p.core_attention_backend, device.type, dtype)
+    ):
         raise UsageError(why)
     check_device(config, device)
     if grid.rank == 0:
         check_early(config)
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
-    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note)
-    digests = {"tokenizer_digest": tokenizer.digest(), "data_digest": loaders.digest}
+    part = (grid.cp.rank, grid.cp.size)
+    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
+    digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
     return config, device, loaders, digests

@@ -12,6 +12,7 @@ from typing import Any
 from training.checkpoint import Checkpoint, plain_name
 from training.config import Config, DataConfig
 from training.data.dataset import WHOLE
+from training.data.tokenizer_files import files_of, same_tokenizer
 from training.plan.learning_rate import learning_rate
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
@@ -25,6 +26,38 @@ SHARED = {
     ),
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
+ROPE = ("rope_theta", "rope_scaling")  # of a model's hf_config; the word is "rope"
+
+
+def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of this run's model that its checkpoint's must equal."""
+    free = ROPE if "rope" in config.checkpoint.allow_change else ()
+    return {field: value for field, value in hf_config.items() if field not in free}
+
+
+def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line where the loaded weights were trained by another --model-file, and one where
+    with other rotary positions, as `expected` let through: what they were, what they are.
+    """
+    saved, file = found.state.get("config", {}), config.model.model_file
+    if (was := saved.get("model.model_file", file)) != file:
+        yield f"{found.directory} was trained with --model-file {was}; this run has {file}"
+    there = found.state.get("hf_config", {})
+    before = {field: there.get(field) for field in ROPE}
+    if there and before != {field: hf_config[field] for field in ROPE}:
+        length = saved.get("model.seq_length")
+        yield (
+            f"{found.directory} was trained with {_rope(before, length)}; going on with "
+            f"{_rope(hf_config, config.model.seq_length)}, as --allow-change rope says"
+        )
+
+
+def _rope(fields: Mapping[str, Any], length: int | None) -> str:
+    """Return rotary positions as flags, at a sequence length if it is known."""
+    scaling = fields["rope_scaling"] or {}
+    text = f"--rotary-base {fields['rope_theta']:g}, "
+    text += f"--rope-scaling-factor {scaling['factor']:g}" if scaling else "no --use-rope-scaling"
+    return text + (f", --seq-length {length}" if length else "")
 
 
 def changes(
@@ -35,6 +68,9 @@ def changes(
     here = {**config.flat(), **digests}
     if _sketched(there) and "corpus_sketch" in here:
         here["corpus_digest"] = here["corpus_sketch"]
+    known = there.get("tokenizer_digest")
+    if "tokenizer_digest" in digests and same_tokenizer(known, digests, found.manifest["files"]):
+        here["tokenizer_digest"] = known
     for what, keys in SHARED.items():
         for key in keys:
             if key in there and key in here and there[key] != here[key]:
@@ -96,10 +132,5 @@ def progress(
 
 def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
     """Return {name: bytes} of the tokenizer's files, kept so that a checkpoint can be moved."""
-    tokenizer, found = Path(data.tokenizer_model or ""), {}
-    if tokenizer.is_file():
-        found[plain_name(tokenizer, "tokenizer")] = tokenizer.read_bytes()
-    if data.tokenizer_type == "GPT2BPETokenizer":
-        merges = Path(data.merge_file or tokenizer.parent / "merges.txt")
-        found["merges.txt"] = merges.read_bytes()
-    return found
+    paths = files_of(data.tokenizer_type, data.tokenizer_model, data.merge_file)
+    return {plain_name(Path(n), "tokenizer"): Path(at).read_bytes() for n, at in paths.items()}

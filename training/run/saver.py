@@ -56,6 +56,7 @@ class Saver:
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
+        self.float8_choices: Mapping[str, Any] = {}  # of --fp8-auto: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
 
@@ -209,6 +210,7 @@ class Saver:
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
+            "fp8_auto": dict(self.float8_choices),
             "tokenizer_model": next(iter(self._attach), self.config.data.tokenizer_model),
             **self.digests,
             "hf_config": dict(self.hf_config),
@@ -231,9 +233,8 @@ class Saver:
                 )
         if found is None:
             if c.exit_on_missing_checkpoint:
-                raise UsageError(
-                    f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set"
-                )
+                missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"
+                raise UsageError(f"--load {c.load}: {missing}")
             if c.load:
                 self.note(f"--load {c.load}: no checkpoint there; starting fresh")
             return 0, 0
@@ -264,7 +265,7 @@ class Saver:
             grid,
             flag=flag,
             pieces=pieces,
-            expect=self.hf_config,
+            expect=same_run.expected(self.config, self.hf_config),
             suits=(lambda found: None) if fresh else self._check_resume,
             from_hf=self.from_hf,
             step=c.ckpt_step if flag == "--load" else None,
@@ -275,9 +276,8 @@ class Saver:
         if found is None:
             return None
         checkpoint.load(found, pieces, grid, device)
-        file = self.config.model.model_file
-        if (was := found.state.get("config", {}).get("model.model_file", file)) != file:
-            self.note(f"{found.directory} was trained with --model-file {was}; this run has {file}")
+        for line in same_run.of_model(found, self.config, self.hf_config):
+            self.note(line)
         if weights_only:
             self.optimizer.masters_from_weights()
         else:
@@ -293,14 +293,14 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
+        self.float8_choices = found.state.get("fp8_auto", {})
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
-        self.note(
-            f"loaded {found.directory}: at iteration {iteration}, {consumed} samples consumed"
-        )
+        at = f"at iteration {iteration}, {consumed} samples consumed"
+        self.note(f"loaded {found.directory}: {at}")
         return iteration, consumed
 
     def _check_resume(self, found: checkpoint.Checkpoint) -> None:

@@ -37,7 +37,7 @@ CLOCK = 0.9  # of the others' clock: a GPU below it is slow
 WINDOW = 20  # steps, at least, of which the middle one counts
 WARM = 3  # steps that are left out at the start
 LINKS = {
-    "tp": ("tp",),
+    "tp": ("tp", "tp_kv"),
     "cp": ("cp",),
     "dp": ("dp", "dp_cp", "dp_cp_shard", "dp_cp_replicate"),
     "pp": ("pp", "pp_back", "embd"),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm import checksummed
+from mpu.comm.all_to_all import all_to_all
 from mpu.comm.checksummed import DamagedMessage
 from mpu.comm.collectives import all_gather, all_reduce, gather_bytes, reduce_scatter
 from mpu.comm.p2p import exchange, receive, send
@@ -19,7 +20,10 @@ from mpu.launch import Launch
 from tests.faults.small_run import MODEL, weights
 from tests.launcher import Launcher
 
-VERBS = ("all_gather", "all_reduce", "maximum", "reduce_scatter", "send", "exchange", "bytes")
+VERBS = (
+    "all_gather", "all_reduce", "maximum", "reduce_scatter", "all_to_all", "send", "exchange",
+    "bytes",
+)  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -52,6 +56,8 @@ def do(verb: str, axis: Axis, dtype: torch.dtype, seed: int, async_op: bool = Fa
         out, handle = all_reduce(x, axis, async_op, op=dist.ReduceOp.MAX, label=label)
     elif verb == "reduce_scatter":
         out, handle = reduce_scatter(x, axis, async_op, label=label)
+    elif verb == "all_to_all":
+        out, handle = all_to_all(x, axis, async_op, label=label)
     elif verb == "exchange":
         out, handle = into, exchange(x[: len(into)], axis, to, source, into, label)
     else:
@@ -117,7 +123,7 @@ def check_damage(world: Any, size: int, flips: int, seed: int) -> None:
         found = [told[number][2] for told in every if told[number][2]]
         assert found, f"{verb} of rank {victim}: not found"
         assert all(f"rank {victim}'s" in text and "over dp" in text for text in found)
-        if verb not in ("bytes", "reduce_scatter", "send", "exchange"):
+        if verb in ("all_gather", "all_reduce", "maximum"):
             assert len(found) == size, "every rank was given the part"
 
 

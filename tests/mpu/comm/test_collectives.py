@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mpu.comm.all_to_all import all_to_all
 from mpu.comm.collectives import (
     ProcessGroupTransport,
     all_gather,
@@ -17,6 +18,7 @@ from mpu.comm.collectives import (
     sum_in_order,
 )
 from mpu.comm.meta import MetaTransport
+from mpu.comm.p2p import exchange
 from mpu.comm.transport import Axis
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -46,6 +48,10 @@ def verbs(comm, staged: bool) -> None:
             handle.wait()
             handle.wait()  # a second wait does nothing
             assert torch.equal(out, in_order[2 * axis.rank : 2 * axis.rank + 2])
+            out, handle = all_to_all(mine, axis, async_op)
+            handle.wait()
+            own = slice(2 * axis.rank, 2 * axis.rank + 2)
+            assert torch.equal(out, torch.cat([part[own] for part in parts]))
             out, handle = all_reduce(mine.clone(), axis, async_op)
             handle.wait()
             torch.testing.assert_close(out, in_order, rtol=2e-2, atol=2e-2)
@@ -56,6 +62,7 @@ def verbs(comm, staged: bool) -> None:
         assert torch.equal(mine, contribution(axis.rank, (2 * n, 3), dtype)), "an input changed"
         strided = mine.t().contiguous().t()  # not contiguous
         assert torch.equal(all_gather(strided, axis)[0], torch.cat(parts))
+        assert torch.equal(all_to_all(strided, axis)[0], all_to_all(mine, axis)[0])
     words = [b"", b"\x00\xff", b"x" * 1000]
     assert gather_bytes(words[axis.rank % 3], axis) == [words[r % 3] for r in range(n)]
 
@@ -91,22 +98,24 @@ def traced(comm, meta: bool) -> list:
         axis = replace(axis, transport=MetaTransport())
     x = torch.ones(4 * axis.size, 3, device="meta" if meta else "cpu")
     shapes = []
-    for verb in (all_gather, reduce_scatter, all_reduce):
+    for verb in (all_gather, reduce_scatter, all_reduce, all_to_all):
         out, handle = verb(x, axis, True)
         handle.wait()
         shapes.append(tuple(out.shape))
+    right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    exchange(x, axis, right, left, torch.empty_like(x)).wait()
     shapes += [tuple(sum_in_order(x, axis).shape), tuple(all_reduce_in_order(x, axis).shape)]
     return [shapes, heard.verbs]
 
 
 def test_shapes_travel_as_tensors_do(world):
     for real, shapes in zip(world(2).run(traced, False), world(2).run(traced, True), strict=True):
-        assert real == shapes and len(real[1]) == 12
+        assert real == shapes and len(real[1]) == 16
 
 
 def test_one_rank_needs_no_group():
     x = torch.randn(3, 2)
-    for verb in (all_gather, reduce_scatter, all_reduce):
+    for verb in (all_gather, reduce_scatter, all_reduce, all_to_all):
         out, handle = verb(x, Axis("tp"), True)
         handle.wait()
         assert out is x

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpu.comm.all_to_all import all_to_all
 from mpu.comm.collectives import (
     all_gather,
     all_reduce,
@@ -50,7 +51,7 @@ class Call:
 
     @classmethod
     def drawn(cls, draw: random.Random, seed: int, growth: bool) -> "Call":
-        verb = draw.choice(["all_gather", "reduce_scatter", "all_reduce"])
+        verb = draw.choice(["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
         rows, width = draw.choice([0, 1, 3, 8, 17]), draw.choice([1, 2, 7, 33])
         rows = rows or int(verb == "all_reduce")
         if growth and draw.random() < 0.03:
@@ -70,6 +71,8 @@ class Call:
                 into[axis.rank * n : (axis.rank + 1) * n] = x
                 x = into[axis.rank * n : (axis.rank + 1) * n]
             return all_gather(x, axis, async_op, into)
+        if self.verb == "all_to_all":
+            return all_to_all(x, axis, async_op)
         into = x[axis.rank * n : (axis.rank + 1) * n] if self.into else None
         if into is not None and self.dtype == torch.bfloat16:
             into = torch.empty(into.shape)  # wider than what travels

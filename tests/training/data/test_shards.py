@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from training.data.shards import Shard, cut_files, kind_of
+from training.data.shards import Shard, Where, cut_files
+from training.data.text_files import kind_of
 
 TEXTS = ["one", "", "naïve ☃\n two", "x" * 40, "last"]
 
@@ -22,6 +23,12 @@ def jsonl(ending=b"\n"):
     return b"\n".join(json.dumps({"text": t, "n": 1}).encode() for t in TEXTS) + ending
 
 
+def places():
+    """Return (the byte at which its line begins, text) of each document."""
+    lines = jsonl().splitlines(keepends=True)
+    return [(sum(map(len, lines[:i])), text) for i, text in enumerate(TEXTS)]
+
+
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\n\n \n"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("size", [1, 7, 19, 20, 21, 1000])
@@ -30,7 +37,7 @@ def test_every_cut_reads_the_same_documents(tmp_path, name, ending, size):
     parts = cut_files([path, path], False, size)
     assert len(parts) == (2 if name.endswith("gz") else 2 * -(-len(jsonl(ending)) // size))
     found = [(part.place(line), text) for part in parts for line, text in part.texts("text", False)]
-    once = [(f"{path}, line {i}", text) for i, text in enumerate(TEXTS, 1)]
+    once = [(f"{path}, line {i}, byte {at}", t) for i, (at, t) in enumerate(places(), 1) if t]
     assert found == once + once
     assert sum(part.size for part in parts) == 2 * (tmp_path / name).stat().st_size
 
@@ -39,10 +46,10 @@ def test_every_cut_reads_the_same_documents(tmp_path, name, ending, size):
 def test_text_whole_or_by_lines(tmp_path, name):
     path = write(tmp_path / name, "eins\r\nzwei\n\ndrei ☃".encode())
     (shard,) = cut_files([path], False, 3)
-    assert list(shard.texts("text", False)) == [(None, "eins\r\nzwei\n\ndrei ☃")]
-    assert shard.place(None) == path
+    assert list(shard.texts("text", False)) == [((0, 0), "eins\r\nzwei\n\ndrei ☃")]
+    assert shard.place(Where(0, 0)) == path
     lines = [t for part in cut_files([path], True, 3) for _, t in part.texts("text", True)]
-    assert lines == ["eins", "zwei", "", "drei ☃"]
+    assert lines == ["eins", "zwei", "drei ☃"]
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -61,7 +68,7 @@ def test_text_whole_or_by_lines(tmp_path, name):
 def test_a_bad_line_is_named(tmp_path, bad, why, size):
     size = max(size, len(bad) // 100)
     path = write(tmp_path / "a.jsonl", jsonl() + bad + b"\n" + jsonl())
-    with pytest.raises(ValueError, match=f"a.jsonl, line 6: {why}"):
+    with pytest.raises(ValueError, match=f"a.jsonl, line 6, byte \\d+: {why}"):
         for part in cut_files([path], False, size):
             list(part.texts("text", False))
 
@@ -76,6 +83,6 @@ def test_a_damaged_gz_is_named(tmp_path, spoil):
 
 def test_other_names_are_refused():
     assert kind_of("a.b.jsonl.gz") == "jsonl" and kind_of("x.txt") == "txt"
-    for name in ("a.json", "a.parquet", "a.gz", "a"):
+    for name in ("a.json", "a.parquet.gz", "a.gz", "a"):
         with pytest.raises(ValueError, match=f"{name}: neither .txt nor .jsonl"):
             kind_of(name)

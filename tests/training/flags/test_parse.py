@@ -240,7 +240,8 @@ MISTAKES = [
         "--deepspeed is not a flag of this program nor of Megatron-LM; --help lists",
     ),
     ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
-    ("--context-parallel-size 2", 2, "--context-parallel-size 2: only 1"),
+    ("--context-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel"),
+    ("--context-parallel-size 3", 3, "--seq-length 32 is not a multiple of --context-parallel-"),
     (
         "--hidden-dropout 0.1",
         1,
@@ -253,9 +254,10 @@ MISTAKES = [
     ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not a multiple of --tensor"),
     ("--tensor-model-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of"),
     (
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --kv-channels 4 "
+        "--group-query-attention --num-query-groups 3",
         4,
-        "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 4 is not a multiple of --num-query-groups 3",
     ),
     (
         "--group-query-attention --num-query-groups 3",

@@ -14,7 +14,6 @@ REASONS = (
     r"is not a flag of this program",
     r"is refused: (it belongs to --fp8-recipe delayed|fp16 needs loss scaling)",
     r"--dataloader-type cyclic: only single is accepted; samples are read once",
-    r"--context-parallel-size 2: only 1 is accepted; context parallelism is not in this version",
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",
     r"--normalization (rmsnorm|layernorm): only RMSNorm is accepted",
 )

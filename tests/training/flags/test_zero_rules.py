@@ -2,13 +2,11 @@
 """The flags of the sharded optimizer: what they refuse, and what they say has no effect."""
 
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
 
 from training.config import UsageError
-from training.flags import zero_rules
 from training.flags.parse import parse
 
 SMALL = (
@@ -65,11 +63,11 @@ def test_a_mistake_is_one_sentence(more, world, sentence):
     assert "\n" not in str(mistake.value) and len(str(mistake.value)) < 300
 
 
-def test_instances_and_context_parallelism_exclude_each_other():
-    config = read(f"{INSTANCES} 2 --zero-stage 1", 8)
-    both = replace(config.parallel, context_parallel_size=2)
-    with pytest.raises(UsageError, match=f"{INSTANCES} 2 needs --context-parallel-size 1, not 2"):
-        zero_rules.check(replace(config, parallel=both))
+def test_instances_are_groups_of_data_and_context_parallel_ranks():
+    flags = f"{INSTANCES} 4 --zero-stage 1 --context-parallel-size 2"
+    assert read(flags, 8).parallel.shard_size == 2
+    with pytest.raises(UsageError, match="4 does not divide the 6 data- and context-parallel"):
+        read(flags, 6)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,29 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
     go(f"{load} {data} 0.4 {tmp_path}/c 0.6 {b} --allow-change data tokenizer")
 
 
+@pytest.mark.parametrize("more", ["", "--finetune", "pretrained"])
+def test_a_longer_sequence_with_other_rotary_positions(
+    begun: Path, capsys: Any, more: str
+) -> None:
+    """Refused until --allow-change says rope (and data, which the length belongs to, at a resume);
+    one line tells both.
+    """
+    flags = f"--load {begun}/saved {more}"
+    if more == "pretrained":
+        flags = f"--load {begun}/none --pretrained-checkpoint {begun}/saved"
+    longer = "--seq-length 32 --max-position-embeddings 32 --rotary-base 500000 --use-rope-scaling"
+    words = f"--train-iters 5 {flags} {longer}"
+    assert run(begun, words, code=2) == []
+    assert "--allow-change rope goes on with it" in capsys.readouterr().err
+    assert len(run(begun, f"{words} --allow-change rope data")) == (5 if more else 2)
+    said = capsys.readouterr().out
+    assert "nothing to act on" not in said
+    assert (
+        "was trained with --rotary-base 10000, no --use-rope-scaling, --seq-length 16; going on "
+        "with --rotary-base 500000, --rope-scaling-factor 8, --seq-length 32, as --allow-change"
+    ) in said
+
+
 def test_a_word_that_allow_change_does_not_know(begun: Path, capsys: Any) -> None:
     run(begun, "--train-iters 5 --load {tmp}/saved --allow-change order", code=2)
     assert "--allow-change order: must be among seed, data, tokenizer" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of ranks that hold a part of each row of tokens each: context parallelism.
+
+A rank has the queries, keys and values of its tokens (mpu/layers/context_shards.py) and needs the
+keys and values before them. --cp-comm-type says how it comes to them, layer by layer:
+
+    all_gather   K and V are gathered, while own keys are attended to; again in backward, which
+                 reduce-scatters dK and dV in rank order            (Llama Team 2024, section 3.3.2)
+    p2p          K and V go round a ring; a rank attends to one part while the next travels. In
+                 backward dK and dV follow them                                   (Liu et al. 2023)
+    a2a          heads for tokens: all tokens of some heads, and back          (Jacobs et al. 2023)
+    a2a+p2p      a2a over neighbours, and a ring over their groups      (Fang and Zhao 2024; the
+                 sizes are --hierarchical-context-parallel-sizes)
+
+Blocks of attention are merged by log-sum-exp (mpu/layers/block_attention.py): no mask, any lengths.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.comm.all_to_all import all_to_all
+from mpu.comm.transport import Axis, Label
+from mpu.context import LayerContext
+from mpu.layers.attention import core_attention, dot_product_attention
+from mpu.layers.block_attention import block_attention
+from mpu.layers.context_exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
+from mpu.layers.context_shards import Ranges, batch_shards, documents_of_rows, joined
+from mpu.layers.fused import apply_rope
+from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.te_attention import TransformerEngineAttention
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
+
+
+def core_attention_of(ctx: LayerContext) -> Callable[..., Tensor]:
+    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention.
+
+    Where --core-attention-backend asks for it, Transformer Engine's.
+    """
+    if ctx.core_attention_backend == "te":
+        return TransformerEngineAttention()
+    return core_attention if ctx.grid.cp.size == 1 else ContextAttention(ctx)
+
+
+class ContextAttention:
+    """`core_attention` of a layer whose rows of tokens are cut over cp ranks.
+
+    Raises ValueError where the context has the kinds of several layers and not of this one.
+    """
+
+    def __init__(self, ctx: LayerContext) -> None:
+        kinds, grid = ctx.cp_comm_type, ctx.grid
+        if len(kinds) != 1:
+            raise ValueError(
+                f"--cp-comm-type has {len(kinds)} entries, one a layer, but this --model-file does "
+                "not say which layer it builds: give each layer ctx.of_layer(number)"
+            )
+        self.kind, self.cp = kinds[0], grid.cp
+        # the ranks that exchange heads, and those that exchange keys
+        self.heads_axis = grid.cp if self.kind == "a2a" else grid.cp_a2a
+        self.keys_axis = grid.cp_p2p if self.kind == "a2a+p2p" else grid.cp
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        groups: int,
+        packed: PackedSeqParams | None,
+        *,
+        cache: list[Tensor] | None = None,
+        window: int = 0,
+    ) -> Tensor:
+        """Do `core_attention` for this rank's tokens: qkv [s/cp, b, (heads + 2 groups) d] -> y.
+
+        packed: the documents of the whole rows [b, s]. Raises ValueError where they are not given
+        or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
+        """
+        s, b, _ = qkv.shape
+        if cache is not None or packed is None:
+            missing = "one rank generates text" if packed else "the documents of the rows are given"
+            raise ValueError(f"at --context-parallel-size {self.cp.size} {missing}: it must be 1")
+        rows = documents_of_rows(packed.lengths, b)
+        if sum(rows[0]) != s * self.cp.size:
+            raise ValueError(
+                f"rows of {sum(rows[0])} tokens over {self.cp.size} context-parallel ranks: this "
+                f"rank has {s} tokens of each"
+            )
+        whole = len(packed.lengths) == b  # each row is one document
+        q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
+        if not whole:  # rows one after another, as a batch of one
+            q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
+        documents = rows[0] if whole else packed.lengths
+        held = batch_shards(self.cp.size, rows[:1] if whole else rows)
+        y = self.attend(q, k, v, held, None if whole else packed, documents, window).flatten(2)
+        return y if whole else y.view(b, s, -1).transpose(0, 1)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        held: tuple[Ranges, ...],
+        packed: PackedSeqParams | None,
+        documents: tuple[int, ...],
+        window: int,
+    ) -> Tensor:
+        """q [s, b, a, d], k and v [s, b, g, d] of this rank -> [s, b, a, d]."""
+        if self.kind in ("all_gather", "p2p"):
+            way = Gather if self.kind == "all_gather" else Ring
+            return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window))
+        axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
+        order = in_order(near[self.cp.rank // axis.size], q.device)
+        q, k, v = heads_for_tokens(q, k, v, axis, order)
+        if self.kind == "a2a":
+            y = whole_attention(q, k, v, packed, window)
+        else:
+            far = tuple(joined([r for each in group for r in each]) for group in near)
+            y = ContextExchange.apply(q, k, v, Ring(self.keys_axis, far, documents, window))
+        return _Tokens.apply(y, axis, order)
+
+
+def neighbours(held: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
+    """Return what ranks hold, in groups of `size` ranks that follow one another."""
+    return tuple(held[i : i + size] for i in range(0, len(held), size))
+
+
+def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
+    """Return keys or values [s, b, g, d] with as many heads as ranks, where there are fewer.
+
+    Each is there for the ranks that have its queries; autograd sums their gradients. heads: those
+    of queries. Raises ValueError where heads do not divide over the ranks.
+    """
+    groups = x.shape[2]
+    if heads % ranks or (groups % ranks and ranks % groups):
+        raise ValueError(
+            f"--cp-comm-type a2a over {ranks} ranks: {heads} attention heads in {groups} query "
+            "groups on a tensor-parallel rank must divide by it (or it by the groups)"
+        )
+    return x if groups % ranks == 0 else x.repeat_interleave(ranks // groups, 2)
+
+
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
+) -> Tensor:
+    """q [S, b, a, d], k and v [S, b, g, d] of whole rows -> [S, b, a, d]."""
+    heads = q.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if packed is None and not window:
+        return dot_product_attention(q, k, v).unflatten(2, (heads, -1))
+    return block_attention(q, k, v, packed, window).permute(2, 0, 1, 3)
+
+
+def heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Order
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange q [s, b, a, d], k and v [s, b, g, d] for 1/A of the heads of A ranks' tokens.
+
+    [A s, b, a / A, d], and no fewer than one head of k and v. order: see `in_order`.
+    """
+    k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
+    sizes = [x.shape[2] // axis.size for x in (q, k, v)]
+    x = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], 3)
+    q, k, v = _Heads.apply(x.flatten(2, 3), axis, order).split(sizes, 2)
+    return q, k, v
+
+
+def _give_tokens(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
+    """[s, b, n, d] of own tokens -> [A s, b, n / A, d], all tokens in order of position."""
+    slices = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
+    every = all_to_all(slices, axis, label=label)[0]
+    del slices
+    return every.flatten(0, 1).index_select(0, order[0])
+
+
+def _give_heads(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
+    """[A s, b, n / A, d] -> [s, b, n, d]: the way back."""
+    slices = x.index_select(0, order[1]).unflatten(0, (axis.size, -1))
+    every = all_to_all(slices, axis, label=label)[0]
+    del slices
+    return every.movedim(0, 2).flatten(2, 3)
+
+
+class _Heads(torch.autograd.Function):
+    """Give other ranks their heads of own tokens, for own heads of theirs; backward: `_Tokens`."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
+        saved_ctx.axis, saved_ctx.order = axis, order
+        return _give_tokens(x, axis, order, FORWARD)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _give_heads(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None
+
+
+class _Tokens(torch.autograd.Function):
+    """Give other ranks their tokens of own heads, for own tokens of theirs; backward: `_Heads`."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
+        saved_ctx.axis, saved_ctx.order = axis, order
+        return _give_heads(x, axis, order, FORWARD)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _give_tokens(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make queries, keys and values where there are fewer key/value heads than tensor-parallel ranks.
+
+A rank has a/t query heads, and all of them attend with one key/value head if t is a multiple of g.
+So t/g ranks in a row, the axis tp_kv, need the same head. Its weight is cut over them like every
+other, so that each weight has one owner and one gradient. What is replicated is the head:
+
+    qkv          [s, b, (a + 2g) d/t]     d g/t columns of a key head and of a value head
+    forward      gathered over tp_kv      the whole key head and the whole value head
+    backward     summed and scattered     each rank of tp_kv has the gradient of its own queries
+
+A rank sends 2 s b d (1 - g/t) numbers a layer each way, and no key or value is computed twice.
+(Megatron-LM gathers too, but over all of tp and with the queries, and keeps its part.)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpu.comm.mappings import gather_from_sequence_parallel_region
+from mpu.context import LayerContext
+from mpu.layers.linear import ColumnParallelLinear
+from mpu.param import placement_of
+
+
+def local_heads(heads: int, groups: int, head_size: int, ctx: LayerContext) -> tuple[int, int]:
+    """Return the query heads and the key/value heads that a rank attends with.
+
+    Raises ValueError where they do not divide over the tensor-parallel ranks.
+    """
+    t, shared = ctx.tp.size, ctx.grid.tp_kv.size
+    if heads % t or (groups % t and t % groups):
+        raise ValueError(
+            f"{heads} attention heads in {groups} query groups do not divide over "
+            f"tensor-parallel size {t}: heads must be a multiple of it, and groups a multiple or "
+            "a divisor of it"
+        )
+    if shared != max(1, t // groups):
+        raise ValueError(
+            f"{groups} query groups on {t} tensor-parallel ranks: the grid lets {shared} of them "
+            f"share a key/value head, as --num-query-groups says; a layer cannot have other groups"
+        )
+    if head_size % shared:
+        raise ValueError(
+            f"a head of size {head_size} in {groups} query groups is cut over {shared} of the {t} "
+            "tensor-parallel ranks, and must be a multiple of that"
+        )
+    return heads // t, max(1, groups // t)
+
+
+def qkv_linear(hidden: int, sections: Sequence[int], *, ctx: LayerContext) -> ColumnParallelLinear:
+    """Return the layer that makes q, k and v, of the full sizes `sections`, head by head.
+
+    x [s/t, b, h] (SP) or [s, b, h] -> [s, b, (heads + 2 groups) d], those of `local_heads`.
+    """
+    kind = ColumnParallelLinear if ctx.grid.tp_kv.size == 1 else SharedHeadsLinear
+    return kind(hidden, sections, ctx=ctx)
+
+
+class SharedHeadsLinear(ColumnParallelLinear):
+    """A column-parallel q, k and v, whose key/value head the ranks of tp_kv share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, then gather the head of k and that of v over tp_kv."""
+        axis, t = self.ctx.grid.tp_kv, self.ctx.tp.size
+        k, v = (size // t for size in placement_of(self.weight).sections[-2:])
+        y = super().forward(x)
+        q, kv = y.split([y.shape[-1] - k - v, k + v], dim=-1)
+        every = gather_from_sequence_parallel_region(kv.contiguous(), axis, self)
+        parts = every.unflatten(0, (axis.size, -1)).split([k, v], dim=-1)  # [t/g, s, b, d g/t]
+        heads = (part.permute(1, 2, 0, 3).flatten(2) for part in parts)  # [s, b, d]
+        return torch.cat([q, *heads], dim=-1)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism against the serial twin (twin.py), in fp64: loss, norm, EVERY gradient, over
+communication types, tensor, pipeline and data parallelism, ZeRO, recomputation and documents.
+
+    OMP_NUM_THREADS=1 pytest tests/model/test_context_parity.py -m prove        the whole matrix
+"""
+
+import random
+
+import pytest
+import torch
+
+import pretrain_llama
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.grid import Grid
+from mpu.layers.context_shards import shards
+from mpu.layers.packed_seq_params import PackedSeqParams
+from tests.model.context_cases import COMM, S, case_of, cases, twin_of, world_of, worst
+from tests.model.twin import V, config_of, run_cases
+from training.data.batch import Batch
+from training.data.context_part import context_part
+
+LIMIT = 1e-12
+
+
+def compare(world, some: list[dict]) -> int:
+    """Hold cases against their twins; return how many there were."""
+    by_size: dict[int, list[dict]] = {}
+    for case in some:
+        by_size.setdefault(world_of(case), []).append(case)
+    for size, those in by_size.items():
+        for first in range(0, len(those), 20):  # a world answers within its time-out
+            part = those[first : first + 20]
+            results = world(size).run(run_cases, part)
+            for i, case in enumerate(part):
+                found = worst([r[i] for r in results], *twin_of(case))
+                told = {k: v for k, v in case.items() if k != "edit"}
+                assert max(found.values()) < LIMIT, f"{told}: {found}"
+    return len(some)
+
+
+def test_a_sample_of_the_matrix(world):
+    every = [c for c in cases() if c["cp"] > 1]
+    pick = random.Random(11)
+    two = [c for c in every if world_of(c) == 2]
+    some = [pick.choice([c for c in two if c["comm"] == kind]) for kind, _ in COMM.values()]
+    some += [case_of(2, comm, documents=True, recompute="full") for comm in COMM]
+    some += pick.sample([c for c in every if world_of(c) == 4], 4)
+    compare(world, some)
+
+
+def losses_of(comm, case: dict, lengths: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """Return this rank's positions in a row of documents, and the loss of each token there."""
+    grid = Grid() if comm is None else comm.grid(1, case["cp"], hierarchical=case["levels"])
+    run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+    g, rows = torch.Generator().manual_seed(3), []
+    for n in case["made"]:
+        rows.append(torch.randint(1, V, (n + 1,), generator=g))
+    rows = [row for row in rows if len(row) - 1 in lengths]
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    whole = Batch(
+        torch.cat([row[:-1] for row in rows])[None], torch.cat([row[1:] for row in rows])[None],
+        loss_mask=None, position_ids=places, packed_seq_params=PackedSeqParams.of(lengths),
+        first_sample=0, token_count=sum(lengths),
+    )  # fmt: skip
+    part = context_part(whole, grid.cp.rank, grid.cp.size)
+    ids = (part.tokens, part.labels, part.position_ids, part.packed_seq_params)
+    held = shards(grid.cp.size, lengths)[grid.cp.rank]
+    return [i for r in held for i in r], run.model(*ids)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "cp, comm", [(2, "all_gather"), *(pytest.param(4, c, marks=pytest.mark.prove) for c in COMM)]
+)
+@pytest.mark.parametrize("dtype, limit", [("float64", 1e-13), ("float32", 1e-5)])
+def test_a_packed_document_has_the_loss_that_it_has_alone(world, cp, comm, dtype, limit):
+    lengths = (29, 19)
+    case = case_of(cp, comm, dtype=dtype, made=lengths)
+    found = {}
+    for places, losses in world(cp).run(losses_of, case, lengths):
+        found |= zip(places, losses, strict=True)
+    packed = torch.tensor([found[i] for i in range(S)], dtype=torch.float64)
+    one = case_of(1, dtype=dtype, made=lengths)
+    alone = [losses_of(None, one | {"s": n}, (n,))[1] for n in lengths]
+    want = torch.tensor([x for losses in alone for x in losses], dtype=torch.float64)
+    assert ((packed - want).abs() / want).max() < limit
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_whole_matrix(world, size):
+    compare(world, [c for c in cases() if world_of(c) == size])
+
+
+def test_the_matrix_has_everything():
+    every = [c for c in cases() if world_of(c) <= 8]
+    assert len(every) > 400
+    for comm in COMM:
+        own = [c for c in every if c["comm"] == COMM[comm][0] and c["cp"] > 1]
+        for key, values in (("cp", {2, 4}), ("tp", {1, 2}), ("pp", {1, 2}), ("zero", {0, 1, 3})):
+            assert {c[key] for c in own} == values, (comm, key)
+        assert {c["sp"] for c in own} == {c["tied"] for c in own} == {False, True}
+        assert {c["recompute"] for c in own} == {None, "selective", "full"}
+        assert {c["schedule"] for c in own if c["pp"] > 1} == {"1f1b", "zb-v"}
+        assert {"edit" in c for c in own} == {False, True}
+
+
+@pytest.mark.prove
+def test_sixteen_ranks(world):
+    """cp 4, tp 2 and pp 2 together."""
+    some = [
+        case_of(4, "a2a+p2p", (2, True), (2, "zb-v"), True, zero=3, gather=True, recompute="full"),
+        case_of(4, "p2p", (2, False), (2, "1f1b"), True, zero=1, recompute="selective", tied=True),
+    ]
+    compare(world, some)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("comm", COMM)
+def test_data_ranks_and_instances(world, comm):
+    """dp 2 beside cp 2 and 4; the optimizer's instances are groups of dp x cp ranks."""
+    more = dict(dp=2, m=1)
+    some = [case_of(2, comm, documents=True, zero=z, gather=z == 3, **more) for z in (0, 1, 2, 3)]
+    some += [case_of(2, comm, zero=3, instances=n, **more) for n in (2, 4)]
+    some += [case_of(4, comm, documents=True, zero=1, instances=2, **more)]
+    some += [case_of(2, comm, documents=True, tp=(2, True), zero=2, **more)]
+    compare(world, some)
+
+
+@pytest.mark.parametrize("comm", ["all_gather", pytest.param("p2p", marks=pytest.mark.prove)])
+def test_qwen3(world, comm):
+    file = "model/qwen3.py"
+    compare(world, [case_of(2, comm, documents=True, file=file)])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave out and count documents that cannot be trained on, or refuse the first of them."""
+
+from collections.abc import Callable, Mapping
+
+POLICIES = ("skip", "error")  # of --on-bad-document
+
+
+class BadDocuments:
+    """What --on-bad-document says.
+
+    "skip" leaves out and counts all, "error" refuses the first. None, where the flag is left out,
+    leaves out empty ones and refuses others.
+    """
+
+    def __init__(self, policy: str | None = None) -> None:
+        self.policy = policy
+        self.kinds: dict[str, tuple[int, str]] = {}  # {kind: (how many, where the first is)}
+
+    def found(self, kind: str, place: Callable[[], str], why: str) -> None:
+        """Count a document, or raise ValueError with its place. place: costs a look at the file."""
+        if self.policy == "error" or (self.policy is None and kind != "empty"):
+            hint = "" if self.policy else "; --on-bad-document skip leaves such documents out"
+            raise ValueError(f"{place()}: {why}{hint}")
+        count, first = self.kinds.get(kind) or (0, place())
+        self.kinds[kind] = (count + 1, first)
+
+    def add(self, kinds: Mapping[str, tuple[int, str]]) -> None:
+        """Count what another part of the same files found, one after another."""
+        for kind, (count, first) in kinds.items():
+            before, at = self.kinds.get(kind, (0, first))
+            self.kinds[kind] = (before + count, at)
+
+    def line(self) -> str:
+        """Return a sentence on what was left out, or ""."""
+        total = sum(count for count, _ in self.kinds.values())
+        each = [f"{n:,} {kind} (first: {first})" for kind, (n, first) in self.kinds.items()]
+        return f"{total:,} document(s) left out: {', '.join(each)}" if total else ""

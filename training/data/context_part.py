@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep of a micro-batch the tokens of one context-parallel rank (mpu/layers/context_shards.py)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mpu.layers.context_shards import batch_shards, documents_of_rows
+from mpu.layers.packed_seq_params import PackedSeqParams
+from training.data.batch import Batch
+
+
+def context_part(batch: Batch, rank: int, size: int) -> Batch:
+    """Return a rank's part [b, s / size] of a whole micro-batch [b, s]: the same where size is 1.
+
+    Each row is cut for itself, by its own documents; a rank's tokens are in ascending order. Their
+    position_ids are given, as they have gaps. packed_seq_params keeps the documents of the whole
+    rows: of length s where the batch has none. token_count: of this part's tokens.
+    """
+    if size == 1:
+        return batch
+    b, s = batch.tokens.shape
+    packed = batch.packed_seq_params or PackedSeqParams.of((s,) * b)
+    ranges = batch_shards(size, documents_of_rows(packed.lengths, b))[rank]
+    at = torch.cat([torch.arange(r.start, r.stop) for r in ranges])
+
+    def part(whole: Tensor) -> Tensor:
+        return whole.flatten()[at].view(b, s // size)
+
+    positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids
+    mask = None if batch.loss_mask is None else part(batch.loss_mask)
+    return replace(
+        batch,
+        tokens=part(batch.tokens),
+        labels=part(batch.labels),
+        loss_mask=mask,
+        position_ids=part(positions),
+        packed_seq_params=packed,
+        token_count=at.numel() if mask is None else int(mask.sum()),
+    )

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the texts of a column of a .parquet file with pyarrow, where it is installed."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from training.data.text_files import need_package
+
+ROWS = 256  # read at a time
+
+
+def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (row, from 1, and the bytes of its text, or None where it has none).
+
+    Raises ValueError where the column is not there or holds no text.
+    """
+    need_package(path)
+    pyarrow: Any = importlib.import_module("pyarrow")
+    table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+    schema = table.schema_arrow
+    if column not in schema.names:
+        raise ValueError(f"{path}: no column {column!r}; it has {', '.join(schema.names[:20])}")
+    stored = schema.field(column).type
+    if pyarrow.types.is_dictionary(stored):
+        stored = stored.value_type
+    text = ("string", "large_string", "binary", "large_binary")
+    if str(stored) not in text:
+        raise ValueError(f"{path}: the column {column!r} holds {stored}, which is no text")
+    number = 0
+    for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
+        values = batch.column(0)
+        if pyarrow.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        for value in values.cast(pyarrow.large_binary()):
+            number += 1
+            yield number, value.as_py()

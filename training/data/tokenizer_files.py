@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say which files make up a tokenizer, and whether two tokenizers give the same ids.
+
+A checkpoint holds all files of its run's tokenizer, so that it can be moved, sampled from and
+exported. The file that --tokenizer-model names is the first of them.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from training.data.hf_tokenizer import CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
+from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
+from training.untrusted import open_plain
+
+STANDARD = {  # the name that a type's own file has in a Hugging Face directory
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "GPT2BPETokenizer": "vocab.json",
+}
+MODEL = "tokenizer.model"  # the name for all other types
+TOKENIZER_FILES = (
+    *("tokenizer.json", MODEL, CONFIG, SPECIAL, "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+def files_of(kind: str | None, path: str | None, merge_file: str | None = None) -> dict[str, str]:
+    """Return {name in a checkpoint: path} of a tokenizer's files, the one at `path` first.
+
+    kind, path, merge_file: --tokenizer-type, --tokenizer-model and --merge-file. Files beside it
+    that have a name of TOKENIZER_FILES are its own where its name is one of them too; in a folder
+    of many tokenizers, only those that are read with it are.
+    """
+    if not path or not kind:
+        return {}
+    if os.path.isdir(path):
+        path = os.path.join(path, STANDARD.get(kind, MODEL))
+    if not os.path.isfile(path):
+        return {}
+    folder, name = os.path.split(path)
+    found = {name: path}
+    if kind == "GPT2BPETokenizer":
+        found["merges.txt"] = merge_file or os.path.join(folder, "merges.txt")
+    beside: tuple[str, ...] = TOKENIZER_FILES if name in TOKENIZER_FILES else ()
+    if kind == "HuggingFaceTokenizer":
+        beside = (*beside, CONFIG, SPECIAL)
+    for other in beside:
+        if os.path.isfile(os.path.join(folder, other)):
+            found.setdefault(other, os.path.join(folder, other))
+    return found
+
+
+def heads_of(directory: str) -> dict[str, bytes]:
+    """Return how the files begin that tell a directory's tokenizer, for `tokenizer_of`."""
+    heads = {}
+    for name in ("tokenizer.json", MODEL):
+        if os.path.isfile(at := os.path.join(directory, name)):
+            with open_plain(at) as file:
+                heads[name] = file.read(1000)
+    return heads
+
+
+def tokenizer_in(
+    state: Mapping[str, Any], directory: str, vocab_size: int | None = None
+) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint, or of a Hugging Face directory, from its own files.
+
+    state: the checkpoint's, with tokenizer_type and tokenizer_model; where it has none, the files
+    say. None where there is no tokenizer. Raises ValueError where its file is not a tokenizer.
+    """
+    kind, model = state.get("tokenizer_type"), state.get("tokenizer_model")
+    if kind is None:
+        found = tokenizer_of(heads_of(directory))
+        kind, model = found.get("tokenizer_type"), found.get("tokenizer_model")
+    if kind is None:
+        return None
+    if model and os.path.isfile(os.path.join(directory, model)):
+        model = os.path.join(directory, model)
+    return build_tokenizer(kind, model, vocab_size)
+
+
+def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what a checkpoint keeps to know its tokenizer by, and what older ones kept."""
+    digest = before = sha256 = tokenizer.digest()
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        before, sha256 = tokenizer.digest_before(), tokenizer.sha256()
+    return {
+        "tokenizer_digest": digest,
+        "tokenizer_digest_before": before,
+        "tokenizer_sha256": sha256,
+    }
+
+
+def same_tokenizer(
+    known: object, digests: Mapping[str, str], files: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Return whether a checkpoint's tokenizer_digest, `known`, is of the tokenizer of `digests`.
+
+    files: its manifest's. An older checkpoint's digest covers tokenizer_config.json, which may have
+    another chat template now, or may not have been kept. Then its own copy of tokenizer.json
+    decides.
+    """
+    if known in (digests["tokenizer_digest"], digests.get("tokenizer_digest_before")):
+        return True
+    older = isinstance(known, str) and not known.startswith(IDS)
+    kept = (info.get("sha256") for info in files.values())
+    return older and digests.get("tokenizer_sha256") in kept

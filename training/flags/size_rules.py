@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the sizes of a model, and that they divide over the tensor-parallel ranks."""
+
+from training.config import Config, UsageError
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for sizes that no layout trains."""
+    m = config.model
+    if m.kv_channels % 2:
+        raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
+    divides(
+        f"--num-attention-heads {m.num_attention_heads}",
+        f"--num-query-groups {m.num_query_groups}",
+        "each key/value head serves the same number of query heads",
+    )
+    if m.ffn_hidden_size < 1:
+        raise UsageError(
+            f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
+            "derive it from"
+        )
+    if m.seq_length > m.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
+            f"{m.max_position_embeddings}"
+        )
+
+
+def check_cut(config: Config) -> None:
+    """Raise UsageError where heads or channels do not divide over the tensor-parallel ranks.
+
+    A rank has whole query heads. It has whole key/value heads too or, where these are fewer than
+    the ranks, its part of one that the same number of ranks share (mpu/layers/qkv.py).
+    """
+    m, t = config.model, config.parallel.tensor_model_parallel_size
+    tp, groups = f"--tensor-model-parallel-size {t}", f"--num-query-groups {m.num_query_groups}"
+    why = "each rank holds whole"
+    divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
+    if m.num_query_groups >= t:
+        divides(groups, tp, f"{why} key/value heads, or as many ranks share each of them")
+    else:
+        divides(tp, groups, "each key/value head is shared by the same number of ranks")
+        sharing = f"{tp} / {groups} = {t // m.num_query_groups}"
+        divides(f"--kv-channels {m.kv_channels}", sharing, "these ranks hold equal parts of a head")
+    divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
+
+
+def divides(what: str, by: str, why: str) -> None:
+    """Refuse unless the number at the end of `what` is a multiple of the one at the end of `by`."""
+    value, divisor = int(what.split()[-1]), int(by.split()[-1])
+    if value % divisor:
+        raise UsageError(f"{what} is not a multiple of {by}: {why}")

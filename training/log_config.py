@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Define the settings of logs and profiles."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is logged, and how often."""
+
+    log_interval: int = 10  # steps
+    log_json: str | None = None
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    log_params_norm: bool = False
+    profile: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: tuple[int, ...] = (0,)
