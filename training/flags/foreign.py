@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from training.config import UsageError
 from training.flags import table
+from training.flags.spelling import like
 
 FLAG = "--ignore-flags"
 
@@ -46,7 +47,7 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
     if name in known or name in own_names:
         raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be left out")
     usable = [flag.name for flag in known.values() if flag.kind != table.REFUSED_KIND]
-    if close := table.like(name, [*usable, *own_names]):
+    if close := like(name, [*usable, *own_names]):
         raise UsageError(
             f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a slip of the pen"
         )

@@ -12,10 +12,7 @@ or a type with its bound: `int>=1`, `int[1,1024]`, `float>0`, `float[0,1)`, `tex
 a value, and then means b.
 """
 
-import difflib
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 from training.config import UsageError
 from training.flags.megatron import CHECKED, REFUSED
 from training.flags.numbers import read_number
+from training.flags.spelling import like
 
 # A heading names the dataclass of training/config.py that holds the flags under it.
 LIVE = """
@@ -120,7 +118,8 @@ LIVE = """
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
 --mock-data | switch | off: left out | train on made-up tokens and read no data file
---num-workers | int[0,256] | threads; off: 0, read when needed | threads of each rank that read data ahead
+--num-workers | int[0,256] | threads; off: 0, read when needed; default: by measurement, at most 32 | threads of each rank that read data ahead
+--data-timeout | float>=0 | seconds; off: 0 | stop a run whose data is not read by then, with file and byte (ours, not Megatron's)
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss
@@ -301,30 +300,3 @@ def suggest(name: str) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return " nor of Megatron-LM; --help lists the flags, --ignore-flags leaves out other programs'"
-
-
-def like(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to 3 of `names` that `name` may be a slip of the pen for, the closest first.
-
-    Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
-    next, more in a long name.
-    """
-    told = {_plain(known): known for known in names}
-    plain = _plain(name)
-    exact = [told[plain]] if plain in told else []
-    near = exact or [known for short, known in told.items() if _one_edit(plain, short)]
-    alike = near or [told[p] for p in difflib.get_close_matches(plain, told, 3, cutoff=0.89)]
-    return alike[:3]
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("_", "-").lower()
-
-
-def _one_edit(a: str, b: str) -> bool:
-    """Return whether one letter left out, added, changed or swapped makes b of a."""
-    start = len(os.path.commonprefix((a, b)))
-    a, b = a[start:], b[start:]
-    end = len(os.path.commonprefix((a[::-1], b[::-1])))
-    a, b = a[: len(a) - end], b[: len(b) - end]
-    return max(len(a), len(b)) <= 1 or (len(a) == len(b) == 2 and a == b[::-1])
