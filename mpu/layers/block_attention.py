@@ -83,7 +83,9 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, out, lse = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        attend_backward(saved_ctx.todo, dy, q, k, v, out, lse, sums, before=saved_ctx.before)
+        attend_backward(
+            saved_ctx.todo, dy, q, k, v, out=out, lse=lse, sums=sums, before=saved_ctx.before
+        )
         dq, dk, dv = (x.to(q.dtype) for x in sums)
         return dq, dk, dv, None
 

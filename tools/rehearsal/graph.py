@@ -155,7 +155,8 @@ def told(recorder: Recorder, events: Sequence[Event]) -> list[tuple[tuple[Any, .
         elif isinstance(e, Free) and e.storage in own:
             pass  # autograd's thread lets the last one go when its next backward begins
         elif isinstance(e, Launch):
-            said: tuple[Any, ...] = (e.op, e.shapes, e.dtypes, e.stream, names(e.read), names(e.written), e.spans)
+            what: tuple[Any, ...] = (e.op, e.shapes, e.dtypes)
+            said = (*what, e.stream, names(e.read), names(e.written), e.spans)
             found.append((said, e.where.place))
         elif isinstance(e, Transfer):
             said = (e.verb, e.axis, e.bytes, e.stream, names(e.read), names(e.written), e.spans)
