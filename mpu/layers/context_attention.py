@@ -82,9 +82,11 @@ class ContextAttention:
         or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
         """
         s, b, _ = qkv.shape
-        if cache is not None or packed is None:
-            missing = "one rank generates text" if packed else "the documents of the rows are given"
-            raise ValueError(f"at --context-parallel-size {self.cp.size} {missing}: it must be 1")
+        over = f"--context-parallel-size {self.cp.size}"
+        if cache is not None:
+            raise ValueError(f"{over}: text is generated with one context-parallel rank")
+        if packed is None:
+            raise ValueError(f"{over}: packed_seq_params must have the documents of whole rows")
         rows = documents_of_rows(packed.lengths, b)
         if sum(rows[0]) != s * self.cp.size:
             raise ValueError(
