@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-It calls torch's scaled_dot_product_attention (flash kernels on CPU and CUDA); documents and windows
-go to mpu/layers/block_attention.py. There is no mask.
+On a CPU with AVX-512 it calls csrc/attention.cpp, elsewhere torch's scaled_dot_product_attention
+(flash kernels); documents and windows go to mpu/layers/block_attention.py. There is no mask.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu import native
 from mpu.layers.block_attention import block_attention
-from mpu.layers.fused import apply_rope
+from mpu.layers.fused import KINDS, apply_rope, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 
@@ -34,6 +37,8 @@ def core_attention(
     """
     s, b, _ = qkv.shape
     q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
+    if packed is None and cache is None and not window and _native(q, k, v):
+        return _CausalAttention.apply(q, k, v)
     if packed is not None:  # rows one after another, as a batch of one
         q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
@@ -58,3 +63,39 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
         q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
     return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether csrc/attention.cpp takes these, fast, and has work for all threads."""
+    library, alike = native.load(), q.stride() == k.stride() == v.stride()
+    return (
+        library is not None
+        and q.device.type == "cpu"
+        and q.dtype in KINDS
+        and alike  # slices of one tensor
+        and q.stride()[2:] == (q.shape[3], 1)
+        and torch.get_num_threads() <= q.shape[1] * k.shape[2]
+        and library.weft_attention_is_fast()
+    )
+
+
+class _CausalAttention(torch.autograd.Function):
+    """csrc/attention.cpp: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (s, b, a, d), g, sums = q.shape, k.shape[2], torch.promote_types(q.dtype, torch.float32)
+        saved_ctx.sizes = (s, b, a, g, d, *q.stride()[:2], d**-0.5)
+        y, lse = q.new_empty(s, b, a * d), q.new_empty((b, a, s), dtype=sums)
+        call("attention_forward", q.dtype, q, k, v, y, lse, *saved_ctx.sizes)
+        saved_ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        (q, k, v, y, lse), sizes = saved_ctx.saved_tensors, saved_ctx.sizes
+        s, b, a, g, d = sizes[:5]
+        dqkv = q.new_empty(s, b, a + 2 * g, d)
+        given = (q, k, v, y, lse, dy.contiguous(), dqkv, *sizes)
+        call("attention_backward", q.dtype, *given)
+        return dqkv.split((a, g, g), 2)

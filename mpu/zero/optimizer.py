@@ -8,7 +8,7 @@ on. After the update whole weights are gathered, in their own dtype, with overla
 the next forward; at stage 3 they are gathered when they are used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,13 @@ from mpu.param import placement_of
 from mpu.zero.adam_backends import make
 from mpu.zero.layout import BLOCK, runs
 from mpu.zero.offload import Offload
+from mpu.zero.optimizer_state import OptimizerState
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 NORM = Label("optimizer", "norm")
 
 
-class Optimizer:
+class Optimizer(OptimizerState):
     """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
 
     group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
@@ -56,7 +57,7 @@ class Optimizer:
             grads, self.masters = self.offload.gradients, self.offload.masters
         else:  # masters of the owned part, in the accumulation dtype
             self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
-        self._segment_of: list[list[tuple[int, int, nn.Parameter]]] = []
+        self._segment_of = []
         rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # one dict an Adam
         for bucket, master, grad in zip(sink.buckets, self.masters, grads, strict=True):
@@ -176,48 +177,6 @@ class Optimizer:
             self._gather_weights() if self.adams[0].rounds else self.weights_from_masters()
         return norm, found_inf
 
-    @property
-    def steps(self) -> int:
-        """Return the number of updates made, without skipped ones. Waits for the device."""
-        return self.adams[0].steps
-
-    def loaded(self, steps: int) -> None:
-        """Go on from loaded state that `steps` updates have made."""
-        for adam in self.adams:
-            adam.set_steps(steps)
-        if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
-            self.offload.masters_from_weights()  # the checkpoint has no masters apart
-        self.sink.requantise()
-
-    def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`."""
-        for bucket in self.sink.buckets:
-            if bucket.sharded:
-                own, first = bucket.param_shard, bucket.low
-                for name, low, high, start in bucket.owned():
-                    yield name, "", low - start, own[low - first : high - first]
-
-    def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, kind, first, values) for kind in master, exp_avg, exp_avg_sq.
-
-        values: the owned elements [first, first + n) of the flattened local parameter, as a view:
-        writing to it loads the state. There are masters only where weights have another dtype.
-        """
-        every = zip(self.sink.buckets, self.masters, self._segment_of, self._adam_of, strict=True)
-        for bucket, master, segments, adam in every:
-            for name, low, high, start in bucket.owned():
-                if master.dtype != bucket.param_shard.dtype:
-                    yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
-                first, segment = next((lo, s) for lo, hi, s in segments if lo <= low and high <= hi)
-                moments = zip(("exp_avg", "exp_avg_sq"), adam.moments(segment), strict=True)
-                for kind, values in moments:
-                    yield name, kind, low - start, values[low - first : high - first]
-
-    def moments(self) -> Iterator[Tensor]:
-        """Yield AdamW's moments of every part."""
-        for adam, here in zip(self._adam_of, self._segment_of, strict=True):
-            yield from (moment for _, _, segment in here for moment in adam.moments(segment))
-
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after an update or a load; gather the weights."""
         if self.offload:
@@ -239,10 +198,3 @@ class Optimizer:
         for bucket in sink.buckets:
             if bucket.plain or not sink.config.overlap_param_gather:
                 bucket.gathering.wait()
-
-    def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, after the weights alone were loaded."""
-        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
-            if master is not bucket.param_shard:
-                master.copy_(bucket.param_shard)
-        self.sink.requantise()

@@ -31,8 +31,12 @@ CALLS = {  # of csrc: which of its tensors (or None) it reads, and which it writ
     "rope": ((0, 1, 2), (3,)),
     "softmax_stats": ((0,), (1, 2)),
     "softmax_gradient": ((0, 1, 2, 3), (0,)),
+    "attention_forward": ((0, 1, 2), (3, 4)),
+    "attention_backward": ((0, 1, 2, 3, 4, 5), (6,)),
     "copy": ((0,), (1,)),
 }
+# products [s, s] of each head that attention is; a causal one computes half of each
+PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
 
 
 class Host:
@@ -99,7 +103,7 @@ class Host:
                 read=found[0],
                 written=found[1],
                 bytes=sum(x.nbytes for i in {*reads, *writes} if (x := args[i]) is not None),
-                flops=0.0,
+                flops=PRODUCTS.get(name, 0) * float(tensors[0].shape[0] * tensors[0].numel()),
                 where=where,
                 spans=found[2],
                 dtypes=kinds,

@@ -104,7 +104,8 @@ def test_a_document_does_not_see_another(dtype):
     assert torch.equal(before[cut:], after[cut:]) and torch.equal(before[:, 1], after[:, 1])
     assert not torch.equal(before[2:cut, 0], after[2:cut, 0])
     alone = core_attention(qkv[:cut], cos[:cut], sin[:cut], 2, 1, None)
-    torch.testing.assert_close(before[:cut], alone)
+    error = (before[:cut] - alone).double().norm()  # another kernel may compute these
+    assert error <= 2 * torch.finfo(dtype).eps * alone.double().norm()
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 50])
