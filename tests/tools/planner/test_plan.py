@@ -33,7 +33,7 @@ def agree(plans: Plans, chosen: list[int]) -> None:
         flags = table.command(plans, n)
         told = dry_run_bytes(flags, plans.cluster.gpus)
         # in a pipeline the ends' working memory is told for ranks without an end too
-        rel = 0.021 if plans.layouts[n].pp == 1 else 0.15
+        rel = 0.021 if plans.layouts[n].pp == 1 else 0.2
         assert plans.bytes[n] == pytest.approx(told, rel=rel), plans.layouts[n]
 
 
