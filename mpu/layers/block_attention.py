@@ -80,12 +80,10 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = saved_ctx.saved_tensors
+        q, k, v, *_ = saved = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        attend_backward(
-            saved_ctx.todo, dy, q, k, v, out=out, lse=lse, sums=sums, before=saved_ctx.before
-        )
+        attend_backward(saved_ctx.todo, dy, saved, sums, before=saved_ctx.before)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
         return dq, dk, dv, None
 
@@ -128,16 +126,16 @@ def attend(
 def attend_backward(
     todo: Sequence[Block],
     dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: tuple[Tensor, ...],
     sums: tuple[Tensor, ...],
     *,
     before: int = 0,
 ) -> None:
-    """Do the backward of blocks: add to sums, which are dq, dk and dv. out, lse: of all blocks."""
+    """Do the backward of blocks: add to sums, which are dq, dk and dv.
+
+    saved: q, k, v, and the output and log-sum-exp of all blocks of the queries, not these alone.
+    """
+    q, k, v, out, lse = saved
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))

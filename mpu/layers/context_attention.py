@@ -82,9 +82,11 @@ class ContextAttention:
         or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
         """
         s, b, _ = qkv.shape
-        if cache is not None or packed is None:
-            missing = "one rank generates text" if packed else "the documents of the rows are given"
-            raise ValueError(f"at --context-parallel-size {self.cp.size} {missing}: it must be 1")
+        over = f"--context-parallel-size {self.cp.size}"
+        if cache is not None:
+            raise ValueError(f"{over}: text is generated with one context-parallel rank")
+        if packed is None:
+            raise ValueError(f"{over}: packed_seq_params must have the documents of whole rows")
         rows = documents_of_rows(packed.lengths, b)
         if sum(rows[0]) != s * self.cp.size:
             raise ValueError(
@@ -97,7 +99,9 @@ class ContextAttention:
             q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
         documents = rows[0] if whole else packed.lengths
         held = batch_shards(self.cp.size, rows[:1] if whole else rows)
-        y = self.attend(q, k, v, held, None if whole else packed, documents, window).flatten(2)
+        y = self.attend(
+            q, k, v, held, packed=None if whole else packed, documents=documents, window=window
+        ).flatten(2)
         return y if whole else y.view(b, s, -1).transpose(0, 1)
 
     def attend(

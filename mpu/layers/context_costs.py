@@ -57,9 +57,15 @@ class AttentionSizes:
         """Return the sizes after an all-to-all over `ranks`: fewer heads, more tokens."""
         g = max(self.g, ranks)  # replicated where there are fewer
         return AttentionSizes(
-            self.cp // ranks, self.s * ranks, self.b, self.a // ranks, g // ranks, self.d,
-            self.bytes, self.wide,
-        )  # fmt: skip
+            cp=self.cp // ranks,
+            s=self.s * ranks,
+            b=self.b,
+            a=self.a // ranks,
+            g=g // ranks,
+            d=self.d,
+            bytes=self.bytes,
+            wide=self.wide,
+        )
 
 
 def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:

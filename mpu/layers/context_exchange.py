@@ -88,9 +88,7 @@ class Gather:
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=BACKWARD)
         own = torch.zeros_like(mine, dtype=dq.dtype)
-        attend_backward(
-            self.blocks.near, dy, q, k, v, out=out, lse=lse, sums=(dq, *_apart(own))
-        )
+        attend_backward(self.blocks.near, dy, saved, (dq, *_apart(own)))
         handle.wait()
         del mine
         order, back = in_order(self.held, q.device)
@@ -102,9 +100,7 @@ class Gather:
             if todo:
                 keys = every[first : first + size]
                 part = torch.zeros_like(keys, dtype=dq.dtype)
-                attend_backward(
-                    todo, dy, q, *_apart(keys), out=out, lse=lse, sums=(dq, *_apart(part))
-                )
+                attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
                 sums[first : first + size] = part
                 del keys, part
         del every
@@ -151,9 +147,7 @@ class Ring:
                 coming, handle = self._pass_on(here, BACKWARD)
             part = torch.zeros_like(here, dtype=dq.dtype)
             todo = self.blocks[(self.axis.rank - turn) % size]
-            attend_backward(
-                todo, dy, q, *_apart(here), out=out, lse=lse, sums=(dq, *_apart(part))
-            )
+            attend_backward(todo, dy, (q, *_apart(here), out, lse), (dq, *_apart(part)))
             handle.wait()
             here = coming
             if turn:

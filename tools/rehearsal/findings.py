@@ -49,8 +49,8 @@ ON_HOST = (
 MIXES = {
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8_cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
-    "mpu/layers/block_attention.py": ("aten::mul", "aten::add_"),  # a block, into their sum
-    "mpu/layers/context_exchange.py": ("aten::zeros_like",),
+    "mpu/layers/block_attention.py": ("aten::addcmul_", "aten::add_"),  # a block, into their sum
+    "mpu/layers/context_exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run

@@ -12,6 +12,7 @@ from torch import Tensor
 from mpu.activation_offload import Carrier, Offload
 from mpu.pipeline.layout import Stage
 from training.config import Config
+from training.plan.context import rank_batch
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
 from training.plan.meta_offload import MetaCarrier
 from training.plan.model_profile import ModelProvider, rank_model
@@ -65,12 +66,12 @@ def saved_by_module(config: Config, provider: ModelProvider) -> tuple[dict[str, 
     recompute = _Recompute(offload=ledger)
     stages: Sequence[Any] = [Stage(0, 2)]
     model = rank_model(config, provider, stages, 0, recompute=recompute)
-    size = (config.batch.micro_batch_size, config.model.seq_length)
+    size, positions, packed = rank_batch(config)
     tokens = torch.empty(size, dtype=torch.long, device=META)
     shape = model.hidden_shape(*size)
     hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
     with MetaAttention(flash_attention), MetaOperations():
-        model(tokens, None, hidden=hidden, chunk=0)
+        model(tokens, None, positions, packed, hidden=hidden, chunk=0)
     found: Counter[str] = Counter()
     for name, nbytes in ledger.storages.values():
         found[name] += nbytes

@@ -109,7 +109,7 @@ def _layout(config: Config) -> list[str]:
     ]
     if cp > 1:
         lines.insert(2, f"context-parallel group of rank 0: {_few(range(0, t * cp, t))}")
-        lines += context.lines(config)
+        lines += context.lines(config) + context.cost_lines(config, in_units)
     if pp > 1:
         lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * cp * dp))}")
     return lines

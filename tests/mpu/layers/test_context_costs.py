@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formulas of memory and traffic give what the layer allocates and sends, to the byte."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,14 @@ def test_the_buffers_are_few():
     assert layer == 2 * 131072 * 1024 * 2
     whole = AttentionSizes(1, 131072, 1, 32, 8, 128)  # one rank
     outputs = 2 * (2 * whole.q) + whole.lse  # its output, wide too, a block's
+    page = (Path(__file__).parents[3] / "docs/long_context.md").read_text()
+    for kind, text in (
+        *((kind, f"`{kind}`") for kind in COMM_TYPES[:3]),
+        ("a2a+p2p", "`a2a+p2p`, 4 and 2"),
+    ):
+        peaks, sent = memory(kind, sizes, 4), traffic(kind, sizes, 4)
+        numbers = (*sent, peaks.forward, peaks.backward)
+        assert f"| {text} | " + " | ".join(f"{n / 1e6:.0f} MB" for n in numbers) + " |" in page
     gather, ring = memory("all_gather", sizes), memory("p2p", sizes)
     assert gather.forward < outputs // 8 + 2 * layer
     assert gather.kept == ring.kept == (whole.q + whole.lse) // 8
