@@ -60,6 +60,8 @@ def own_plan(plans: Plans, flags: str) -> Plans:
     known = ("interleaved" if p.virtual_stages > 1 else "1f1b", None)
     if p.pipeline_model_parallel_size > 1 and p.schedule not in known:
         raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}: 1f1b, interleaved")
+    if p.context_parallel_size > 1 or p.optimizer_cpu_offload:
+        raise PlanError("--why knows neither --context-parallel-size nor --optimizer-cpu-offload")
     if p.zero > 1:
         raise PlanError(f"--why does not know ZeRO stage {p.zero}: 0 and 1")
     each = Layout(
