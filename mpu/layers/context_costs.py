@@ -7,7 +7,7 @@ the workspace of a kernel. Traffic is the bytes that leave a rank. docs/long_con
 a table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -56,16 +56,8 @@ class AttentionSizes:
     def exchanged(self, ranks: int) -> "AttentionSizes":
         """Return the sizes after an all-to-all over `ranks`: fewer heads, more tokens."""
         g = max(self.g, ranks)  # replicated where there are fewer
-        return AttentionSizes(
-            cp=self.cp // ranks,
-            s=self.s * ranks,
-            b=self.b,
-            a=self.a // ranks,
-            g=g // ranks,
-            d=self.d,
-            bytes=self.bytes,
-            wide=self.wide,
-        )
+        fewer = {"cp": self.cp // ranks, "a": self.a // ranks, "g": g // ranks}
+        return replace(self, s=self.s * ranks, **fewer)
 
 
 def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:
