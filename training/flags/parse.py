@@ -6,6 +6,7 @@ rules between flags. Parsing happens before the first collective and writes no f
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -94,10 +95,18 @@ def model_file(argv: Sequence[str] | None) -> str:
     return found[-1] if found else config.ModelConfig.model_file
 
 
+USAGE = """
+  pretrain_llama.py FLAGS                                      one process
+  torchrun --nproc-per-node N pretrain_llama.py FLAGS          N ranks on this host
+  WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
+  python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
+
+
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
     """Build argparse from the table: live flags under headings, checked ones hidden from --help."""
     parser = _Parser(
         prog="pretrain_llama.py",
+        usage=USAGE,
         description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
         epilog=_epilog(),
         allow_abbrev=False,
@@ -113,7 +122,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         if flag.nargs == 0:
             options["action"] = "store_true"
         else:
-            options |= {"nargs": flag.nargs, "metavar": flag.dest.rsplit("_", 1)[-1].upper()}
+            options |= {"nargs": flag.nargs, "metavar": _metavar(flag)}
             options |= {"const": flag.bare} if flag.bare else {}
         target.add_argument(flag.name, help=_help(flag), **options)
     if extra is not None:
@@ -137,7 +146,26 @@ def _help(flag: Flag) -> str:
     default = {f.name: f.default for f in fields(_SECTIONS[flag.group])}.get(flag.dest)
     named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
     tail = "" if named else f"; default: {_show(default)}"
-    return f"{flag.text} [{flag.unit}{tail}]".replace("%", "%%")
+    choices = f"; one of {', '.join(_choices(flag))}" if _metavar(flag) == "NAME" else ""
+    same = r"off: ([^;]+); default: \1(?=$|[;,])"
+    unit = re.sub(same, r"off: \1, the default", f"{flag.unit}{tail}")
+    return f"{flag.text}{choices} [{unit}]".replace("%", "%%")
+
+
+def _choices(flag: Flag) -> list[str]:
+    listed = flag.rule.startswith("one of ")
+    return flag.rule.removeprefix("one of ").partition(";")[0].split(",") if listed else []
+
+
+def _metavar(flag: Flag) -> str:
+    """Return how --help writes a flag's value: its choices, or what it is."""
+    choices = _choices(flag)
+    if len(shown := "{" + ",".join(choices) + "}") <= 40 and choices:
+        return shown
+    kinds = {"int": "N", "flo": "X", "tex": "TEXT", "one": "NAME"}
+    unit = flag.unit.partition(";")[0]
+    is_place = flag.rule == "text" and unit in ("file", "directory")
+    return unit.upper() if is_place else kinds.get(flag.rule[:3], "")
 
 
 def _show(value: Any) -> str:
