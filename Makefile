@@ -15,7 +15,7 @@ $(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,9 @@ bench-overlap: setup ## measure tensor parallel 2: shared memory against gloo, o
 	$(RUN) benchmarks/bench_shared_memory.py
 	$(RUN) benchmarks/bench_matmul.py --dtype fp32 bf16
 	$(RUN) benchmarks/bench_tp.py
+
+bench-context: setup ## measure context parallelism: steps at cp 2 against one process, attention at cp 4 against ideal, 20 minutes
+	$(RUN) benchmarks/bench_context.py
 
 bench-pipeline: setup ## measure pipeline schedules against torch's and against our simulator, 30 minutes (CASES="tiny/1f1b/8 ...")
 	$(RUN) benchmarks/bench_pipeline.py $(call flag,CASES,--cases)

@@ -62,7 +62,8 @@ from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.plan import context, pipeline
 from training.plan.batch_size import global_batch_size, total_iterations
-from training.plan.float8 import in_float8
+from training.plan.context_check import check_attention
+from training.plan.kept import as_configured, recompute_of
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
@@ -98,6 +99,7 @@ class Run:
     monitor: FailureMonitor
     iteration: int = 0
     consumed: int = 0  # samples
+    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
 
     def __post_init__(self) -> None:
         self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
@@ -115,7 +117,7 @@ def train_step(
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
     run.sink.begin_step(len(batches))
-    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
+    total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")
@@ -182,7 +184,7 @@ def model_provider(
     file = load_model_file(config.model.model_file)
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
-    in_float8(config, model, ctx)
+    as_configured(config, model, ctx)
     return model
 
 
@@ -194,9 +196,11 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
-        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type,
+        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
+        core_attention_backend=p.core_attention_backend,
     )  # fmt: skip
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    recompute = recompute_of(config, device)
+    check_attention(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)

@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -45,19 +46,25 @@ APART = ("linear", "attention", "wgrad", "optimizer")  # not between the matmuls
 Parts = Mapping[str, tuple[float, float]]  # launches and bytes of each part
 
 
-def rehearse(tree: Path, flags: Sequence[str], triton: bool) -> dict[str, Counter[str]]:
-    """Rehearse a tree's trainer; return the launches and bytes of each part of a step."""
+def report(tree: Path, flags: Sequence[str], triton: bool, world: int = 1) -> dict[str, Any]:
+    """Rehearse rank 0 of a tree's trainer; return what --rehearse-json writes."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rehearsal.json"
         words = [sys.executable, "-c", RUN, str(int(triton)), str(tree / "tools" / "rehearse.py")]
         words += [str(tree / "pretrain_llama.py"), *FLAGS, *flags, "--rehearse-json", out]
-        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORLD_SIZE": str(world)}
         done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"the rehearsal ended with {done.returncode}: {done.stderr[-2000:]}")
-        made = json.loads(Path(out).read_text())
+            told = f"{done.stdout[-1000:]}{done.stderr[-2000:]}"
+            raise SystemExit(f"the rehearsal ended with {done.returncode}: {told}")
+        made: dict[str, Any] = json.loads(Path(out).read_text())
+    return made
+
+
+def rehearse(tree: Path, flags: Sequence[str], triton: bool) -> dict[str, Counter[str]]:
+    """Rehearse a tree's trainer; return the launches and bytes of each part of a step."""
     parts: dict[str, Counter[str]] = {}
-    for row in made["launches"]:
+    for row in report(tree, flags, triton)["launches"]:
         part = parts.setdefault(row["part"], Counter())
         part.update(launches=row["count"], bytes=row["bytes"])
         if row["op"] in ("aten::mm", "aten::addmm") and row["part"] == "wgrad":

@@ -38,16 +38,33 @@ from tools.planner.step_time import (  # noqa: E402
 Values = dict[str, float]
 CAP = 0.5  # a run that is off by more counts as off by this: failures are among the runs
 ROUNDS, PRICE = 20, 0.001
-COMMON = ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage", "host_step",
-          "layer_start", "sharp")
-TENSOR = ("link_share", "link_step", "collective_start", "tp_backward", "host_layer_tp", "host_socket")
+COMMON = (
+    "matmul",
+    "wave",
+    "memory_share",
+    "attention",
+    "host_layer",
+    "host_stage",
+    "host_step",
+    "layer_start",
+    "sharp",
+)
+TENSOR = (
+    "link_share",
+    "link_step",
+    "collective_start",
+    "tp_backward",
+    "host_layer_tp",
+    "host_socket",
+)
 PIPELINE = ("message_start", "message_exposed")
 SUMS = ("network_share", "network_decay", "sum_hidden_0")
 KEYS = {  # what the runs of a framework can tell
     "nanotron": (*COMMON, *TENSOR, *PIPELINE, *SUMS, "network_step", "host_beside", "host_crossing",
                  "sum_calls", "sum_calls_0", "sum_hidden", "gather_exposed", "jitter"),
     "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
-    "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden", "fsdp_least", "jitter", "matmul.float8"),
+    "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden",
+             "fsdp_least", "jitter", "matmul.float8"),
     "nemo": ("matmul.float8", "memory_share", "attention", "host_layer", "host_layer_tp",
              "tp_backward", "network_share", "network_step", *PIPELINE, "host_stage", "link_share",
              "jitter"),
@@ -115,11 +132,13 @@ def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> np
     """Tell which runs stall: they miss at least half of a predicted stall."""
     calm = times({**c, "stall_base": -9.0, **dict.fromkeys(STALL_ODDS[1:], 0.0)}, runs).step
     extra = measured - calm
-    return np.asarray((runs.nodes > 1) & (extra > 0.4 * stall_seconds(c, runs)) & (extra > 0.3 * calm))
+    return np.asarray(
+        (runs.nodes > 1) & (extra > 0.4 * stall_seconds(c, runs)) & (extra > 0.3 * calm)
+    )
 
 
 def fit_memory(
-    start: Values, runs: Runs, measured: npt.NDArray[np.float64], calm: npt.NDArray[np.bool_]
+    start: Values, runs: Runs, measured: npt.NDArray[np.float64], calm: npt.NDArray[np.bool_] | None
 ) -> Values:
     """Return the constants with which predicted GiB are nearest to measured ones."""
     names = [name for name in TERMS if start[name] > 0]
@@ -153,8 +172,11 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
     runs = stacked([row.record for row in ok])
     measured = np.array([row.seconds / row.filled for row in ok])
     keys = KEYS[framework]
+    known = np.array([not math.isnan(row.memory) for row in ok])
+    gib = np.array([row.memory for row in ok])
     if framework != "nanotron":
-        return fit_time(c, runs, measured, keys)
+        c = fit_time(c, runs, measured, keys)
+        return fit_memory(c, runs[known], gib[known], None) if known.any() else c
     stalled = stalled_runs(c, runs, measured)
     for _ in range(2):  # what stalls is known better once the others are fitted
         c = fit_time({**defaults(framework, device)}, runs[~stalled], measured[~stalled], keys)
@@ -163,8 +185,6 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
     labels = np.concatenate([stalled, np.ones(len(trouble), dtype=bool)])
     both = stacked([row.record for row in [*ok, *trouble]])
     c = fit_stalls(c, both, labels)
-    known = np.array([not math.isnan(row.memory) for row in ok])
-    gib = np.array([row.memory for row in ok])
     calm = (odds(c, runs) <= 0.5)[known]
     c = fit_memory({**c, **NANOTRON_MEMORY}, runs[known], gib[known], calm)
     return fit_crashes(c, rows)
@@ -176,7 +196,13 @@ NANOTRON_MEMORY = {"act_whole": 0.7, "act_hidden": 14.0, "work_gib": 0.4}
 def hooked(row: Row) -> bool:
     """Tell whether hooks sum a crashed run's gradients in a pipeline, with little to keep."""
     r = row.record
-    return bool(r["zero"] == 0 and r["pp"] > 1 and r["dp"] > 1 and r["micro_batch"] <= 2 and r["micro_batches"] > 8)  # type: ignore[operator]
+    return bool(
+        r["zero"] == 0
+        and r["pp"] > 1
+        and r["dp"] > 1
+        and r["micro_batch"] <= 2
+        and r["micro_batches"] > 8
+    )
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -195,8 +221,10 @@ def main(argv: list[str]) -> int:
             own = [row for row in rows if row.profile == name]
             framework, _, device = name.rpartition("_")
             c, keys = fit(name, own), [*KEYS[framework]]
+            if any(row.memory == row.memory for row in own):
+                keys += [*MEMORY]
             if framework == "nanotron":
-                keys += [*STALL, *MEMORY, *CRASHES]
+                keys += [*STALL, *CRASHES]
             constants = {key: float(f"{c[key]:.4g}") for key in keys}
             source = f"benchmarks/plan_fit.py, on {len(own)} published runs: docs/planning.md"
             text = json.dumps({"source": source, "constants": constants}, indent=1)

@@ -241,7 +241,7 @@ class Llama(nn.Module):
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1] * self.ctx.grid.cp.size)
         h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
-        if self.recompute.granularity == "full" and caches is None:
+        if self.recompute.runs_blocks and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)
         else:
             for i, block in enumerate(self.blocks[chunk]):

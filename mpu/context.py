@@ -21,7 +21,8 @@ class LayerContext:
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
-    for all layers or one for each (mpu/layers/context_attention.py).
+    for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
+    core_attention_backend: whose kernels they are, as the flags of these names say.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -33,6 +34,8 @@ class LayerContext:
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     loss_in_chunks: Callable[..., Tensor] | None = None
     cp_comm_type: tuple[str, ...] = ("p2p",)
+    norm_backend: str = "weft"
+    core_attention_backend: str = "torch"
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect

@@ -24,7 +24,7 @@ class GradientSink:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
         self.main: dict[nn.Parameter, Tensor] = {}
-        self._written: set[nn.Parameter] = set()
+        self.written: set[nn.Parameter] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
@@ -43,7 +43,7 @@ class GradientSink:
 
     def begin_step(self, micro_batches: int = 1) -> None:
         """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
-        self._written.clear()
+        self.written.clear()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's main gradient, allocated at first use."""
@@ -56,8 +56,8 @@ class GradientSink:
 
         fresh: nothing has been written in this step, so the caller overwrites instead of adding.
         """
-        fresh = param not in self._written
-        self._written.add(param)
+        fresh = param not in self.written
+        self.written.add(param)
         return self.main_grad(param), fresh
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu.activation_offload import Offload
+
 Blocks = Sequence[Callable[..., Tensor]]
 
 
@@ -61,34 +63,58 @@ class Recompute:
     full + uniform: groups of `num_layers` blocks, each group keeps only its first input.
     full + block: the first `num_layers` blocks one by one, the others keep everything.
     selective: core attention of every block.
+    offload: what the blocks keep, their inputs under full, waits in host memory.
     """
 
     def __init__(
-        self, granularity: str | None = None, method: str | None = None, num_layers: int = 1
+        self,
+        granularity: str | None = None,
+        method: str | None = None,
+        num_layers: int = 1,
+        offload: Offload | None = None,
     ) -> None:
         if granularity not in (None, "full", "selective"):
             raise ValueError(
                 f"--recompute-granularity {granularity}: must be 'full' or 'selective'"
             )
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
+        self.offload = offload
+
+    @property
+    def runs_blocks(self) -> bool:
+        """Return whether a model runs its blocks by `blocks`, instead of one after another."""
+        return self.granularity == "full" or self.offload is not None
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `run` (core attention), recomputed in backward if the granularity is selective."""
         return partial(recompute, run) if self.granularity == "selective" else run
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        """Run blocks one after another, h = layer(h, *shared), recomputing as the method says."""
+        """Run blocks one after another, h = layer(h, *shared), recomputing as the method says.
+
+        What they keep goes to host memory where `offload` says so.
+        """
         group = self.num_layers if self.method == "uniform" else 1
+        units = []
         for first in range(0, len(layers), group):
             some = layers[first : first + group]
-
-            def run(h: Tensor, *shared: Any, some: Blocks = some) -> Tensor:
-                for layer in some:
-                    h = layer(h, *shared)
-                return h
-
             full = self.granularity == "full" and (
                 self.method != "block" or first < self.num_layers
             )
-            h = recompute(run, h, *shared) if full else run(h, *shared)
+            run = self.in_turn(some)
+            units.append((some, partial(recompute, run) if full else run))
+        if self.offload is not None:
+            return self.offload.run(units, h, *shared)
+        for _, each in units:
+            h = each(h, *shared)
         return h
+
+    def in_turn(self, layers: Blocks) -> Callable[..., Tensor]:
+        """Return what runs layers one after another."""
+
+        def run(h: Tensor, *shared: Any) -> Tensor:
+            for layer in layers:
+                h = layer(h, *shared)
+            return h
+
+        return run

@@ -35,7 +35,7 @@ BEFORE = (
     "way, and the order of uses is known."
 )
 AXES = (
-    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the sequence; "
+    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
     "dp_cp (dp x cp): copies of the model; "
 )
 PIPELINE_AXES = (

@@ -92,10 +92,11 @@ PARTS = {
         prepare=(SMALL,),
     ),
     "trainer": Part(
-        "one nccl communicator, attention, the trainer, two gloo ranks on one GPU, offload",
+        "one nccl communicator, attention, the trainer, two gloo ranks on one GPU, offload, graphs",
         (
             (*PYTEST, "-m", "gpu", "-k", "not fp64", "tests/gpu/test_nccl.py",
              "tests/gpu/test_trainer.py", "tests/gpu/test_offload.py",
+             "tests/gpu/test_activations.py",
              "tests/gpu/test_attention.py"),
             (*PYTEST, "-m", "gpu", "-k", "fp64", "tests/gpu/test_trainer.py"),  # last: time ends
         ),

@@ -16,6 +16,7 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.fault_config import FaultConfig
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
 
@@ -108,6 +109,8 @@ class ParallelConfig:
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False
     optimizer_backend: str = "torch"  # "torch", "triton", "apex", "te": whose AdamW kernel
+    norm_backend: str = "weft"  # "weft", "apex", "te": whose RMSNorm
+    core_attention_backend: str = "torch"  # "torch", "te": whose attention
     device: str | None = None  # "cpu", "cuda"; None: cuda where there is one
 
     @property
@@ -271,6 +274,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()

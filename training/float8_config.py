@@ -11,6 +11,7 @@ class Float8Config:
     fp8_format: str | None = None  # "e4m3", "hybrid"; None: no float8
     fp8_recipe: str | None = None  # "tensorwise", "rowwise", "blockwise", "mxfp8"
     fp8_wgrad_bf16: bool = False
+    fp8_param_gather: bool = False
     fp8_auto: bool = False
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = 1  # with first_last_layers_bf16

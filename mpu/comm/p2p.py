@@ -78,7 +78,7 @@ def exchange(
     """
     peer = axis.ranks[source]
     if isinstance(axis.carrier, MetaTransport):  # shapes do not travel
-        return axis.start("send", x, lambda: None, (), async_op=True, label=label, peer=peer)
+        return axis.start("send", x, lambda: None, (x,), async_op=True, label=label, peer=peer)
     wire, out = carrier_of(axis).pack(x, axis), carrier_of(axis).room(into)
 
     def call() -> Any:

@@ -80,10 +80,10 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = saved_ctx.saved_tensors
+        q, k, v, *_ = saved = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        attend_backward(saved_ctx.todo, dy, q, k, v, out, lse, sums, before=saved_ctx.before)
+        attend_backward(saved_ctx.todo, dy, saved, sums, before=saved_ctx.before)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
         return dq, dk, dv, None
 
@@ -113,32 +113,36 @@ def attend(
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
-        if block.part != "tril":  # these queries have looked at other keys before
-            old, one = lse[:, :, at], new
-            new = torch.logaddexp(old, one)
-            y = out[:, :, at] * (old - new).exp()[..., None] + y * (one - new).exp()[..., None]
-        out[:, :, at], lse[:, :, at] = y, new
+        if block.part == "tril":
+            out[:, :, at], lse[:, :, at] = y, new
+        else:  # these queries have looked at other keys before
+            both = torch.logaddexp(lse[:, :, at], new)
+            out[:, :, at].mul_((lse[:, :, at] - both).exp_()[..., None])
+            out[:, :, at].addcmul_(y, (new - both).exp_()[..., None])
+            lse[:, :, at] = both
+        del y, new  # before the next block's
 
 
 def attend_backward(
     todo: Sequence[Block],
     dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: tuple[Tensor, ...],
     sums: tuple[Tensor, ...],
     *,
     before: int = 0,
 ) -> None:
-    """Do the backward of blocks: add to sums, which are dq, dk and dv. out, lse: of all blocks."""
+    """Do the backward of blocks: add to sums, which are dq, dk and dv.
+
+    saved: q, k, v, and the output and log-sum-exp of all blocks of the queries, not these alone.
+    """
+    q, k, v, out, lse = saved
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
         parts = _backward(block.part, *(x[:, :, place] for x, place in places))
-        for whole, part, place in zip(sums, parts, (at, keys, keys), strict=True):
-            whole[:, :, place] += part
+        for i, (whole, place) in enumerate(zip(sums, (at, keys, keys), strict=True)):
+            whole[:, :, place] += parts[i]
+        del parts  # before the next block's
 
 
 def accumulate_dtype(q: Tensor) -> torch.dtype:

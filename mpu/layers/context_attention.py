@@ -30,12 +30,19 @@ from mpu.layers.context_exchange import BACKWARD, FORWARD, ContextExchange, Gath
 from mpu.layers.context_shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.fused import apply_rope
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.te_attention import TransformerEngineAttention
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 
 
 def core_attention_of(ctx: LayerContext) -> Callable[..., Tensor]:
-    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention."""
+    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention.
+
+    Where --core-attention-backend asks for it, Transformer Engine's.
+    """
+    if ctx.core_attention_backend == "te":
+        return TransformerEngineAttention()
     return core_attention if ctx.grid.cp.size == 1 else ContextAttention(ctx)
 
 
@@ -75,9 +82,11 @@ class ContextAttention:
         or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
         """
         s, b, _ = qkv.shape
-        if cache is not None or packed is None:
-            missing = "one rank generates text" if packed else "the documents of the rows are given"
-            raise ValueError(f"at --context-parallel-size {self.cp.size} {missing}: it must be 1")
+        over = f"--context-parallel-size {self.cp.size}"
+        if cache is not None:
+            raise ValueError(f"{over}: text is generated with one context-parallel rank")
+        if packed is None:
+            raise ValueError(f"{over}: packed_seq_params must have the documents of whole rows")
         rows = documents_of_rows(packed.lengths, b)
         if sum(rows[0]) != s * self.cp.size:
             raise ValueError(
@@ -109,16 +118,13 @@ class ContextAttention:
             return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window))
         axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
         order = in_order(near[self.cp.rank // axis.size], q.device)
-        k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
-        parts = [x.unflatten(2, (axis.size, -1)).movedim(2, 0) for x in (q, k, v)]
-        x = _Heads.apply(torch.cat(parts, 3), axis, order)  # [A s, b, (a + 2g) / A, d]
-        q, k, v = x.split([part.shape[3] for part in parts], 2)
+        q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
             y = whole_attention(q, k, v, packed, window)
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
             y = ContextExchange.apply(q, k, v, Ring(self.keys_axis, far, documents, window))
-        return _Tokens.apply(y, axis, order).movedim(0, 2).flatten(2, 3)
+        return _Tokens.apply(y, axis, order)
 
 
 def neighbours(held: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
@@ -152,38 +158,57 @@ def whole_attention(
     return block_attention(q, k, v, packed, window).permute(2, 0, 1, 3)
 
 
-def _give_heads(x: Tensor, axis: Axis, order: tuple[Tensor, Tensor], label: Label) -> Tensor:
-    """[A, s, b, n, d], heads apart for each of A ranks -> [A s, b, n, d], tokens by position."""
-    return all_to_all(x, axis, label=label)[0].flatten(0, 1).index_select(0, order[0])
+def heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Order
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange q [s, b, a, d], k and v [s, b, g, d] for 1/A of the heads of A ranks' tokens.
+
+    [A s, b, a / A, d], and no fewer than one head of k and v. order: see `in_order`.
+    """
+    k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
+    sizes = [x.shape[2] // axis.size for x in (q, k, v)]
+    x = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], 3)
+    q, k, v = _Heads.apply(x.flatten(2, 3), axis, order).split(sizes, 2)
+    return q, k, v
 
 
-def _give_tokens(x: Tensor, axis: Axis, order: tuple[Tensor, Tensor], label: Label) -> Tensor:
-    """[A s, b, n, d] -> [A, s, b, n, d]: the way back."""
-    parts = x.index_select(0, order[1]).unflatten(0, (axis.size, -1))
-    return all_to_all(parts, axis, label=label)[0]
+def _give_tokens(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
+    """[s, b, n, d] of own tokens -> [A s, b, n / A, d], all tokens in order of position."""
+    slices = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
+    every = all_to_all(slices, axis, label=label)[0]
+    del slices
+    return every.flatten(0, 1).index_select(0, order[0])
+
+
+def _give_heads(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
+    """[A s, b, n / A, d] -> [s, b, n, d]: the way back."""
+    slices = x.index_select(0, order[1]).unflatten(0, (axis.size, -1))
+    every = all_to_all(slices, axis, label=label)[0]
+    del slices
+    return every.movedim(0, 2).flatten(2, 3)
 
 
 class _Heads(torch.autograd.Function):
-    """Give away the heads of other ranks, for all tokens of own ones; backward is `_Tokens`."""
+    """Give other ranks their heads of own tokens, for own heads of theirs; backward: `_Tokens`."""
 
     @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
+        saved_ctx.axis, saved_ctx.order = axis, order
+        return _give_tokens(x, axis, order, FORWARD)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _give_heads(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None
+
+
+class _Tokens(torch.autograd.Function):
+    """Give other ranks their tokens of own heads, for own tokens of theirs; backward: `_Heads`."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
         saved_ctx.axis, saved_ctx.order = axis, order
         return _give_heads(x, axis, order, FORWARD)
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _give_tokens(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None
-
-
-class _Tokens(torch.autograd.Function):
-    """Give away the tokens of other ranks, for all heads of own ones; backward is `_Heads`."""
-
-    @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: tuple[Tensor, Tensor]) -> Tensor:
-        saved_ctx.axis, saved_ctx.order = axis, order
-        return _give_tokens(x, axis, order, FORWARD)
-
-    @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _give_heads(dy.contiguous(), saved_ctx.axis, saved_ctx.order, BACKWARD), None, None

@@ -53,7 +53,7 @@ class ContextExchange(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = saved_ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=accumulate_dtype(q))
+        dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q))
         saved = (_heads(q), _heads(k), _heads(v), out, lse)
         dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq))
         dk, dv = dkv.to(q.dtype).split(k.shape[2], 2)
@@ -67,37 +67,46 @@ class Gather:
         self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int
     ) -> None:
         self.axis, self.held = axis, held
-        self.near, self.far = gather_blocks(axis.rank, held, documents, window)
+        self.blocks = gather_blocks(axis.rank, held, documents, window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend to own keys while the others come."""
-        parts, handle = all_gather(_together(k, v), self.axis, async_op=True, label=FORWARD)
-        attend(self.near, q, k, v, out, lse)
+        mine = _together(k, v)
+        parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
+        attend(self.blocks.near, q, k, v, out, lse)
         handle.wait()
+        del mine
         every = parts.index_select(0, in_order(self.held, q.device)[0])
-        del parts, handle
-        attend(self.far, q, *_apart(every), out, lse)
+        del parts
+        attend(self.blocks.far, q, *_apart(every), out, lse)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Gather again; sum dK and dV over the ranks, in rank order."""
+        """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers;
+        what they did for this rank's is added in rank order, then its own.
+        """
         q, k, v, out, lse = saved
-        order, back = in_order(self.held, q.device)
-        parts, handle = all_gather(_together(k, v), self.axis, async_op=True, label=BACKWARD)
-        own = torch.zeros_like(_together(k, v), dtype=dq.dtype)
-        attend_backward(self.near, dy, *saved, (dq, *_apart(own)))
+        mine = _together(k, v)
+        parts, handle = all_gather(mine, self.axis, async_op=True, label=BACKWARD)
+        own = torch.zeros_like(mine, dtype=dq.dtype)
+        attend_backward(self.blocks.near, dy, saved, (dq, *_apart(own)))
         handle.wait()
+        del mine
+        order, back = in_order(self.held, q.device)
         every = parts.index_select(0, order)
-        del parts, handle
-        sums = torch.zeros_like(every, dtype=dq.dtype)
-        attend_backward(self.far, dy, q, *_apart(every), out, lse, (dq, *_apart(sums)))
+        del parts
+        sums = torch.zeros_like(every)
+        size = every.shape[0] // self.axis.size
+        for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
+            if todo:
+                keys = every[first : first + size]
+                part = torch.zeros_like(keys, dtype=dq.dtype)
+                attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
+                sums[first : first + size] = part
+                del keys, part
         del every
-        mine = back.view(self.axis.size, -1)[self.axis.rank]  # positions of own tokens
-        sums.index_add_(0, mine, own)
-        del own
-        sums = sums.to(q.dtype)
         sent = sums.index_select(0, back)
         del sums
-        return reduce_scatter(sent, self.axis, label=BACKWARD)[0]
+        return own.add_(reduce_scatter(sent, self.axis, label=BACKWARD)[0])
 
 
 class Ring:
@@ -138,7 +147,7 @@ class Ring:
                 coming, handle = self._pass_on(here, BACKWARD)
             part = torch.zeros_like(here, dtype=dq.dtype)
             todo = self.blocks[(self.axis.rank - turn) % size]
-            attend_backward(todo, dy, q, *_apart(here), out, lse, (dq, *_apart(part)))
+            attend_backward(todo, dy, (q, *_apart(here), out, lse), (dq, *_apart(part)))
             handle.wait()
             here = coming
             if turn:

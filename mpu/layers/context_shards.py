@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from mpu.layers.attention_blocks import Block, document_blocks
 
@@ -155,16 +156,32 @@ def ring_blocks(
     return tuple(local_blocks(found, held[rank], keys) for keys in held)
 
 
+class GatherBlocks(NamedTuple):
+    """What a rank's queries look at, where all keys lie in order of position.
+
+    near: blocks of own keys, by place: each "tril". far: all others, keys by position. pieces: far
+    again, cut where a range of keys of 1 / cp of the row ends; places in each.
+    """
+
+    near: tuple[Block, ...]
+    far: tuple[Block, ...]
+    pieces: tuple[tuple[Block, ...], ...]
+
+
 @lru_cache(maxsize=64)
 def gather_blocks(
     rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
-) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks that need own keys alone, then the others, by position of their keys."""
-    found = tuple(_blocks(held[rank], documents, window))
+) -> GatherBlocks:
+    """Return a rank's blocks. held, documents: see `ring_blocks`."""
+    found, mine = tuple(_blocks(held[rank], documents, window)), held[rank]
     near = [block for block in found if block.part == "tril"]
     far = [block for block in found if block.part != "tril"]
-    every = (range(sum(documents)),)
-    return local_blocks(near, held[rank], held[rank]), local_blocks(far, held[rank], every)
+    size, piece = sum(documents), sum(documents) // len(held)
+    return GatherBlocks(
+        local_blocks(near, mine, mine),
+        local_blocks(far, mine, (range(size),)),
+        tuple(local_blocks(far, mine, (range(i, i + piece),)) for i in range(0, size, piece)),
+    )
 
 
 def local_blocks(found: Sequence[Block], queries: Ranges, keys: Ranges) -> tuple[Block, ...]:

@@ -2,13 +2,13 @@
 """Multiply in float8: a Recipe whose operands are rows of codes with their scales.
 
     forward  y  = x w^T     rows of x, k = i; rows of w, k = i
-    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o
+    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o: made again of the rows of w
     wgrad    dw = dy^T x    rows of dy^T and x^T, k = tokens: made again of the rows of dy and x
 
     scaling      a scale for                           of a weight      remade rows are exact
     tensorwise   the whole tensor, of all ranks        the same         always: the same codes
     rowwise      a row                                 the same         but for underflow
-    blockwise    128 numbers of a row                  128 x 128        but for underflow
+    blockwise    128 numbers of a row                  128 x 128        w: always; dy, x: but for it
     mxfp8        32 numbers of a row                   the same         but for underflow
 
 Every scale is a power of two (mpu/layers/float8_rows.py), so multiplying by one is exact, and its
@@ -41,6 +41,7 @@ from mpu.layers.float8_rows import (
     row_bytes,
     row_scales,
 )
+from mpu.layers.float8_weights import WeightRows
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.param import placement_of
 
@@ -65,21 +66,37 @@ class Float8(Recipe):
         return BLOCKS[self.scaling]
 
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
-        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it."""
-        x = x.t() if role == "wt" else x
+        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it.
+
+        Of a weight x may be its rows themselves, as ZeRO gathered them.
+        """
+        if role == "wt":
+            return self._transposed(self.operand(x, "w", "k" if cut == "rows" else "rows"), cut)
+        if x.dtype == torch.uint8:
+            return x
         flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
         scales = row_scales(flat, self.block, form)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
-        square = self.scaling == "blockwise" and role in ("w", "wt")
+        square = self.scaling == "blockwise" and role == "w"
         if square:
             scales = scales.unflatten(0, (-1, self.block)).amax(1)
         if self.shared(cut):
-            all_reduce(scales, self.ctx.tp, op=MAX, label=Label(None, "float8 scales"))
+            self.agree(scales)
         if square:
             scales = scales.repeat_interleave(self.block, 0)
         rows = encode(flat, scales.expand(len(flat), -1), form)
         return rows.view(*x.shape[:-1], rows.shape[1])
+
+    def _transposed(self, rows: Tensor, cut: str) -> Tensor:
+        """Return the rows of w^T, given those of w: exact but for underflow."""
+        same = self.scaling in ("tensorwise", "blockwise")
+        agree = self.agree if self.shared(cut) else None
+        return remade(rows, self.block, E4M3, same, agree)
+
+    def agree(self, scales: Tensor) -> None:
+        """Make bytes of scales those of all ranks of tp."""
+        all_reduce(scales, self.ctx.tp, op=MAX, label=Label(None, "float8 scales"))
 
     def shared(self, cut: str) -> bool:
         """Return whether ranks divide what has one scale: for blocks they never do (`check`)."""
@@ -146,11 +163,14 @@ class Float8(Recipe):
                 )
 
 
-def use_float8(model: nn.Module, recipe: Float8, in_bf16: Container[int] = ()) -> None:
+def use_float8(
+    model: nn.Module, recipe: Float8, in_bf16: Container[int] = (), gather: bool = False
+) -> None:
     """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
 
-    in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
-    and those that the model gave a recipe of its own. Raises ValueError as Float8.check does.
+    gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they
+    are. So do layers outside of blocks (the head) and those that the model gave a recipe of its
+    own. Raises ValueError as Float8.check does.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -160,3 +180,7 @@ def use_float8(model: nn.Module, recipe: Float8, in_bf16: Container[int] = ()) -
             continue
         recipe.check(name, layer)
         layer.recipe = recipe
+        if gather:
+            (o, i), several = layer.weight.shape, layer.ctx.tp.size > 1
+            shared = several and recipe.shared(layer.cuts["w"])
+            layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

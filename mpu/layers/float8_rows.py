@@ -10,6 +10,7 @@ says that the block holds an infinity or a NaN: nothing of it decodes to a finit
 On CUDA the kernels of mpu/kernels/float8.py make rows, where triton is installed.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -119,26 +120,42 @@ def decode(rows: Tensor, block: int, form: Format, dtype: torch.dtype) -> Tensor
     return (numbers * scale.unsqueeze(2)).flatten(1)
 
 
-def remade(rows: Tensor, block: int, form: Format, same: bool = False) -> Tensor:
+def remade(
+    rows: Tensor,
+    block: int,
+    form: Format,
+    same: bool = False,
+    agree: Callable[[Tensor], object] | None = None,
+) -> Tensor:
     """Return the rows of the transpose: rows [n, row_bytes(k)] -> [k, row_bytes(n)].
 
     A number changes only where it underflows, that is becomes a subnormal code: below about 2^-14
     (e5m2: 2^-29) of the largest that it now shares a scale with. same: one scale is that of all
-    rows, so the codes are the same.
+    rows, or of a square of blocks, so the codes are the same. agree: makes the new scales those of
+    all ranks, in place.
     """
     n, k = len(rows), codes_in(rows.shape[1], block)
+    if same:
+        given = scales(rows, block)
+        byte = given[::block].t().repeat_interleave(block, 0) if block else given[:1].expand(k, 1)
     if on_triton(rows):
         from mpu.kernels import float8 as kernels
 
-        given = kernels.Numbers(rows, k, n, block, k)
-        byte = rows[:1, k : k + 1] if same else kernels.row_scales(given, block, _codes(form))
-        return kernels.encode(given, byte.expand(k, -1), row_bytes(n, block), _codes(form))
+        numbers = kernels.Numbers(rows, k, n, block, k)
+        if not same:
+            byte = kernels.row_scales(numbers, block, _codes(form))
+            if agree:
+                agree(byte)
+        return kernels.encode(numbers, byte, row_bytes(n, block), _codes(form))
     if same:
-        out = rows.new_zeros((k, row_bytes(n, 0)))
-        out[:, :n], out[:, n] = rows[:, :k].t(), rows[0, k]
+        out = rows.new_zeros((k, row_bytes(n, block)))
+        out[:, :n], out[:, n : n + byte.shape[1]] = rows[:, :k].t(), byte
         return out
-    numbers = decode(rows, block, form, torch.float32).t()
-    return encode(numbers, row_scales(numbers, block, form), form)
+    decoded = decode(rows, block, form, torch.float32).t()
+    byte = row_scales(decoded, block, form)
+    if agree:
+        agree(byte)
+    return encode(decoded, byte, form)
 
 
 def on_triton(x: Tensor) -> bool:

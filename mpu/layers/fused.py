@@ -20,6 +20,7 @@ from mpu import native
 from mpu.context import LayerContext
 from mpu.layers import fused_gpu
 from mpu.layers.linear import AllGatherMatmul
+from mpu.layers.norm_backends import norm_backend
 from mpu.param import Region
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
@@ -68,6 +69,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
+        self.passes = norm_backend(ctx.norm_backend, eps)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class _RMSNorm(torch.autograd.Function):
             call("norm_forward", x.dtype, x, branch, w, total, y, r, x.numel() // h, h, layer.eps)
             x = x if total is None else total
         else:
-            y, x, r = fused_gpu.norm_forward(x, branch, w, layer.eps, kind)
+            y, x, r = layer.passes.norm_forward(x, branch, w, layer.eps, kind)
         layer.ctx.sink.end_use(weight)
         saved_ctx.save_for_backward(x, r)
         return y, x
@@ -125,7 +127,7 @@ class _RMSNorm(torch.autograd.Function):
             call("norm_backward", x.dtype, x, w, r, dy, more, dx, parts, x.numel() // h, h)
             sink.add(layer.weight, parts.sum(0))
         else:
-            dx = fused_gpu.norm_backward(x, w, r, dy, more, sink=sink, weight=layer.weight)
+            dx = layer.passes.norm_backward(x, w, r, dy, more, sink=sink, weight=layer.weight)
         sink.end_use(layer.weight)
         sink.register_grad_ready(layer.weight)
         return dx, dx if saved_ctx.adds else None, None, None

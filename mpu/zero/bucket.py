@@ -66,7 +66,10 @@ class ParamAndGradBucket:
         part = self.length // shard.size
         self.low = shard.rank * part if stage else 0  # this rank owns [low, high)
         self.high = self.low + part if stage else self.length
-        self.sharded = stage == 3 and not reduce_axes  # `weights` come and go
+        by_use = stage == 3 and not reduce_axes and not layout.whole
+        self.sharded = by_use or layout.scales > 0
+        self.coded: tuple[Tensor, ...] = ()  # codes of the owned part, all scales (float8_gather)
+        self.rows: dict[nn.Parameter, Tensor] = {}  # while they are whole
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights
         self.users = 0  # sharded: uses that have begun and not ended

@@ -51,13 +51,18 @@ class ZeroConfig:
 class ParamEntry(NamedTuple):
     """One parameter of this rank.
 
-    chunk: its pipeline chunk. axes: those beside dp_cp over which its gradient is summed.
+    chunk: its pipeline chunk. axes: those beside dp_cp over which its gradient is summed. rows,
+    scales: bytes of what it becomes, where it travels in float8 (mpu/zero/float8_gather.py).
+    matrix: it has two dimensions.
     """
 
     name: str
     numel: int
     chunk: int = 0
     axes: tuple[str, ...] = ()
+    rows: int = 0
+    scales: int = 0
+    matrix: bool = False
 
 
 def entries_of(
@@ -70,16 +75,35 @@ def entries_of(
     found = []
     for name, param in named:
         axes = tuple(axis.name for axis in placement_of(param).reduce_axes if axis.size > 1)
-        found.append(ParamEntry(name, param.numel(), chunk_of(name), axes))
+        how = getattr(param, "float8_rows", None)
+        rows, scales = (how.nbytes, how.count) if how else (0, 0)
+        chunk, matrix = chunk_of(name), param.dim() > 1
+        found.append(ParamEntry(name, param.numel(), chunk, axes, rows, scales, matrix))
     return found
 
 
 class BucketLayout(NamedTuple):
-    """One bucket: (name, offset, numel) of its parameters, and its padded length in elements."""
+    """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
+
+    rows, scales: sums of its parameters'; 0 unless it travels in float8. whole: its weights stay
+    whole at stage 3.
+    """
 
     params: tuple[tuple[str, int, int], ...]
     length: int
     axes: tuple[str, ...] = ()
+    rows: int = 0
+    scales: int = 0
+    whole: bool = False
+
+    def wire(self, size: int) -> int:
+        """Return the bytes of its weights on the wire; size: of an element that is not float8."""
+        return self.length * (1 if self.scales else size)
+
+    @property
+    def by_use(self) -> bool:
+        """Return whether its weights are gathered for each use at stage 3."""
+        return not self.axes and not self.whole
 
 
 def automatic_size(largest: int) -> int:
@@ -95,28 +119,60 @@ def block_of(name: str) -> str:
 
 
 def make_buckets(
-    entries: Sequence[ParamEntry], size: int, ranks: int, by_block: bool = False
+    entries: Sequence[ParamEntry], size: int, ranks: int, zero_stage: int = 0
 ) -> list[BucketLayout]:
     """Put parameters, given in definition order, into buckets, in the order of their sums.
 
     size: elements a bucket, about. ranks: the data-parallel ranks, over all of which a bucket is
-    padded to whole blocks. by_block: stage 3.
+    padded to whole blocks. At stage 0, and where gradients are summed over another axis, weights
+    do not travel in float8.
     """
+    by_block = zero_stage == 3
+    plain = [entry._replace(rows=0, scales=0) for entry in entries]
+    pairs = zip(entries, plain, strict=True)
+    entries = [low if low.axes or not zero_stage else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
     apart: dict[tuple[str, ...], list[ParamEntry]] = {}
-    full, before = 0, None
-    for entry in sorted(reversed(entries), key=lambda e: -e.chunk):
+    latest: dict[str, list[ParamEntry]] = {}  # the group that a kind of parameters adds to
+    kinds = kinds_of(entries) if by_block else {e.name: "rows" for e in entries if e.scales}
+    ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
+    for entry in ordered:
         if entry.axes:
             apart.setdefault(entry.axes, []).append(entry)
             continue
-        together = (entry.chunk, block_of(entry.name) if by_block else "")
-        if together != before or (full >= size and not by_block):
-            groups.append([])
-            full = 0
-        groups[-1].append(entry)
-        full, before = full + entry.numel, together
-    groups += (apart[axes] for axes in sorted(apart, key=_tp_last))
-    return [_layout_of(group, ranks) for group in groups]
+        kind = kinds.get(entry.name, "")
+        group = latest.get(kind, [])
+        block = by_block and kind != "whole" and group
+        other = group and group[-1].chunk != entry.chunk
+        other = other or (block and block_of(group[-1].name) != block_of(entry.name))
+        if not group or other or (not by_block and sum(e.numel for e in group) >= size):
+            latest[kind] = []
+            groups.append(latest[kind])
+        latest[kind].append(entry)
+    at = {entry.name: i for i, entry in enumerate(ordered)}
+    groups.sort(key=lambda group: at[group[-1].name])  # a bucket leaves with its last parameter
+    whole = [any(kinds.get(entry.name) == "whole" for entry in group) for group in groups]
+    laid = [_layout_of(group, ranks, keep) for group, keep in zip(groups, whole, strict=True)]
+    return laid + [_layout_of(apart[axes], ranks) for axes in sorted(apart, key=_tp_last)]
+
+
+def kinds_of(entries: Sequence[ParamEntry]) -> dict[str, str]:
+    """Return "rows" or "whole" for the parameters of blocks that have weights in float8.
+
+    "whole": vectors beside such weights, which stay whole at stage 3. Raises ValueError where a
+    plain matrix stands beside them: it would be gathered alone, and free the others meanwhile.
+    """
+    blocks = {block_of(entry.name) for entry in entries if entry.scales}
+    kinds = {}
+    for entry in entries:
+        if block_of(entry.name) in blocks and not entry.axes:
+            if entry.matrix and not entry.scales:
+                raise ValueError(
+                    f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
+                    "other weights of its block are; leave the flag out, or take a lower stage"
+                )
+            kinds[entry.name] = "rows" if entry.scales else "whole"
+    return kinds
 
 
 def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
@@ -124,13 +180,15 @@ def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
     return "tp" in axes, axes
 
 
-def _layout_of(group: Sequence[ParamEntry], ranks: int) -> BucketLayout:
+def _layout_of(group: Sequence[ParamEntry], ranks: int, whole: bool = False) -> BucketLayout:
     offset, params = 0, []
     for entry in group:
         params.append((entry.name, offset, entry.numel))
         offset += -(-entry.numel // BLOCK) * BLOCK
     grain = BLOCK * ranks
-    return BucketLayout(tuple(params), -(-offset // grain) * grain, group[0].axes)
+    rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
+    length, axes = -(-offset // grain) * grain, group[0].axes
+    return BucketLayout(tuple(params), length, axes, rows, scales, whole)
 
 
 def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
@@ -160,17 +218,23 @@ def memory(
         moments       2 L acc.    2 share accumulate
 
     Where main gradients are narrower, stage 1 also has share accumulate of sums. At stage 3 buckets
-    that are summed over another axis keep whole weights (docs/design.md says why).
+    that are summed over another axis keep whole weights (docs/design.md says why). Weights that
+    travel in float8 are kept as at stage 3, with a byte more for each element of the share, the
+    bytes of all scales and, at stages 1 and 2, of all rows.
     """
     elements = sum(layout.length for layout in layouts)
     own = elements // ranks if zero_stage else elements
-    kept = sum(layout.length for layout in layouts if layout.axes)
-    parameters = own + kept - kept // ranks if zero_stage == 3 else elements
+    kept = sum(layout.length for layout in layouts if layout.axes or layout.whole)
+    low = sum(layout.length for layout in layouts if layout.scales)
+    kept = kept if zero_stage == 3 else elements - low
+    parameters = own + kept - kept // ranks
     gradients = own * accumulate if zero_stage >= 2 else elements * gradient
     if zero_stage == 1 and gradient < accumulate:
         gradients += own * accumulate
+    coded = low // ranks + sum(layout.scales for layout in layouts)
+    coded += sum(layout.rows for layout in layouts) if zero_stage < 3 else 0
     return {
-        "parameters": parameters * weight,
+        "parameters": parameters * weight + coded,
         "gradients": gradients,
         "masters": own * accumulate if weight < accumulate else 0,
         "moments": 2 * own * accumulate,

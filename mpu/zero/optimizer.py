@@ -187,6 +187,7 @@ class Optimizer:
             adam.set_steps(steps)
         if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
             self.offload.masters_from_weights()  # the checkpoint has no masters apart
+        self.sink.requantise()
 
     def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`."""
@@ -212,6 +213,11 @@ class Optimizer:
                 for kind, values in moments:
                     yield name, kind, low - start, values[low - first : high - first]
 
+    def moments(self) -> Iterator[Tensor]:
+        """Yield AdamW's moments of every part."""
+        for adam, here in zip(self._adam_of, self._segment_of, strict=True):
+            yield from (moment for _, _, segment in here for moment in adam.moments(segment))
+
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after an update or a load; gather the weights."""
         if self.offload:
@@ -224,8 +230,9 @@ class Optimizer:
     def _gather_weights(self) -> None:
         """Gather the weights that are kept whole, without waiting if overlap_param_gather is on."""
         sink = self.sink
+        sink.requantise()
         for bucket in reversed(sink.buckets):  # about the order of the next forward
-            if sink.zero_stage and bucket.weights is not None:
+            if sink.zero_stage and bucket.weights is not None and not bucket.sharded:
                 shard, into = bucket.param_shard, bucket.weights
                 label = Label(bucket, "update")
                 _, bucket.gathering = all_gather(shard, sink.shard, True, into=into, label=label)
@@ -238,26 +245,4 @@ class Optimizer:
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master is not bucket.param_shard:
                 master.copy_(bucket.param_shard)
-
-    def held(self) -> dict[str, list[Tensor | None]]:
-        """Return the tensors this rank keeps from step to step, by kind."""
-        buckets = self.sink.buckets
-        moments: list[Tensor] = []
-        for adam, here in zip(self._adam_of, self._segment_of, strict=True):
-            moments += (moment for _, _, segment in here for moment in adam.moments(segment))
-        return {
-            "parameters": [t for b in buckets for t in (b.param_shard, b.weights)],
-            "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
-            "masters": [*self.masters],
-            "moments": [*moments],
-        }
-
-    def memory(self) -> dict[str, int]:
-        """Return the bytes this rank keeps from step to step, each live storage counted once."""
-        kinds, seen = self.held(), set[int]()
-        bytes_of = dict.fromkeys(kinds, 0)
-        for kind, tensors in kinds.items():
-            for storage in (t.untyped_storage() for t in tensors if t is not None):
-                bytes_of[kind] += storage.nbytes() * (storage.data_ptr() not in seen)
-                seen.add(storage.data_ptr())
-        return bytes_of
+        self.sink.requantise()

@@ -11,7 +11,7 @@ A bucket leaves when the sum of its gradients starts. ready(p) is register_grad_
 parameter p has given its gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.param import Placement, PlacementError, placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
+from mpu.zero.float8_gather import of_buckets
 from mpu.zero.gradient_check import GradientCheck, unregistered
 from mpu.zero.layout import ZeroConfig, automatic_size, entries_of, make_buckets
 from mpu.zero.reduce import Reduction
-from mpu.zero.weights import Gatherer
+from mpu.zero.weights import Gatherer, fill
 
 
 class ParamAndGradBuffer(GradientSink):
@@ -52,6 +53,7 @@ class ParamAndGradBuffer(GradientSink):
         self.gatherer: Gatherer | None = None
         if stage == 3:
             self.gatherer = Gatherer(self.shard, config.overlap_param_gather, config.keep_unsharded)
+        self.requantise: Callable[[], None] = lambda: None  # to be called when weights changed
         self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
         self._apart: dict[nn.Parameter, Tensor] = {}  # see add_rows
@@ -97,8 +99,8 @@ class ParamAndGradBuffer(GradientSink):
             device = next(iter(params.values())).device
             every = gather_bytes(own, self.grid.pp, device)
             self.bucket_size = automatic_size(max(map(int, every)))
-        ranks, by_block = self.grid.dp_cp.size, self.zero_stage == 3
-        for layout in make_buckets(entries, self.bucket_size, ranks, by_block):
+        ranks, stage = self.grid.dp_cp.size, self.zero_stage
+        for layout in make_buckets(entries, self.bucket_size, ranks, stage):
             held = [params[name] for name, _, _ in layout.params]
             bucket = ParamAndGradBucket(
                 layout,
@@ -111,6 +113,7 @@ class ParamAndGradBuffer(GradientSink):
             )
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(held, bucket)
+        self.requantise = of_buckets(self.buckets, self.shard, self.grid.tp, self.gatherer)
 
     def fill(self) -> Iterator[set[str]]:
         """Yield the names of parameters that may be written until the next names are asked for.
@@ -118,20 +121,20 @@ class ParamAndGradBuffer(GradientSink):
         Whole weights come at once, then those of stage 3 by bucket; this rank keeps its part.
         """
         yield self.unsharded_names()
-        if self.gatherer:
-            yield from self.gatherer.fill(self.buckets)
+        yield from fill(self.buckets)
+        self.requantise()
 
     def unsharded_names(self) -> set[str]:
         """Return the names of the parameters whose weights this rank keeps whole."""
         return {name for b in self.buckets if not b.sharded for name, _, _ in b.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the whole local weight, waiting for its gather where that is under way."""
+        """Return the whole local weight, or its rows of float8; wait for a gather under way."""
         bucket = self._bucket_of[param]
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
         bucket.gathering.wait()
-        return param
+        return bucket.rows.get(param, param)
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Return whether the weight is whole only between `acquire` and `end_use`."""
@@ -191,6 +194,14 @@ class ParamAndGradBuffer(GradientSink):
             if bucket.rounds and self._next == sum(not b.reduce_axes for b in self.buckets):
                 self._next = 0  # the next micro-batch
 
+    def note_replay(self, written: Collection[nn.Parameter]) -> None:
+        """Count a micro-batch that a CUDA graph runs, with the parameters that it is the first
+        to write.
+        """
+        self.written.update(written)
+        for bucket in self.buckets:
+            bucket.waiting -= bucket.uses
+
     def _leave(self, bucket: ParamAndGradBucket) -> None:
         """Start the sum of a bucket, and the next collective of the bucket that left before it."""
         self._complete(bucket)
@@ -200,7 +211,7 @@ class ParamAndGradBuffer(GradientSink):
         if self._last is not None and self._last is not bucket:
             self._last.wait_and_start_next()
         self._last = bucket
-        self._written.difference_update(param for _, param, _ in bucket.params)
+        self.written.difference_update(param for _, param, _ in bucket.params)
         if self.gatherer and not bucket.rounds:
             self.gatherer.reshard_if_unused(bucket)
 
@@ -217,7 +228,7 @@ class ParamAndGradBuffer(GradientSink):
                     )
                 self.add(param, param.grad)
                 param.grad, bucket.plain = None, True
-            elif param not in self._written:
+            elif param not in self.written:
                 self.main_grad(param).zero_()
                 if self.check:
                     self.check.unwritten.add(name)

@@ -16,6 +16,7 @@ import torch
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis, Label
 from mpu.zero.bucket import ParamAndGradBucket
+from mpu.zero.float8_gather import Float8Gather
 
 
 class Gatherer:
@@ -28,26 +29,13 @@ class Gatherer:
 
     def __init__(self, axis: Axis, ahead: bool, keep: bool) -> None:
         self.axis, self.ahead, self.keep = axis, ahead, keep
+        self.float8: Float8Gather | None = None
         self.unsharded: list[ParamAndGradBucket] = []
         self.peak = 0
         self._current: ParamAndGradBucket | None = None
         self._order: list[ParamAndGradBucket] = []  # uses in this pass
         self._known: list[ParamAndGradBucket] = []  # uses in the last pass of this kind
         self._kind, self._orders = 0, dict[int, list[ParamAndGradBucket]]()
-
-    def fill(self, buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
-        """Yield the parameter names of each sharded bucket in turn.
-
-        These parameters may be written until the next names are asked for; then this rank keeps
-        its part of them.
-        """
-        for bucket in buckets:
-            if bucket.sharded:
-                flat = bucket.param_shard.new_zeros(bucket.length)
-                bucket.view_params_in(flat, copy=True)
-                yield {name for name, _, _ in bucket.params}
-                bucket.param_shard.copy_(flat[bucket.low : bucket.high])
-                _hide(bucket)
 
     def begin_pass(self, kind: int) -> None:
         """Begin a pass; kind: the number of micro-batches of a step, or 0 outside of steps."""
@@ -92,12 +80,15 @@ class Gatherer:
 
     def unshard(self, bucket: ParamAndGradBucket) -> None:
         """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use."""
-        weights = bucket.param_shard.new_empty(bucket.length)
-        bucket.view_params_in(weights)
-        shard, label = bucket.param_shard, Label(bucket, "gather")
-        _, bucket.gathering = all_gather(shard, self.axis, True, into=weights, label=label)
+        if self.float8 and bucket.coded:
+            self.float8.gather(bucket)
+        else:
+            weights = bucket.param_shard.new_empty(bucket.length)
+            bucket.view_params_in(weights)
+            shard, label = bucket.param_shard, Label(bucket, "gather")
+            _, bucket.gathering = all_gather(shard, self.axis, True, into=weights, label=label)
         self.unsharded.append(bucket)
-        live = sum(b.length * b.param_shard.element_size() for b in self.unsharded)
+        live = sum(b.layout.rows or b.length * b.param_shard.itemsize for b in self.unsharded)
         self.peak = max(self.peak, live)
 
     def reshard(self, bucket: ParamAndGradBucket) -> None:
@@ -108,10 +99,26 @@ class Gatherer:
             self._current = None
 
 
+def fill(buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
+    """Yield the parameter names of each sharded bucket in turn.
+
+    These parameters may be written until the next names are asked for; then this rank keeps its
+    part of them.
+    """
+    for bucket in buckets:
+        if bucket.sharded:
+            flat = bucket.param_shard.new_zeros(bucket.length)
+            bucket.view_params_in(flat, copy=True)
+            yield {name for name, _, _ in bucket.params}
+            bucket.param_shard.copy_(flat[bucket.low : bucket.high])
+            _hide(bucket)
+
+
 def _hide(bucket: ParamAndGradBucket) -> None:
     """Free the whole weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None
+    bucket.rows.clear()
     nothing = bucket.param_shard.new_full((1,), torch.nan)
     for _, param, _ in bucket.params:
         param.data = nothing.expand(param.shape)

@@ -8,9 +8,17 @@ communication types, tensor, pipeline and data parallelism, ZeRO, recomputation 
 import random
 
 import pytest
+import torch
 
-from tests.model.context_cases import COMM, case_of, cases, twin_of, world_of, worst
-from tests.model.twin import run_cases
+import pretrain_llama
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.grid import Grid
+from mpu.layers.context_shards import shards
+from mpu.layers.packed_seq_params import PackedSeqParams
+from tests.model.context_cases import COMM, S, case_of, cases, twin_of, world_of, worst
+from tests.model.twin import V, config_of, run_cases
+from training.data.batch import Batch
+from training.data.context_part import context_part
 
 LIMIT = 1e-12
 
@@ -39,6 +47,43 @@ def test_a_sample_of_the_matrix(world):
     some += [case_of(2, comm, documents=True, recompute="full") for comm in COMM]
     some += pick.sample([c for c in every if world_of(c) == 4], 4)
     compare(world, some)
+
+
+def losses_of(comm, case: dict, lengths: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """Return this rank's positions in a row of documents, and the loss of each token there."""
+    grid = Grid() if comm is None else comm.grid(1, case["cp"], hierarchical=case["levels"])
+    run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+    g, rows = torch.Generator().manual_seed(3), []
+    for n in case["made"]:
+        rows.append(torch.randint(1, V, (n + 1,), generator=g))
+    rows = [row for row in rows if len(row) - 1 in lengths]
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    whole = Batch(
+        torch.cat([row[:-1] for row in rows])[None], torch.cat([row[1:] for row in rows])[None],
+        loss_mask=None, position_ids=places, packed_seq_params=PackedSeqParams.of(lengths),
+        first_sample=0, token_count=sum(lengths),
+    )  # fmt: skip
+    part = context_part(whole, grid.cp.rank, grid.cp.size)
+    ids = (part.tokens, part.labels, part.position_ids, part.packed_seq_params)
+    held = shards(grid.cp.size, lengths)[grid.cp.rank]
+    return [i for r in held for i in r], run.model(*ids)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "cp, comm", [(2, "all_gather"), *(pytest.param(4, c, marks=pytest.mark.prove) for c in COMM)]
+)
+@pytest.mark.parametrize("dtype, limit", [("float64", 1e-13), ("float32", 1e-5)])
+def test_a_packed_document_has_the_loss_that_it_has_alone(world, cp, comm, dtype, limit):
+    lengths = (29, 19)
+    case = case_of(cp, comm, dtype=dtype, made=lengths)
+    found = {}
+    for places, losses in world(cp).run(losses_of, case, lengths):
+        found |= zip(places, losses, strict=True)
+    packed = torch.tensor([found[i] for i in range(S)], dtype=torch.float64)
+    one = case_of(1, dtype=dtype, made=lengths)
+    alone = [losses_of(None, one | {"s": n}, (n,))[1] for n in lengths]
+    want = torch.tensor([x for losses in alone for x in losses], dtype=torch.float64)
+    assert ((packed - want).abs() / want).max() < limit
 
 
 @pytest.mark.prove

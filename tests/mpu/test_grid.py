@@ -33,6 +33,18 @@ def test_the_ends_of_a_pipeline_are_its_first_and_last_rank():
     assert [g.embd.rank for g in grids] == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
+def test_ranks_in_a_row_share_a_key_value_head():
+    grids = [Grid(8, 4, launch=Launch(r, 8), query_groups=2) for r in range(8)]
+    rows = [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
+    assert [g.tp_kv.ranks for g in grids] == rows
+    assert [g.tp_kv.rank for g in grids] == [0, 1] * 4
+    assert Grid(4, 4, query_groups=1).tp_kv.ranks == (0, 1, 2, 3)
+    for groups in (0, 4, 8):
+        assert Grid(4, 4, query_groups=groups).tp_kv.size == 1
+    with pytest.raises(ValueError, match="3 query groups do not divide 4 tensor-parallel ranks"):
+        Grid(4, 4, query_groups=3)
+
+
 @pytest.mark.parametrize(
     "world, tp, cp, pp", [(6, 2, 1, 2), (4, 3, 1, 1), (2, 4, 1, 1), (4, 0, 1, 1)]
 )

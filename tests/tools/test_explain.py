@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")
 FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
-ONE_HEAD = ("--num-query-groups", "1")
+ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
+GATHER = "--fp8-param-gather"
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
     (2, 1, {"sequence_parallel": False}),
@@ -32,7 +33,7 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": ("--bf16",)}),
     (2, 1, {"more": ("--fused-linear-cross-entropy",)}),
     (2, 1, {"more": (*ONE_HEAD, "--bf16", *FULL), "micro_batches": 2}),
-    (2, 2, {"more": (*ONE_HEAD, "--kv-channels", "32", *FLOAT8, "rowwise"), "sequence_parallel": False}),
+    (2, 2, {"more": (*ONE_HEAD, *WIDE, *FLOAT8, "rowwise"), "sequence_parallel": False}),
     (1, 2, {}),
     (1, 2, {"micro_batches": 3, "more": ("--bf16",)}),
     (2, 2, {"micro_batches": 3}),
@@ -42,7 +43,19 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
     (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
+    (2, 2, {"more": (*FLOAT8, "rowwise", GATHER), "zero": 1}),
+    (1, 2, {"more": (*FLOAT8, "blockwise", GATHER), "zero": 3, "micro_batches": 3}),
+    (2, 2, {"more": (*FLOAT8, "tensorwise", GATHER, *FULL), "zero": 3}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
+]
+BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
+EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
+CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": EACH}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*EACH, *FULL, "--bf16"), "zero": 1}),
+    (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
+    (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
+    (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
 ]
 PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "gpipe", {"micro_batches": 3}),
@@ -81,7 +94,9 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
 def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what the document says."""
     config = tiny(tp, dp, **rest)
-    found = explain(config, comm.grid(tp, query_groups=config.model.num_query_groups))
+    p, groups = config.parallel, config.model.num_query_groups
+    levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
+    found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
     assert found.equal
     return found.counted, found.stated, found.text
 
@@ -112,6 +127,13 @@ def test_the_document_counts_what_is_sent(world, tp, dp, rest):
         assert counted == stated and counted
         assert text.endswith("All equal.") and "DIFFERS" not in text
         assert max(map(len, text.splitlines())) <= 150
+
+
+@pytest.mark.parametrize("ranks, tp, dp, rest", some(CONTEXT))
+def test_the_document_counts_what_attention_sends(world, ranks, tp, dp, rest):
+    for counted, stated, text in world(ranks).run(run, tp, dp, rest):
+        assert counted == stated and any(axis.startswith("cp") for axis, _ in counted)
+        assert text.endswith("All equal.")
 
 
 @pytest.mark.parametrize("pp, tp, dp, schedule, rest", some(PIPELINES))

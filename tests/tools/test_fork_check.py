@@ -106,6 +106,22 @@ MISTAKES = {
         "one rank",
         ("one rank: decode differs from forward: given token by token, the logits at position 0",),
     ),
+    "attention that looks at own keys alone": (
+        "llama",
+        {
+            CONTEXT: CONTEXT + "from mpu.layers.attention import core_attention\n",
+            "recompute.selective(core_attention_of(ctx))": "recompute.selective(core_attention)",
+            "self.groups, packed, cache=cache)": "self.groups, None, cache=cache)",
+        },
+        "cp 2 all_gather; dp 2",
+        ("only under context parallelism", "which looks at this rank's keys alone"),
+    ),
+    "positions counted on a rank": (
+        "llama",
+        {"position_ids, tokens.shape[1] * self.ctx.grid.cp.size": "None, tokens.shape[1]"},
+        "cp 2 all_gather",
+        ("only under context parallelism", "positions counted from 0"),
+    ),
     "parameter outside the sink": (
         "llama",
         {

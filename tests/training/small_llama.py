@@ -6,10 +6,10 @@ import shlex
 import torch
 
 from mpu.context import LayerContext
-from mpu.recompute import Recompute
 from pretrain_llama import model_provider
 from training.flags.parse import parse
 from training.plan import pipeline
+from training.plan.kept import recompute_of
 from training.plan.model_profile import grid_of
 
 SMALL = (
@@ -30,6 +30,6 @@ def build(config, device, pp_rank=0):
     p = config.parallel
     grid = grid_of(config, pp_rank)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, device=torch.device(device))
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    recompute = recompute_of(config, torch.device(device))
     stages = pipeline.rank_stages(config, model_provider, pp_rank)
     return model_provider(config, ctx, recompute, stages)

@@ -22,7 +22,7 @@ class ProfileError(ValueError):
 
 
 class Constant(NamedTuple):
-    """A fitted number: where a fit starts, the range that what is known of it allows, its meaning."""
+    """A fitted number: where a fit starts, the range that what is known allows, its meaning."""
 
     start: float
     low: float
@@ -38,14 +38,18 @@ TIME = {
     "link_share": Constant(0.7, 0.2, 0.9, "share of the links in a node"),
     "network_share": Constant(0.7, 0.1, 0.97, "share of the network cards, between two nodes"),
     "network_decay": Constant(0.1, 0.001, 0.5, "power by which more nodes lower that share"),
-    "network_step": Constant(5e-5, 1e-6, 3e-3, "seconds that a collective needs for each node more"),
+    "network_step": Constant(
+        5e-5, 1e-6, 3e-3, "seconds that a collective needs for each node more"
+    ),
     "link_step": Constant(3e-6, 5e-7, 5e-5, "seconds that a collective needs for each rank more"),
     "collective_start": Constant(2e-5, 1e-6, 2e-4, "seconds that each collective needs"),
     "tp_backward": Constant(5.0, 2.0, 6.0, "transfers of activations that backward shows, of 6"),
     "host_layer": Constant(3e-3, 1e-5, 2e-2, "seconds of the host for F and B of a layer, tp 1"),
     "host_layer_tp": Constant(4.4e-3, 1e-5, 3e-2, "the same with tp above 1"),
     "host_beside": Constant(2e-3, 1e-7, 1e-2, "more, for each tp rank, beside messages of nodes"),
-    "host_crossing": Constant(6e-4, 1e-7, 1e-2, "more, for each of these and node a tp group adds"),
+    "host_crossing": Constant(
+        6e-4, 1e-7, 1e-2, "more, for each tp rank, where their group crosses nodes too"
+    ),
     "host_socket": Constant(1e-4, 1e-6, 1e-2, "more, where tp is over 4 and crosses a socket"),
     "layer_start": Constant(1e-4, 1e-6, 3e-3, "seconds of the device between a layer's kernels"),
     "sharp": Constant(8.0, 2.0, 16.0, "power of the soft maximum of host and device"),
@@ -71,7 +75,9 @@ STALL = {
     "stall_pp": Constant(0.0, -9, 9, "more in a pipeline"),
     "stall_hooks": Constant(0.0, -9, 9, "more where hooks sum the gradients (no ZeRO), pp 1"),
     "stall_hooks_pp": Constant(0.0, -9, 9, "the same in a pipeline of over 8 micro-batches"),
-    "stall_crossing": Constant(0.0, -9, 9, "more in a pipeline of over 2 stages if tp crosses nodes"),
+    "stall_crossing": Constant(
+        0.0, -9, 9, "more in a pipeline, for each node that a tp group adds"
+    ),
     "stall_message": Constant(0.25, 0, 2, "seconds of each message of a run that stalls"),
     "stall_tensor": Constant(0.7, 0, 3, "seconds of each micro-batch if its tp crosses nodes"),
     "stall_sum": Constant(0.8, 0, 5, "seconds of each step's sum of gradients"),
@@ -83,7 +89,8 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
 FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
     # h / tp and of f / tp; of each score of an unfused attention; of each logit. Of each number: to
-    # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight.
+    # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight. What
+    # backward needs, where it differs from MEMORY: TERMS of run_memory.py.
     "nanotron": dict(
         hidden_bytes=20, inner_bytes=20, ffn_bytes=12, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=60, accumulate_bytes=10, update_bytes=46, gradient_bytes=4, parameter_bytes=2,
@@ -95,15 +102,26 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     "fsdp": dict(
         hidden_bytes=20, inner_bytes=12, ffn_bytes=4, backward_bytes=1.4, scores_bytes=0,
         logit_bytes=18, accumulate_bytes=0, update_bytes=60, gradient_bytes=4, parameter_bytes=2,
-        fsdp=1.0,
+        fsdp=1.0, act_hidden=5, act_ffn=1.6, logit_memory=6,
     ),
     "nemo": dict(
         hidden_bytes=16, inner_bytes=8, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
+        act_hidden=7, act_ffn=2.5, logit_memory=10,
+    ),
+    # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
+    # 8,192 tokens of 8B); the host issues 30 launches a layer
+    "weft": dict(
+        hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
+        logit_bytes=25, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
+        host_layer=4e-4, host_layer_tp=8e-4, host_stage=2e-4, sum_hidden=0.8, sum_hidden_0=0.8,
+        sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=5e-5, jitter=0.005,
+        gather_exposed=0.3, sharp=8.0,
     ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,
         logit_bytes=34, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
+        act_hidden=8, act_ffn=2.3, act_scores=3, logit_memory=12,
     ),
 }  # fmt: skip
 MEMORY = {
@@ -111,9 +129,9 @@ MEMORY = {
     "act_whole": 0.0, "logit_memory": 13.0, "work_gib": 1.5,
 }  # fmt: skip
 CRASHES = {  # nothing but memory, where nothing was fitted
-    "crash_base": 0.0, "crash_memory": 12.0, "crash_empty": 4.0, "crash_hooks": 0.0,
-    "crash_stall": 0.0,
+    "crash_base": 0.0, "crash_memory": 12.0, "crash_idle": 4.0, "crash_stall": 0.0,
 }  # fmt: skip
+OF_DEVICE = ("matmul", "wave", "memory_share", "attention")
 
 
 def device_constants(name: str) -> dict[str, float]:
@@ -131,7 +149,14 @@ def device_constants(name: str) -> dict[str, float]:
 def defaults(framework: str, device: str) -> dict[str, float]:
     """Return the constants with which the fit of a profile starts."""
     fitted = {name: constant.start for name, constant in {**TIME, **STALL}.items()}
-    return {**FIXED, **MEMORY, **CRASHES, **fitted, **FRAMEWORKS[framework], **device_constants(device)}
+    return {
+        **FIXED,
+        **MEMORY,
+        **CRASHES,
+        **fitted,
+        **FRAMEWORKS[framework],
+        **device_constants(device),
+    }
 
 
 def profile(name: str) -> dict[str, float]:
@@ -148,6 +173,9 @@ def profile(name: str) -> dict[str, float]:
     path = FOLDER / f"{name}.json"
     for other in others:
         path = path if path.is_file() else FOLDER / f"{other}.json"
+    if framework == "weft":  # nothing to fit on: of the device's fit, what is the device's alone
+        fitted = {key: value for key, value in read_fitted(path).items() if key in OF_DEVICE}
+        return {**defaults(framework, device), **fitted}
     return {**defaults(framework, device), **read_fitted(path)}
 
 

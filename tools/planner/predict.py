@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict every row of a CSV of published runs: step time, tokens a second, memory, whether it fits."""
+"""Predict every row of a CSV of published runs: step time, rate, memory, whether it fits."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.planner.constants import profile
-from tools.planner.crashes import crash_odds, empty_stage
+from tools.planner.crashes import crash_odds
 from tools.planner.published import Row, Table
 from tools.planner.run_memory import memory
 from tools.planner.runs import Array, stacked
@@ -19,6 +19,7 @@ COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
     "predicted_crash",
 )  # fmt: skip
+POOL = 0.9  # share of a GPU's memory that a run can count on: the allocator's pool breaks up
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Predictions:
     """What is predicted of rows, in their order.
 
     seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that memory
-    is within a GPU's, and each pipeline rank has a layer. crash: share of such runs that crash.
+    is within POOL of a GPU's, and no pipeline rank is idle. crash: share of such runs that crash.
     """
 
     seconds: Array
@@ -36,7 +37,9 @@ class Predictions:
     crash: Array
 
 
-def predict(rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None) -> Predictions:
+def predict(
+    rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None
+) -> Predictions:
     """Return predictions. constants: of profiles by name, instead of tools/planner/fitted."""
     values = {name: np.zeros(len(rows)) for name in ("seconds", "rate", "gib", "fits", "crash")}
     for name in dict.fromkeys(row.profile for row in rows):
@@ -51,7 +54,7 @@ def predict(rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | 
         values["seconds"][at] = seconds
         values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
         values["gib"][at] = gib
-        values["fits"][at] = (gib <= limit) & (empty_stage(runs) == 0)
+        values["fits"][at] = (gib <= POOL * limit) & (runs.idle == 0)
         values["crash"][at] = crash_odds(c, runs, gib, limit)
     return Predictions(**values)
 

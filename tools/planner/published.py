@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.planner.runs import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
@@ -51,7 +52,7 @@ class Row:
     profile: str
     model: str
     group: str
-    record: dict[str, object]
+    record: dict[str, Any]
     seconds: float
     memory: float
     crashed: bool
@@ -140,24 +141,27 @@ def _format(path: Path, columns: Sequence[str]) -> Callable[[Line], Row]:
     )
 
 
-def playbook_cut(layers: int, hidden: int, ffn: int, vocab: int, pp: int) -> tuple[list[int], int]:
-    """Return nanotron's layers a stage, and the stage with the output layer.
+def playbook_cut(
+    layers: int, hidden: int, ffn: int, vocab: int, pp: int
+) -> tuple[list[int], int, bool]:
+    """Return nanotron's layers a stage, the stage with the output layer, and whether one is idle.
 
     A block goes to the next rank once the cost so far exceeds the rank's share; the head costs too
-    (nanotron, src/nanotron/models/base.py).
+    (nanotron, src/nanotron/models/base.py). The blocks: embedding, layers, norm, head, cast, loss.
     """
     layer = 4 * hidden**2 + 3 * hidden * ffn
-    blocks = [0, *[layer] * layers, 0, vocab * hidden, 0]
+    blocks = [0, *[layer] * layers, 0, vocab * hidden, 0, 0]
     total, so_far, rank, home = sum(blocks), 0, 0, 0
-    cut = [0] * pp
+    cut, last = [0] * pp, 0
     for number, cost in enumerate(blocks):
+        last = rank
         cut[rank] += 0 < number <= layers
         if number == layers + 2:
             home = rank
         so_far += cost
         if so_far > total * (rank + 1) / pp and rank < pp - 1:
             rank += 1
-    return cut, home
+    return cut, home, last < pp - 1
 
 
 def _sizes(line: Line) -> tuple[int, int, int, int]:
@@ -177,20 +181,21 @@ def _playbook(line: Line) -> Row:
     mbs = line.count("mbs")
     batch = line.number_of("gbs")
     accumulated = line.count("grad_acc", batch / (mbs * dp))
-    cut, head = playbook_cut(layers, hidden, ffn, PLAYBOOK_VOCABULARY, pp)
+    cut, head, idle = playbook_cut(layers, hidden, ffn, PLAYBOOK_VOCABULARY, pp)
     tokens = dp * mbs * accumulated * PLAYBOOK_SEQUENCE
     rate = line.number_of("tok_s_gpu") * tp * pp * dp
     rate = line.number_of("tok_s", rate)
     status = line.text("status").lower()
     model = line.text("model").upper()
     gpus = tp * pp * dp
-    record: dict[str, object] = {
+    record: dict[str, Any] = {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn,
         "vocab": PLAYBOOK_VOCABULARY, "sequence": PLAYBOOK_SEQUENCE, "gated": 1, "tied": 0,
         "causal": 1, "tp": tp, "cp": 1, "dp": dp, "pp": pp, "virtual": 1, "micro_batch": mbs,
         "micro_batches": accumulated, "zero": line.number_of("zero", 0), "recompute": 0,
         "sequence_parallel": 1, "float8": 0, "schedule": 0, "node": PLAYBOOK_NODE,
-        "network": NETWORK["h100"] / 8 * 1e9, "head": head, "cut": cut,
+        "network": NETWORK["h100"] / 8 * 1e9, "head": head, "idle": idle,
+        "cut": cut,
     }  # fmt: skip
     return Row(
         line.number, "ultrascale", "nanotron_h100", model,
@@ -210,13 +215,14 @@ def _vtrain(line: Line) -> Row:
     heads = line.count("attention heads", max(1, hidden // 128))
     micro = line.count("micro batch")
     batch = line.count("global batch")
-    record: dict[str, object] = {
+    record: dict[str, Any] = {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": 4 * hidden,
         "vocab": GPT_VOCABULARY, "sequence": line.count("sequence length", 2048), "gated": 0,
         "tied": 1, "causal": 0, "tp": tp, "cp": 1, "dp": dp, "pp": pp, "virtual": 1,
         "micro_batch": micro, "micro_batches": max(1, math.ceil(batch / (micro * dp))), "zero": 0,
         "recompute": 1, "sequence_parallel": 0, "float8": 0, "schedule": 0, "node": 8,
-        "network": NETWORK["a100"] / 8 * 1e9, "head": pp - 1, "cut": even_cut(layers, pp),
+        "network": NETWORK["a100"] / 8 * 1e9, "head": pp - 1, "idle": layers < pp,
+        "cut": even_cut(layers, pp),
     }  # fmt: skip
     return Row(
         line.number, "vtrain", "megatron-deepspeed_a100", f"{hidden}x{layers}",
@@ -241,7 +247,7 @@ def _several(line: Line) -> Row:
     if "fsdp" in line.text("framework").lower():
         framework = "fsdp"
     llama = "llama" in (line.text("family") + line.text("model")).lower()
-    gpus, tp, pp, cp = (line.count(k, d) for k, d in (("n_gpus", math.nan), ("tp", 1), ("pp", 1), ("cp", 1)))
+    gpus, (tp, pp, cp) = line.count("n_gpus"), (line.count(key, 1) for key in ("tp", "pp", "cp"))
     heads = line.count("heads", max(1, hidden // 128))
     ffn = line.count("ffn", 256 * math.ceil(hidden * 8 / 3 / 256) if llama else 4 * hidden)
     dp = line.count("dp", gpus / (tp * pp * cp))
@@ -261,11 +267,11 @@ def _several(line: Line) -> Row:
         cut[0], cut[-1] = cut[0] - 1, cut[-1] - 1
     precision = line.text("precision").lower()
     sequence = line.count("seq")
-    record: dict[str, object] = {
+    record: dict[str, Any] = {
         "layers": layers, "hidden": hidden, "heads": heads,
         "kv_heads": line.count("kv_heads", heads), "ffn": ffn,
         "vocab": line.count("vocab", GPT_VOCABULARY), "sequence": sequence,
-        "gated": llama or "nemotron" not in line.text("model").lower() and "mixtral" in line.text("model").lower(),
+        "gated": llama or "mixtral" in line.text("model").lower(),
         "tied": not llama, "causal": 1, "tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual": virtual,
         "micro_batch": mbs, "micro_batches": accumulated,
         "zero": line.number_of("zero", 3 if framework == "fsdp" else 1),
@@ -273,7 +279,7 @@ def _several(line: Line) -> Row:
         "sequence_parallel": line.text("sp") != "0" and tp > 1,
         "float8": precision.startswith("fp8"), "schedule": ORDER.index(schedule), "node": 8,
         "network": line.number_of("net_gbps_per_gpu", NETWORK[device]) / 8 * 1e9,
-        "head": pp * virtual - 1, "cut": cut,
+        "head": pp * virtual - 1, "idle": layers < pp, "cut": cut,
     }  # fmt: skip
     rate = line.number_of("tokens_s_gpu") * gpus
     seconds = line.number_of("step_time_s", batch * sequence / rate if rate else math.nan)

@@ -7,8 +7,9 @@ For layouts of this repository use training/plan, as --dry-run does; this is for
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
-from tools.planner.runs import Array, Runs
+from tools.planner.runs import SCHEDULES, Array, Runs
 
 GIB = 2.0**30
 TERMS = {  # each times its constant is a part of a rank's memory
@@ -33,7 +34,7 @@ def rank_layers(r: Runs) -> Array:
     return np.stack([np.where(place == rank, r.cut, 0.0).sum(1) for rank in range(width)], 1)
 
 
-def terms(r: Runs, calm: Array | None = None) -> Array:
+def terms(r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
     """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1.
 
     calm: which runs do not stall. Those that do keep nothing that tp does not cut: they were made
@@ -56,6 +57,8 @@ def terms(r: Runs, calm: Array | None = None) -> Array:
     virtual = r.virtual[:, None]
     interleaved = np.minimum(pp * (1 + (pp - 1) / (pp * virtual)), r.micro_batches[:, None])
     waiting = np.where(virtual > 1, interleaved, waiting)
+    twice = r.schedule[:, None] == SCHEDULES.index("zb-2p")
+    waiting = np.where(twice, np.minimum(2 * waiting, r.micro_batches[:, None]), waiting)
     again = r.recompute[:, None] > 0
     flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are whole
     whole = 2 * t * h
@@ -75,6 +78,6 @@ def terms(r: Runs, calm: Array | None = None) -> Array:
     return np.where((number < pp)[:, :, None], every, 0.0)
 
 
-def memory(c: Mapping[str, float], r: Runs, calm: Array | None = None) -> Array:
+def memory(c: Mapping[str, float], r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
     """Return the GiB of each run's fullest rank, at a step's fullest moment."""
     return np.asarray((terms(r, calm) @ np.array([c[name] for name in TERMS])).max(1))

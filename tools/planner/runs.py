@@ -6,6 +6,7 @@ Arrays let tens of thousands of layouts be timed in a second.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,8 @@ class Runs:
     runs again in backward. sequence_parallel, overlap: 0 or 1. float8: 1 where the layers' matmuls
     are in float8. schedule: an index into SCHEDULES. node: GPUs of a node. network: bytes a second
     of one GPU's share of the node's network cards, one direction. cut: [runs, stages], the layers
-    of each stage, 0 beyond pp * virtual. head: the stage that has the output layer.
+    of each stage, 0 beyond pp * virtual. head: the stage that has the output layer. idle: 1 where a
+    pipeline rank has nothing to do.
     """
 
     layers: Array
@@ -51,6 +53,7 @@ class Runs:
     node: Array
     network: Array
     head: Array
+    idle: Array
     cut: Array
 
     def __len__(self) -> int:
@@ -103,12 +106,12 @@ def even_cut(layers: int, stages: int) -> list[int]:
     return [layers // stages + (n < layers % stages) for n in range(stages)]
 
 
-def stacked(records: Sequence[dict[str, object]]) -> Runs:
+def stacked(records: Sequence[dict[str, Any]]) -> Runs:
     """Return the runs of records: a dict each, with Runs' fields; cut is a list."""
-    longest = max(len(record["cut"]) for record in records)  # type: ignore[arg-type]
+    longest = max(len(record["cut"]) for record in records)
     cut = np.zeros((len(records), longest))
     for row, record in zip(cut, records, strict=True):
-        row[: len(record["cut"])] = record["cut"]  # type: ignore[arg-type]
+        row[: len(record["cut"])] = record["cut"]
     names = [field.name for field in fields(Runs) if field.name != "cut"]
-    values = {name: np.array([float(r[name]) for r in records]) for name in names}  # type: ignore[arg-type]
+    values = {name: np.array([float(r[name]) for r in records]) for name in names}
     return Runs(**values, cut=cut)

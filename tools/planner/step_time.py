@@ -24,7 +24,7 @@ class Times:
     slot: F and B of a micro-batch on the slowest stage. compute, exposed, host: that stage's, and
     slot is about the larger of (compute + exposed) and host. bubble: the pipeline's ends. sums: the
     gradients' and the parameters' exposed transfers. update: the optimizer's. stall: of a cluster
-    that stalls. step: the whole.
+    that stalls. step: the whole. stages: [runs, stages], F and B of each. message: between stages.
     """
 
     slot: Array
@@ -36,14 +36,16 @@ class Times:
     update: Array
     stall: Array
     step: Array
+    stages: Array
+    message: Array
 
 
 def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
     """Return the time of [m, k] x [k, n] on whole tiles of the SMs, and at least its bytes'."""
     tiles = batch * np.ceil(m / c["tile_m"]) * np.ceil(n / c["tile_n"])
     waves = tiles / c["sms"] + c["wave"]
-    rate = c["peak"] * c["matmul"] / c["sms"]
-    rate = np.where(r.float8 > 0, c["peak.float8"] * c["matmul.float8"] / c["sms"], rate)
+    low, full = c["peak.float8"] * c["matmul.float8"], c["peak"] * c["matmul"]
+    rate = np.where(r.float8 > 0, low, full) / c["sms"]
     work = 2 * c["tile_m"] * c["tile_n"] * (k + c["ramp"])
     bytes_ = 2 * batch * (m * k + k * n + m * n)
     return np.maximum(waves * work / rate, passes(c, bytes_)) + c["kernel_seconds"]
@@ -131,8 +133,8 @@ def host_layer(c: Constants, r: Runs) -> Array:
     seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
     seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
     beside = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
-    more = np.maximum(0.0, np.ceil(r.tp / r.node) - 1)
-    seconds = seconds + np.where(beside, r.tp * (c["host_beside"] + c["host_crossing"] * more), 0.0)
+    each = c["host_beside"] + c["host_crossing"] * (r.tp > r.node)
+    seconds = seconds + np.where(beside, r.tp * each, 0.0)
     return seconds * (1 + c["host_recompute"] * r.recompute)
 
 
@@ -140,7 +142,7 @@ def stall_features(r: Runs) -> Array:
     """Return [runs, features] by which the odds of a stall are told, in the order of STALL_ODDS."""
     pipeline = r.pp > 1
     hooks = (r.zero == 0) & (r.dp > 1)
-    crossing = (r.tp > r.node) & (r.pp > 2)
+    crossing = np.maximum(0.0, np.ceil(r.tp / r.node) - 1) * pipeline
     columns = (
         np.ones(len(r)), r.nodes / 16, np.log2(r.dp) * r.nodes / 64 * pipeline, pipeline,
         hooks & ~pipeline, hooks & pipeline & (r.micro_batches > 8), crossing,
@@ -265,10 +267,13 @@ def times(c: Constants, r: Runs) -> Times:
     step = (body + ends) * jitter + sums + optimizer + stall
     place = gpu.argmax(1)
     at = np.arange(len(r)), place
+    chunks = slowest / both[at]  # of the rank, in units of its slowest stage
     share = compute * r.cut[at] + is_head[at] * head_compute
     return Times(
-        slot=slot, compute=share, exposed=gpu[at] - share, host=host.max(1), bubble=ends,
+        slot=slot, compute=share * chunks, exposed=(gpu[at] - share) * chunks,
+        host=host.max(1), bubble=ends,
         sums=sums, update=optimizer, stall=stall, step=step,
+        stages=both, message=message,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@
     Record     marks how far a stream is; Wait makes a stream wait, HostWait the host
 
 A matmul beside a collective has the SMs that the collective leaves. What a stream waits for while
-nothing else keeps it, the host included, is exposed: it counts for the axis that it waits for.
+nothing else keeps it, the host included, is exposed: it counts for the axis that it waits for, or
+for the link between device and host.
 """
 
 import re
@@ -23,6 +24,7 @@ from tools.rehearsal.links import bandwidth, collective_seconds, message_seconds
 from tools.rehearsal.roofline import MATMULS, launch_seconds, matmul_dtype, short_name
 
 MESSAGES = ("send", "receive")
+HOST_LINK = "host link"  # between device and host, each way as fast as the other
 ITERATION = re.compile(r"of iteration (\d+)")
 
 
@@ -141,13 +143,13 @@ class Clock:
         end = begin + self._kernel(event, begin)
         self.free[stream] = end
         self.ready.pop(stream, None)
-        if stream == 0:
-            self.waits_for[0] = ""
+        copies = event.op.startswith("memcpy ")
+        self.waits_for[stream] = HOST_LINK if copies and stream else ""
         self.bounds["host"] += device["launch_seconds"]
         if event.flops:
             self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
-        link = "host link" if event.op.startswith("memcpy ") else "memory"
-        bandwidth_key = "host_bandwidth" if link == "host link" else "bandwidth"
+        link = HOST_LINK if copies else "memory"
+        bandwidth_key = "host_bandwidth" if copies else "bandwidth"
         self.bounds[link] += event.bytes / device[bandwidth_key]
         if self.trace:
             self.timing.spans.append(Span(stream, event.op, begin, end, event.where))

@@ -29,23 +29,28 @@ DOUBLE = {
     "mpu/zero/adam_backends.py": 4,
     "mpu/zero/offload.py": 2,
 }  # fmt: skip
-# Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters; no matmul.
+# Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
+# attention are merged in; no matmul.
 SINGLE = (
+    "mpu/activation_offload.py",
     "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/float8", "mpu/layers/fused",
     "mpu/layers/linear.py", "mpu/layers/linear_cross_entropy.py", "mpu/layers/rope.py",
     "mpu/layers/softmax_rows.py", "mpu/zero/", "pretrain_llama.py", "training/run/",
-    "training/data/batch.py",
+    "training/data/batch.py", "mpu/layers/block_attention.py", "mpu/layers/context_exchange.py",
 )  # fmt: skip
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
     "mpu/layers/rope.py", "mpu/gradients.py", "mpu/zero/offload.py", "mpu/zero/adam.py",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
-    "mpu/layers/packed_seq_params.py",
+    "mpu/layers/packed_seq_params.py", "mpu/layers/context_exchange.py",
+    "mpu/activation_offload.py",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8_cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
+    "mpu/layers/block_attention.py": ("aten::addcmul_", "aten::add_"),  # a block, into their sum
+    "mpu/layers/context_exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run
@@ -141,5 +146,6 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
     if "float32" in floats and not place.startswith(SINGLE) and op not in LOOKED_UP.get(file, ()):
         yield "dtype", f"{op} computes in float32 in a {narrow} run"
     elif len(floats) > 1 and op not in WIDER:
-        if op not in MIXES.get(file, ()):
+        rings = op == "aten::add_" and event.where.part == "linear" and event.dtypes[0] == "float32"
+        if op not in MIXES.get(file, ()) and not rings:  # a ring adds bf16 parts in fp32
             yield "dtype", f"{op} mixes {' and '.join(sorted(floats))}"

@@ -13,7 +13,7 @@ from typing import Any
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import replay, report, triton_kernels
+from tools.rehearsal import graph, kept, replay, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
@@ -122,6 +122,12 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     recorder, step = seen.recorder, seen.recorder.events[seen.first :]
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
     told: list[str] = []
+    of_layers: list[str] = []
+    graphs: list[str] = []
+    said = None
+    if seen.config.gpu.cuda_graph and seen.failure is None:
+        said = graph.prove(recorder, seen.begin, seen.first, seen.config.parallel)
+        recorder.found += said.findings
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,
@@ -139,17 +145,25 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         },
         "collectives": report.collectives(step),
         "time": {},
+        "activations": {},
+        "cuda_graph": said.as_json() if said else {},
     }
     if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
         timing = time_of(seen, device)
         made["time"] = as_json(timing)
         told = lines(timing, device)
+        table = kept.rows(seen.config, seen.script.model_provider, step, device)
+        moved = kept.carried(step, device, timing)
+        made["activations"] = kept.as_json(table, moved)
+        of_layers = kept.lines(table, moved)
+        if said is not None:
+            graphs = said.lines(device)
         if path := seen.config.rehearse.rehearse_trace:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(chrome_trace(timing), file)
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
-    return made, report.text(made, heading, told)
+    return made, report.text(made, heading, told, of_layers, graphs)
 
 
 def time_of(seen: Rehearsed, device: Device) -> Timing:

@@ -78,7 +78,7 @@ def of_where(where: Where) -> str:
     """Return the kind of a storage by where it began."""
     if where.part == "loss":
         return "logits"
-    if where.phase in ("forward", "recompute"):
+    if where.phase in ("forward", "recompute") or where.part == "offload":
         return "activations"
     if where.phase in ("backward", "wgrad"):
         return "gradients of activations"

@@ -10,6 +10,7 @@ OURS = ("mpu", "model", "training", "pretrain_llama.py")
 CARRIERS = ("mpu/comm/", "mpu/kernels/")  # what carries or multiplies is not who asks
 SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
 PARTS = {  # of a file, or of a function in it
+    "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/linear_cross_entropy.py": "loss",
@@ -17,6 +18,9 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/attention.py": "attention",
     "mpu/layers/attention_blocks.py": "attention",
     "mpu/layers/block_attention.py": "attention",
+    "mpu/layers/context_attention.py": "attention",
+    "mpu/layers/context_exchange.py": "attention",
+    "mpu/layers/context_shards.py": "attention",
     "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",

@@ -42,8 +42,14 @@ def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
-    """Return the report that is printed. time: the lines about it."""
+def text(
+    made: dict[str, Any],
+    heading: str,
+    time: Sequence[str],
+    activations: Sequence[str],
+    graphs: Sequence[str],
+) -> str:
+    """Return the report that is printed. time, activations, graphs: the lines about them."""
     lines = [heading, "", "Launches of the step, by part"]
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in made["launches"]:
@@ -71,6 +77,10 @@ def text(made: dict[str, Any], heading: str, time: Sequence[str]) -> str:
         lines.append("  none: one rank")
     if time:
         lines += ["", "Time, as the device's file predicts it", *(f"  {line}" for line in time)]
+    if activations:
+        lines += ["", "Activations of a layer, one micro-batch", *(f"  {x}" for x in activations)]
+    if graphs:
+        lines += ["", "CUDA graphs", *(f"  {x}" for x in graphs)]
     return "\n".join(lines)
 
 

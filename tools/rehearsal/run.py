@@ -19,6 +19,7 @@ from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import PlacementError, draw_normal, placement_of
+from mpu.zero.held import held
 from tools.explain_ops import Layers
 from tools.explain_trace import Actions
 from tools.rehearsal.device import Reads
@@ -72,7 +73,7 @@ class Rehearsed:
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
-        for kind, tensors in self.run.optimizer.held().items():
+        for kind, tensors in held(self.run.optimizer).items():
             for tensor in tensors:
                 if tensor is not None:
                     number = self.recorder.live.get(tensor.untyped_storage()._cdata)
@@ -82,7 +83,7 @@ class Rehearsed:
 
 
 def rehearsable(config: Config, steps: int) -> Config:
-    """Return the config of the rehearsal: made-up data, nothing read or written, a few steps."""
+    """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps."""
     data = replace(
         config.data, mock_data=True, data_path=(), train_data_path=(), valid_data_path=(),
         test_data_path=(), num_workers=0,
@@ -93,7 +94,9 @@ def rehearsable(config: Config, steps: int) -> Config:
     run = replace(config.run, exit_interval=steps, eval_interval=None)
     log = replace(config.log, log_interval=1, tensorboard_dir=None, log_json=None)
     fault = replace(config.fault, peer_checkpoint=None)
-    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault)
+    # graphs are not captured here: the eager steps show whether they could be
+    gpu = replace(config.gpu, cuda_graph_warmup_steps=max(steps, 3))
+    return replace(config, data=data, checkpoint=checkpoint, run=run, log=log, fault=fault, gpu=gpu)
 
 
 @torch.no_grad()

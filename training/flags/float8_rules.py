@@ -39,6 +39,8 @@ def check(config: Config) -> None:
             "--fp8-auto measures on the device, and --rehearse has none: leave --fp8-auto out to "
             "rehearse every projection in float8"
         )
+    if f.fp8_param_gather:
+        _check_gather(config)
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
     if f.first_last_layers_bf16 and at_start + at_end >= m.num_layers:
         raise UsageError(
@@ -51,6 +53,21 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"--fp8-recipe {recipe}: {what} is {size}, which is not a multiple of {unit}"
             )
+
+
+def _check_gather(config: Config) -> None:
+    """Raise UsageError where weights cannot be gathered in float8."""
+    flag, p = "--fp8-param-gather", config.parallel
+    if not p.zero:
+        raise UsageError(
+            f"{flag} needs --zero-stage 1, 2 or 3 (--use-distributed-optimizer is 1): at 0 every "
+            "rank updates all weights, and gathers none"
+        )
+    if config.float8.fp8_auto:
+        raise UsageError(
+            f"{flag} and --fp8-auto exclude each other: buckets are laid out before "
+            "projections are measured"
+        )
 
 
 def _sizes(config: Config) -> Iterator[tuple[str, int]]:

@@ -13,7 +13,7 @@ substitute, flags), one of DIFFERENCES, which --dry-run prints, (flag, Megatron-
 
 CHECKED = """
 --swiglu | switch | any | a Llama's feed-forward is SwiGLU
---normalization | text | RMSNorm | a Llama's norm is RMSNorm
+--normalization | text | RMSNorm,rmsnorm | a Llama's norm is RMSNorm; Megatron-DeepSpeed writes rmsnorm
 --disable-bias-linear | switch | any | a Llama's linear layers have no bias
 --position-embedding-type | text | rope | a Llama's positions are rotary
 --use-rotary-position-embeddings | switch | any | a Llama's positions are rotary
@@ -90,13 +90,13 @@ CHECKED = """
 --no-scatter-gather-tensors-in-pipeline | switch | any | ! under --sequence-parallel pipeline messages are shards already; else they travel whole: the same numbers
 --recompute-activations | switch | any | = --recompute-granularity selective
 --recompute-modules | texts | core_attn | selective recomputation repeats core attention
---cpu-offloading-num-layers | int>=0 | 0 | activations are not offloaded
+--fine-grained-activation-offloading | switch | any | = --cpu-offload-activations
 --optimizer-offload-fraction | float>=0 | 1.0 | --optimizer-cpu-offload moves all masters and moments
 --overlap-cpu-optimizer-d2h-h2d | switch | any | with --optimizer-cpu-offload copies and updates always overlap, a bucket at a time
 --use-torch-optimizer-for-cpu-offload | switch | any | with --optimizer-cpu-offload the update on the host is torch's
 --no-pin-cpu-grads --no-pin-cpu-params | switch | any | ! host memory of --optimizer-cpu-offload is pinned, so that copies overlap
---cuda-graph-impl | text | none | the step is eager
---cuda-graph-warmup-steps | int>=0 | any | the step is eager
+--cuda-graph-impl | text | none | no layer is captured by itself: --cuda-graph captures a whole micro-batch
+--enable-cuda-graph | switch | any | = --cuda-graph
 --te-rng-tracker --use-cpu-initialization --init-model-with-meta-device | switch | any | initial weights are drawn per (seed, name), the same for every layout
 --optimizer | text | adam | the optimizer is AdamW
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
@@ -367,9 +367,9 @@ REFUSED = (
         """,
     ),
     (
-        "weights travel in their own dtype and become float8 where they are used; leave it out",
+        "weights gathered in float8 have memory of their own, and w^T is made of w at each use; leave it out",
         """
---fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
         """,
     ),
     (
@@ -478,17 +478,16 @@ REFUSED = (
         """,
     ),
     (
-        "the step is eager: there are no CUDA graphs",
+        "--cuda-graph captures a whole micro-batch: no layer by itself, and no optimizer",
         """
---enable-cuda-graph --external-cuda-graph --delay-offload-until-cuda-graph
+--external-cuda-graph --delay-offload-until-cuda-graph
 --optimizer-cuda-graph --cuda-graph-scope --cuda-graph-modules
         """,
     ),
     (
-        "activations are not offloaded; recompute them, or move optimizer state by --optimizer-cpu-offload",
+        "--cpu-offload-activations moves a layer's tensors while the next one computes, in pinned memory that is used again; --cpu-offloading-num-layers and --offload-modules say how much",
         """
---cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading
---offload-modules --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
+--cpu-offloading-retain-pinned-cpu-buffers --delta-offload-bytes-across-pp-ranks
 --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads
         """,
     ),
@@ -762,6 +761,21 @@ DIFFERENCES = (
         "--ddp-bucket-size",
         "max(40e6, 1e6 x data-parallel size) where left out",
         "an eighth of the gradients, 2e6 to 40e6; at --zero-stage 3 a block",
+    ),
+    (
+        "--offload-modules",
+        "names of its own: attn_norm, qkv_linear, core_attn, ...",
+        "the modules' names in a layer of the model's file: attention_norm, attention.qkv, attention, ...",
+    ),
+    (
+        "--enable-cuda-graph",
+        "captures each layer",
+        "--cuda-graph: a whole micro-batch",
+    ),
+    (
+        "--cpu-offloading-num-layers",
+        "layers of the model; no pipeline, no recomputation",
+        "layers of each stage, but never its last; 0 is off",
     ),
     (
         "--recompute-granularity",

@@ -6,7 +6,6 @@ rules between flags. Parsing happens before the first collective and writes no f
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -27,8 +26,10 @@ from training.flags import (
     table,
     zero_rules,
 )
+from training.flags.help import USAGE, epilog, help_of, metavar
 from training.flags.table import Flag
 from training.float8_config import Float8Config
+from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
@@ -45,6 +46,7 @@ _SECTIONS = {
     "log": LogConfig,
     "run": config.RunConfig,
     "float8": Float8Config,
+    "gpu": GpuConfig,
     "fault": FaultConfig,
     "rehearse": RehearseConfig,
 }
@@ -95,24 +97,21 @@ def model_file(argv: Sequence[str] | None) -> str:
     return found[-1] if found else config.ModelConfig.model_file
 
 
-USAGE = """
-  pretrain_llama.py FLAGS                                      one process
-  torchrun --nproc-per-node N pretrain_llama.py FLAGS          N ranks on this host
-  WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
-  python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
-
-
 def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
     """Build argparse from the table: live flags under headings, checked ones hidden from --help."""
     parser = _Parser(
         prog="pretrain_llama.py",
         usage=USAGE,
         description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
-        epilog=_epilog(),
+        epilog=epilog(),
         allow_abbrev=False,
     )
     groups = {
         section: parser.add_argument_group(heading) for section, heading in table.headings().items()
+    }
+    helps = {
+        flag.name: help_of(flag, getattr(_SECTIONS[flag.group], flag.dest, None))
+        for flag in table.live()
     }
     for flag in table.known_flags().values():
         if flag.kind == table.REFUSED_KIND:
@@ -122,54 +121,12 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         if flag.nargs == 0:
             options["action"] = "store_true"
         else:
-            options |= {"nargs": flag.nargs, "metavar": _metavar(flag)}
+            options |= {"nargs": flag.nargs, "metavar": metavar(flag)}
             options |= {"const": flag.bare} if flag.bare else {}
-        target.add_argument(flag.name, help=_help(flag), **options)
+        target.add_argument(flag.name, help=helps.get(flag.name, argparse.SUPPRESS), **options)
     if extra is not None:
         extra(parser)
     return parser
-
-
-def _epilog() -> str:
-    kinds = [flag.kind for flag in table.known_flags().values()]
-    return (
-        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
-        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        "training/flags/megatron.py lists them all."
-    )
-
-
-def _help(flag: Flag) -> str:
-    """Return the help text: what the flag does, its unit, and its default or off-value."""
-    if flag.kind != table.LIVE_KIND:
-        return argparse.SUPPRESS
-    default = {f.name: f.default for f in fields(_SECTIONS[flag.group])}.get(flag.dest)
-    named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
-    tail = "" if named else f"; default: {_show(default)}"
-    choices = f"; one of {', '.join(_choices(flag))}" if _metavar(flag) == "NAME" else ""
-    same = r"off: ([^;]+); default: \1(?=$|[;,])"
-    unit = re.sub(same, r"off: \1, the default", f"{flag.unit}{tail}")
-    return f"{flag.text}{choices} [{unit}]".replace("%", "%%")
-
-
-def _choices(flag: Flag) -> list[str]:
-    listed = flag.rule.startswith("one of ")
-    return flag.rule.removeprefix("one of ").partition(";")[0].split(",") if listed else []
-
-
-def _metavar(flag: Flag) -> str:
-    """Return how --help writes a flag's value: its choices, or what it is."""
-    choices = _choices(flag)
-    if len(shown := "{" + ",".join(choices) + "}") <= 40 and choices:
-        return shown
-    kinds = {"int": "N", "flo": "X", "tex": "TEXT", "one": "NAME"}
-    unit = flag.unit.partition(";")[0]
-    is_place = flag.rule == "text" and unit in ("file", "directory")
-    return unit.upper() if is_place else kinds.get(flag.rule[:3], "")
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _read(
@@ -302,6 +259,10 @@ def _assemble(
     virtual = pipeline.virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
+    if layers := parts["gpu"].get("cpu_offloading_num_layers"):
+        parts["gpu"].setdefault("cpu_offload_activations", True)
+    elif layers == 0:
+        parts["gpu"]["cpu_offload_activations"] = False
     layout = config.ParallelConfig(**parallel)
     context_rules.check_world(layout)
     if "step_batch_size_schedule" in batch:

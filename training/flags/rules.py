@@ -13,9 +13,12 @@ import torch
 from mpu.pipeline.schedules import V_SHAPED
 from training.config import Config, UsageError
 from training.flags import (
+    backend_rules,
     context_rules,
     fault_rules,
     float8_rules,
+    graph_rules,
+    kept_rules,
     overlap_rules,
     path_rules,
     size_rules,
@@ -97,6 +100,7 @@ IDLE = (
     ("--fp8-recipe", "--fp8-format"),
     ("--fp8-wgrad-bf16", "--fp8-format"),
     ("--fp8-auto", "--fp8-format"),
+    ("--fp8-param-gather", "--fp8-format"),
     ("--first-last-layers-bf16", "--fp8-format"),
     ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),
     ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
@@ -169,6 +173,8 @@ def check(config: Config) -> None:
     zero_rules.check(config)
     fault_rules.check(config)
     float8_rules.check(config)
+    kept_rules.check(config)
+    graph_rules.check(config)
     _learning_rate(config)
     _run(config)
     path_rules.check(config)
@@ -186,30 +192,12 @@ def _layout(config: Config) -> None:
     p = config.parallel
     size_rules.check_cut(config)
     overlap_rules.check(config)
+    backend_rules.check(config)
     context_rules.check(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
         raise UsageError("--device cuda: this process sees no CUDA device")
-    _recompute(config)
-
-
-def _recompute(config: Config) -> None:
-    p = config.parallel
-    if p.recompute_granularity != "full":
-        for flag, value in (
-            ("--recompute-method", p.recompute_method),
-            ("--recompute-num-layers", p.recompute_num_layers),
-        ):
-            if value is not None:
-                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
-    elif p.recompute_num_layers == 0:
-        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
-    elif (p.recompute_num_layers or 1) > config.model.num_layers:
-        raise UsageError(
-            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
-            f"{config.model.num_layers}"
-        )
 
 
 def _batch(config: Config) -> None:

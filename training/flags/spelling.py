@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the names that a misspelt one may have meant."""
+"""Find the flags that a mistyped one may have meant."""
 
 import difflib
 import os

@@ -83,6 +83,8 @@ LIVE = """
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
 --optimizer-backend | one of torch,triton,apex,te | off: torch | package whose AdamW kernel updates the weights; triton (our kernel, which rounds them to bf16 in the same pass), apex and te need CUDA (ours, not Megatron's)
+--norm-backend | one of weft,apex,te | off: weft | package whose kernels compute RMSNorm; apex and te need CUDA (ours, not Megatron's)
+--core-attention-backend | one of torch,te | off: torch | package that computes attention; te is Transformer Engine's DotProductAttention, on CUDA (ours, not Megatron's)
 --device | one of cpu,cuda | default: cuda where there is one | where the run computes (ours, not Megatron's)
 [batch] Batches and length
 --micro-batch-size | int[1,65536] | samples | samples of one forward on one rank, b
@@ -173,10 +175,18 @@ LIVE = """
 --fp8-format | one of e4m3,hybrid | off: left out | let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3
 --fp8-recipe | text | tensorwise, rowwise, blockwise or mxfp8; with --fp8-format | what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32
 --fp8-wgrad-bf16 | switch | off: left out, in float8 | multiply weight gradients from activations and gradients as they are; these travel and stay in memory in bf16 (ours; Megatron's --no-fp8-wgrad)
+--fp8-param-gather | switch | off: left out, in their own dtype | let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on
 --fp8-auto | switch | off: left out, all of them | measure each projection at the start, in bf16 and in float8, and leave in bf16 what is not faster; a checkpoint keeps the choices (ours, not Megatron's)
 --first-last-layers-bf16 | switch | off: left out | keep the first and last layers out of float8
 --num-layers-at-start-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many first ones
 --num-layers-at-end-in-bf16 | int>=0 | layers; with --first-last-layers-bf16 | how many last ones
+[gpu] What a GPU does beside computing (docs/activations.md)
+--cpu-offload-activations | switch | off: left out, keep activations on the device | keep what backward needs of a layer in host memory, copied beside the layers that compute (ours; Megatron's --fine-grained-activation-offloading)
+--cpu-offloading-num-layers | int>=0 | layers; off: 0; default: all but the last of each stage; with --cpu-offload-activations | offload the first so many layers of each stage
+--offload-modules | texts | names in a layer; off: left out, all; with --cpu-offload-activations | offload only what these modules of a layer save, such as mlp or attention.qkv
+--min-offloaded-tensor-size | int>=1 | elements; with --cpu-offload-activations | smaller tensors stay on the device
+--cuda-graph | switch | off: left out, the host launches each kernel | run forward and backward of each micro-batch from a CUDA graph, which costs the host one launch (ours; Megatron's --enable-cuda-graph captures layers)
+--cuda-graph-warmup-steps | int>=1 | steps; with --cuda-graph | steps that are eager, before the capture
 [fault] Faults
 --peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)
@@ -263,8 +273,7 @@ def _rows(text: str) -> list[list[str]]:
 @cache
 def known_flags() -> dict[str, Flag]:
     """Return every known flag by its name."""
-    flags: list[Flag] = []
-    group = ""
+    flags, group = list[Flag](), ""
     for row in _rows(LIVE):
         if row[0].startswith("["):
             group = row[0][1:].split("]")[0]
@@ -285,8 +294,7 @@ def known_flags() -> dict[str, Flag]:
 
 def headings() -> dict[str, str]:
     """Return {config section: heading} of the live table, in order."""
-    found = re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE)
-    return dict(found)
+    return dict(re.findall(r"^\[(\w+)\] (.*)$", LIVE, re.MULTILINE))
 
 
 def live() -> list[Flag]:

@@ -21,6 +21,7 @@ class Held:
 
     for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. activations:
     both at their common fullest moment, plus what a recomputed layer needs. logits: not in these.
+    under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
     working: what one action has beside all that, and the messages that come and go under it.
     """
 
@@ -29,6 +30,8 @@ class Held:
     activations: int
     logits: int
     working: int
+    under_way: int
+    in_host: int
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
@@ -52,13 +55,16 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
     of_loss = [stage.logits for stage in cut]
     waits = [stage.logits if stage.for_w else 0 for stage in cut]  # their gradients, for W
     apart = simulate(schedule, costs, of_loss, waits)
+    away = simulate(schedule, costs, [s.offloaded for s in cut], [0] * len(cut))
     return [
         Held(
             int(kept.peak_for_b[rank]),
             int(kept.peak_for_w[rank]),
-            int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
-            int(apart.peak[rank]),
-            max(stage.working for stage in own[rank]),
+            activations=int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
+            logits=int(apart.peak[rank]),
+            working=max(stage.working for stage in own[rank]),
+            under_way=max(stage.under_way for stage in own[rank]),
+            in_host=int(away.peak[rank]),
         )
         for rank in ranks
     ]

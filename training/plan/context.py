@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say how a run shares the sequence among its context-parallel ranks."""
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from mpu.layers.context_costs import AttentionSizes, memory, traffic
 from mpu.layers.context_shards import balance
 from mpu.layers.packed_seq_params import PackedSeqParams
 from training.config import Config
@@ -49,6 +51,31 @@ def lines(config: Config) -> list[str]:
             map(str, uneven)
         )
     return [text]
+
+
+def cost_lines(config: Config, in_units: Callable[[float], str]) -> list[str]:
+    """Return a line for each --cp-comm-type of the run: what a layer's core attention sends and
+    needs in a micro-batch (mpu/layers/context_costs.py). At --context-parallel-size 1 none.
+    """
+    p, m = config.parallel, config.model
+    if p.context_parallel_size == 1:
+        return []
+    t, dtype = p.tensor_model_parallel_size, config.run.dtype
+    heads, groups = m.num_attention_heads, m.num_query_groups or m.num_attention_heads
+    sizes = AttentionSizes(
+        p.context_parallel_size, m.seq_length // p.context_parallel_size,
+        config.batch.micro_batch_size, heads // t, max(1, groups // t),
+        m.kv_channels or m.hidden_size // heads, dtype.itemsize, max(4, dtype.itemsize),
+    )  # fmt: skip
+    near, found = (p.hierarchical_context_parallel_sizes or (1,))[0], []
+    for kind in dict.fromkeys(comm_type_of(config, i) for i in range(m.num_layers)):
+        sent, most = traffic(kind, sizes, near), memory(kind, sizes, near)
+        found.append(
+            f"{kind}: a layer's attention sends {in_units(sent[0])} forward and "
+            f"{in_units(sent[1])} backward, and needs {in_units(most.forward)} and "
+            f"{in_units(most.backward)} for a moment, for a row of one document"
+        )
+    return found
 
 
 def _uneven(length: int) -> tuple[int, ...]:

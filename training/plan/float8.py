@@ -35,4 +35,4 @@ def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
         assert f.fp8_recipe is not None, "float8_rules.check"
         check_device(config, ctx.device)
         recipe = Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
-        use_float8(model, recipe, layers_in_bf16(config))
+        use_float8(model, recipe, layers_in_bf16(config), gather=f.fp8_param_gather)

@@ -205,8 +205,8 @@ class MetaRecompute(Recompute):
         """Return `run` with the stand-in for attention, recomputed where that was asked for."""
         return super().selective(_standing_in(run))
 
-    def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        return super().blocks([_standing_in(layer) for layer in layers], h, *shared)
+    def in_turn(self, layers: Blocks) -> Callable[..., Tensor]:
+        return _standing_in(super().in_turn(layers))
 
 
 def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:

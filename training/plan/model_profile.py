@@ -30,6 +30,7 @@ from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
 from training.config import Config
+from training.plan.kept import recompute_of
 from training.plan.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
 
 
@@ -180,7 +181,7 @@ def rank_model(
     sink: GradientSink | None = None,
     queue: WeightGradientQueue | None = None,
     trace: Any = None,
-    recompute: type[Recompute] = Recompute,
+    recompute: Recompute | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
@@ -199,8 +200,7 @@ def rank_model(
         loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
         cp_comm_type=p.cp_comm_type,
     )
-    again = (p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
-    return provider(config, ctx, recompute(*again), stages)
+    return provider(config, ctx, recompute or recompute_of(config, META), stages)
 
 
 def rank_parameters(

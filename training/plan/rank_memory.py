@@ -67,8 +67,7 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     ]
     largest = max(sum(entry.numel for entry in entries) for entries in held)
     size = p.ddp_bucket_size or layout.automatic_size(largest)
-    by_block = level(config) == 3
-    return layout.make_buckets(held[pp_rank], size, p.gradient_ranks, by_block=by_block)
+    return layout.make_buckets(held[pp_rank], size, p.gradient_ranks, level(config))
 
 
 def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:

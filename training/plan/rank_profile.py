@@ -19,13 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.plan.context import rank_batch
+from training.plan.kept import recompute_of
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
+from training.plan.meta_offload import MetaCarrier, MetaOffload
 from training.plan.model_profile import (
     ModelProvider,
     StagedModel,
@@ -33,6 +36,7 @@ from training.plan.model_profile import (
     plannable,
     rank_model,
 )
+from training.plan.saved import Saved
 
 
 class Collective(NamedTuple):
@@ -52,6 +56,8 @@ class StageProfile:
     that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
     nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
     same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
+    offloaded: what waits in host memory. under_way: the part of it that is on the device, on its
+    way, at the fullest moment. working: what an action has beside all that.
     """
 
     for_b: int
@@ -59,6 +65,8 @@ class StageProfile:
     logits: int
     again: int
     working: int
+    offloaded: int
+    under_way: int
     collectives: tuple[Collective, ...]
 
 
@@ -93,13 +101,14 @@ def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
     sink, queue, trace = _Sink(accumulate_dtype(config)), _Queue(), _Trace()
+    again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
     model = rank_model(
         config, provider, stages, pp_rank,
-        sink=sink, queue=queue, trace=trace, recompute=MetaRecompute,
+        sink=sink, queue=queue, trace=trace, recompute=again,
     )  # fmt: skip
     sink.names = {param: name for name, param in model.named_parameters()}
     with MetaAttention(flash_attention), MetaOperations():
-        run = _Run(config, model, sink, queue, trace)
+        run = _Run(config, model, sink, queue, trace, again.offload)
         for param in sink.names:
             sink.main_grad(param)  # kept from step to step
         with run.live:
@@ -123,21 +132,25 @@ class _Run:
         sink: "_Sink",
         queue: "_Queue",
         trace: "_Trace",
+        offload: Offload | None,
     ) -> None:
         self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
+        assert offload is None or isinstance(offload, MetaOffload)
+        self.offload = offload
+        self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
         self.size, self.positions, self.documents = rank_batch(config)
         self.dtype = config.run.dtype
         self.defers_output = config.parallel.defer_embedding_wgrad_compute
         self.recomputes = config.parallel.recompute_granularity == "full"
         # a first micro-batch finds the storages that micro-batches share: these are not counted
-        self.shared, self.logits = _Saved(), torch.Size()
+        self.shared, self.logits = Saved(), torch.Size()
         self.before = [self._run(chunk, self.shared, labels=False) for chunk in self.chunks]
         for chunk, stage in enumerate(model.stages):
             if stage.loss:
                 self.logits = self.before[chunk].shape
         sink.uses.clear()
-        self.saved = [_Saved(self.shared.storages) for _ in self.chunks]
-        self.rerun = [_Saved(self.shared.storages) for _ in self.chunks]
+        self.saved = [Saved(self.shared.storages) for _ in self.chunks]
+        self.rerun = [Saved(self.shared.storages) for _ in self.chunks]
         self.out: dict[int, Tensor] = {}
         self.waiting: dict[int, list[Tensor]] = {}
         self.kept = [(0, 0)] * len(self.saved)
@@ -149,8 +162,10 @@ class _Run:
     def chunks(self) -> range:
         return range(len(self.model.stages))
 
-    def _run(self, chunk: int, saved: "_Saved", labels: bool = True) -> Tensor:
+    def _run(self, chunk: int, saved: "Saved", labels: bool = True) -> Tensor:
         stage, hidden = self.model.stages[chunk], None
+        if self.offload:
+            self.offload.begin(saved)
         tokens = torch.empty(self.size, dtype=torch.long, device=META)
         if not stage.embedding:
             shape = self.model.hidden_shape(*self.size)
@@ -172,6 +187,7 @@ class _Run:
         before = self.live.begin()
         self.out[chunk] = self._run(chunk, self.saved[chunk])
         self.kept[chunk] = self.saved[chunk].bytes(self.logits)
+        self.away[chunk] = self.offload.bytes() if self.offload else (0, 0)
         self.counted[chunk] = self.live.now - before
         self._worked(chunk, before, self.kept[chunk][0])
 
@@ -207,7 +223,9 @@ class _Run:
 
     def profile(self, chunk: int) -> StageProfile:
         kept, logits = self.kept[chunk]
-        waits = _Saved(self.shared.storages)
+        offloaded, two = self.away[chunk]
+        moving = min(two, self.working[chunk])  # two units are there while little else is
+        waits = Saved(self.shared.storages)
         held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
         for_w, gradient = waits.bytes(self.logits)
         del held
@@ -215,66 +233,12 @@ class _Run:
             kept - logits,
             for_w - gradient,
             logits,
-            self.rerun[chunk].peak if self.recomputes else 0,
-            self.working[chunk],
-            tuple(each for at, each in self.trace.collectives if at == chunk),
+            again=self.rerun[chunk].peak if self.recomputes else 0,
+            working=self.working[chunk] - moving,
+            offloaded=offloaded,
+            under_way=moving,
+            collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
         )
-
-
-class _Saved:
-    """The storages of tensors that are kept for a while, each counted once."""
-
-    def __init__(self, others: "dict[int, _Storage] | None" = None) -> None:
-        self.others = others or {}
-        self.storages: dict[int, _Storage] = {}
-        self.live = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> "_Kept":
-        """Keep a tensor for as long as the object returned lives."""
-        return _Kept(self, tensor)
-
-    @staticmethod
-    def unpack(kept: "_Kept") -> Tensor:
-        return kept.tensor
-
-    def bytes(self, logits: torch.Size) -> tuple[int, int]:
-        """Return the bytes kept now, and how many of them have a tensor of the logits' shape."""
-        of_logits = [s.bytes for s in self.storages.values() if logits in s.shapes]
-        return self.live, sum(of_logits) if logits else 0
-
-
-class _Storage:
-    """One storage: its bytes, the shapes of the tensors in it, and how many of them are kept."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.bytes, self.users = nbytes, 0
-        self.shapes: set[torch.Size] = set()
-
-
-class _Kept:
-    """One tensor that is kept; its storage is counted until this object dies."""
-
-    def __init__(self, saved: _Saved, tensor: Tensor) -> None:
-        self.tensor, self.saved, self.key = tensor, saved, -1
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        counts = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
-        if counts and key not in saved.others:
-            self.key = key
-            if key not in saved.storages:
-                saved.storages[key] = _Storage(storage.nbytes())
-                saved.live += storage.nbytes()
-                saved.peak = max(saved.peak, saved.live)
-            found = saved.storages[key]
-            found.users += 1
-            found.shapes.add(tensor.shape)
-
-    def __del__(self) -> None:
-        if self.key >= 0:
-            found = self.saved.storages[self.key]
-            found.users -= 1
-            if not found.users:
-                self.saved.live -= self.saved.storages.pop(self.key).bytes
 
 
 class _Sink(GradientSink):

@@ -90,7 +90,8 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) ->
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
     held_kinds = {"activations": held.activations, "logits": held.logits}
-    return kinds | held_kinds | {"working memory": held.working}
+    kinds |= held_kinds | {"working memory": held.working}
+    return kinds | ({"offloaded": held.under_way} if config.gpu.cpu_offload_activations else {})
 
 
 def _layout(config: Config) -> list[str]:
@@ -108,7 +109,7 @@ def _layout(config: Config) -> list[str]:
     ]
     if cp > 1:
         lines.insert(2, f"context-parallel group of rank 0: {_few(range(0, t * cp, t))}")
-        lines += context.lines(config)
+        lines += context.lines(config) + context.cost_lines(config, in_units)
     if pp > 1:
         lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * cp * dp))}")
     return lines
@@ -173,6 +174,7 @@ def _memory(
         "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
+        "offloaded": "activations on their way to host memory, or back: two units",
         "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
@@ -203,6 +205,8 @@ def _memory(
             f"{'in host memory':<16} {in_units(host):>10}  masters, moments, and copies of what "
             "goes down and up"
         )
+    if away := held[rank].in_host:
+        lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from mpu.zero.held import memory
 from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
@@ -32,7 +33,7 @@ def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[st
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
         text += f" of about {sink.bucket_size:,} elements ({how})"
-    return [text, *lines(config, provider, optimizer.memory(), peaks, optimizer.grid.pp.rank)]
+    return [text, *lines(config, provider, memory(optimizer), peaks, optimizer.grid.pp.rank)]
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
@@ -50,7 +51,7 @@ def lines(
 ) -> list[str]:
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
-    measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
+    measured: zero.held.memory(). peaks: transient(sink); of these, a kind that is neither measured
     nor stated has no line.
     """
     kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))

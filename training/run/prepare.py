@@ -9,6 +9,7 @@ import torch
 
 import mpu
 from mpu.grid import Grid
+from mpu.layers import norm_backends, te_attention
 from mpu.zero import adam_backends
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
@@ -38,8 +39,12 @@ def prepare(
         )
     grid.launch.check_meeting()
     device = choose_device(config, grid.launch, share_cores, note)
-    backend = config.parallel.optimizer_backend
-    if why := adam_backends.missing(backend, device.type, accumulate_dtype(config)):
+    p, dtype = config.parallel, config.run.dtype
+    if why := (
+        adam_backends.missing(p.optimizer_backend, device.type, accumulate_dtype(config))
+        or norm_backends.missing(p.norm_backend, device.type, dtype)
+        or te_attention.missing(p.core_attention_backend, device.type, dtype)
+    ):
         raise UsageError(why)
     check_device(config, device)
     if grid.rank == 0:

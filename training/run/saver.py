@@ -233,9 +233,8 @@ class Saver:
                 )
         if found is None:
             if c.exit_on_missing_checkpoint:
-                raise UsageError(
-                    f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set"
-                )
+                missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"
+                raise UsageError(f"--load {c.load}: {missing}")
             if c.load:
                 self.note(f"--load {c.load}: no checkpoint there; starting fresh")
             return 0, 0
@@ -300,9 +299,8 @@ class Saver:
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
-        self.note(
-            f"loaded {found.directory}: at iteration {iteration}, {consumed} samples consumed"
-        )
+        at = f"at iteration {iteration}, {consumed} samples consumed"
+        self.note(f"loaded {found.directory}: {at}")
         return iteration, consumed
 
     def _check_resume(self, found: checkpoint.Checkpoint) -> None:

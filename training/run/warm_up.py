@@ -23,13 +23,14 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.linear import use_overlap
 from mpu.pipeline.layout import Stage
-from mpu.recompute import Recompute
 from training.config import Config
 from training.data.batch import DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
+from training.plan.kept import recompute_of
 from training.plan.model_profile import ModelProvider, accumulate_dtype
 from training.plan.pipeline import rank_stages
+from training.run.cuda_graph import Graphs
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 
@@ -87,6 +88,8 @@ def warm_up(
 ) -> None:
     """Run each chunk of this rank, where the run is a pipeline on GPUs, and say so.
 
+    Under --cuda-graph let the run's steps go through graphs.
+
     run: the program's Run; run_schedule, its function. overlap: the methods of its linear layers.
     All ranks call it.
     """
@@ -94,9 +97,12 @@ def warm_up(
         run.monitor.action = "loading kernels before the first message"
         begin = time.perf_counter()
         run_chunks(run, provider, run_schedule, overlap)
-        torch.cuda.synchronize(run.device)
         seconds = time.perf_counter() - begin
         note(f"kernels: loaded by a forward and a backward of each chunk, in {seconds:.1f} s")
+    gpu = run.config.gpu
+    if gpu.cuda_graph:
+        parallel, steps = run.config.parallel, gpu.cuda_graph_warmup_steps
+        run.compute = Graphs(run_schedule, parallel, steps, note)
 
 
 def run_chunks(
@@ -109,7 +115,7 @@ def run_chunks(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
         loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type,
     )  # fmt: skip
-    recompute = Recompute(p.recompute_granularity, p.recompute_method, p.recompute_num_layers or 1)
+    recompute = recompute_of(config, run.device)
     stages = rank_stages(config, provider, run.grid.pp.rank)
     model = provider(config, ctx, recompute, stages)
     assert isinstance(model, nn.Module)
@@ -118,6 +124,8 @@ def run_chunks(
     whole, cp = _batches(config), run.grid.cp
     batches = [context_part(batch, cp.rank, cp.size).to(run.device) for batch in whole]
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
 
 
 def _batches(config: Config) -> list[Any]:

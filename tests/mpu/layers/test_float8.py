@@ -52,7 +52,7 @@ def oracle(x, w, dy, scaling: str, name: str) -> tuple[Tensor, Tensor, Tensor]:
     square = scaling == "blockwise"
     x8, dy8 = rounded(x, E4M3, **ways), rounded(dy, form, **ways)
     w8 = rounded(w, E4M3, **ways, square=square)
-    wt8 = rounded(w.t(), E4M3, **ways, square=square)
+    wt8 = rounded(w8.t(), E4M3, **ways, square=square)
     xt8, dyt8 = rounded(x8.t(), E4M3, **ways), rounded(dy8.t(), form, **ways)
     return x8 @ w8.t(), dy8 @ wt8.t(), dyt8 @ xt8.t()
 
@@ -90,11 +90,12 @@ def test_rows_are_the_oracles_numbers(scaling, name):
     for role, x in (
         ("x", full("x", 128, 256)),
         ("dy", full("dy", 128, 384)),
+        ("w", full("w", 256, 128)),
         ("wt", full("w", 256, 128)),
     ):
         kind = form if role == "dy" else E4M3
-        given = x.t() if role == "wt" else x
-        square = scaling == "blockwise" and role == "wt"
+        square = scaling == "blockwise" and role in ("w", "wt")
+        given = rounded(x, kind, **ways, square=square).t() if role == "wt" else x
         wanted = rounded(given, kind, **ways, square=square)
         rows = recipe.operand(x, role, "rows")
         assert torch.equal(decode(rows, recipe.block, kind, FP64), wanted), role

@@ -19,7 +19,7 @@ def test_buckets_leave_in_reverse_order_and_hold_one_chunk():
 
 def test_by_block_a_bucket_is_a_block_and_neighbours_outside_share_one():
     every = ["in.a", "in.b", "layers.0.w", "layers.0.v", "layers.1.w", "out"]
-    found = names(make_buckets([ParamEntry(name, 5) for name in every], 1, 2, by_block=True))
+    found = names(make_buckets([ParamEntry(name, 5) for name in every], 1, 2, zero_stage=3))
     assert found == [["out"], ["layers.1.w"], ["layers.0.v", "layers.0.w"], ["in.b", "in.a"]]
 
 

@@ -47,6 +47,11 @@ LAYOUTS = {  # name: (ranks, flags)
     "zb-h1": (2, f"{PP2} --pipeline-schedule zb-h1"),
     "zb-v": (2, f"{PP2} --pipeline-schedule zb-v --num-layers 4"),
     "v-half": (2, f"{PP2} --pipeline-schedule v-half --num-layers 4 --recompute-granularity full"),
+    "offload": (
+        2,
+        f"{PP2} --num-layers 6 --cpu-offload-activations --min-offloaded-tensor-size 1 "
+        "--recompute-granularity selective",
+    ),
     "tp, dp": (4, f"{SP} --use-distributed-optimizer"),
     "tp, pp": (4, f"{SP} {PP2} --pipeline-schedule zb-v --num-layers 4"),
 }

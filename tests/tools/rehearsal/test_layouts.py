@@ -13,6 +13,7 @@ from tests.tools.rehearsal.conftest import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]
 TP, SP = "--tensor-model-parallel-size 2 ", "--tensor-model-parallel-size 2 --sequence-parallel "
+CP = "--context-parallel-size "
 PP, VP = "--pipeline-model-parallel-size ", "--num-virtual-stages-per-pipeline-rank 2 "
 GRADS, GATHERS = "--overlap-grad-reduce ", "--overlap-param-gather "
 ZERO = [f"--zero-stage {stage} " for stage in range(4)]
@@ -54,6 +55,12 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (4, PP + "2 " + ZERO[2] + GRADS + SCHEDULE + "zb-h1 "),
     (8, PP + "2 " + SP + ZERO[1] + GRADS + GATHERS + SCHEDULE + "interleaved " + VP),
     (8, PP + "2 " + SP + ZERO[3] + GATHERS + RECOMPUTE + "full"),
+    (2, CP + "2 --cp-comm-type all_gather"),
+    (2, CP + "2 --cp-comm-type p2p " + DOCUMENTS),
+    (2, CP + "2 --cp-comm-type a2a " + ZERO[3] + GATHERS + RECOMPUTE + "full"),
+    (4, CP + "4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 " + DOCUMENTS),
+    (4, CP + "2 " + SP + ZERO[1] + GRADS + "--cp-comm-type p2p all_gather a2a p2p"),
+    (4, CP + "2 " + PP + "2 " + SCHEDULE + "zb-v --cp-comm-type p2p"),
 ]
 QUICK = (29,)
 

@@ -22,6 +22,15 @@ LAYOUTS = {
                            "--tensor-model-parallel-size 2 --sequence-parallel "
                            "--recompute-granularity full --recompute-method uniform "
                            "--recompute-num-layers 1"),
+    "offload": (2, "--pipeline-model-parallel-size 2 --num-layers 6 --cpu-offload-activations "
+                   "--min-offloaded-tensor-size 1 --offload-modules mlp attention.qkv "
+                   "--rehearse-rank 1 --global-batch-size 8"),
+    "offload, ZB-H1": (2, "--pipeline-model-parallel-size 2 --num-layers 6 --global-batch-size 8 "
+                          "--cpu-offload-activations --min-offloaded-tensor-size 1 "
+                          "--pipeline-schedule zb-h1"),
+    "offload, recomputed": (2, "--zero-stage 3 --overlap-param-gather --global-batch-size 16 "
+                               "--recompute-granularity full --cpu-offload-activations "
+                               "--min-offloaded-tensor-size 1"),
     "deferred": (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1 "
                     "--defer-embedding-wgrad-compute --global-batch-size 8"),
     "ZeRO 3 in a pipeline": (4, "--pipeline-model-parallel-size 2 --zero-stage 3 "

@@ -48,12 +48,16 @@ def micro_batches_of(case: dict) -> int:
 
 
 def config_of(case: dict, seed: int = 5) -> Config:
-    """case: model, tp, pp, dp, sp, zero, tied, dtype; schedule, v, instances where they differ."""
+    """case: model, tp, pp, dp, sp, zero, tied, dtype; schedule, v, instances where they differ.
+
+    groups: key/value heads, where they are not the model's.
+    """
     model, m = case["model"], micro_batches_of(case)
     grouped = case.get("schedule") == "interleaved"
+    groups = {"num_query_groups": case["groups"]} if "groups" in case else {}
     return Config(
         ModelConfig(
-            **COMMON | MODELS[model],
+            **COMMON | MODELS[model] | groups,
             max_position_embeddings=MODELS[model]["seq_length"],
             untie_embeddings_and_output_weights=not case["tied"],
         ),

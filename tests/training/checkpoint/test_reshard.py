@@ -37,7 +37,7 @@ Case = dict
 
 def alone(case: Case) -> Case:
     """Return the same model and dtype on one rank."""
-    same = {key: case[key] for key in ("model", "tied", "dtype")}
+    same = {key: case[key] for key in ("model", "tied", "dtype", "groups") if key in case}
     return same | dict(tp=1, pp=1, dp=1, sp=False, zero=0)
 
 
@@ -87,7 +87,7 @@ def ranks(case: Case) -> int:
 
 def sums(case: Case) -> tuple:
     """Return what the bits of a step depend on: docs/numerics.md leaves out ZeRO and pipelines."""
-    keys = ("model", "dtype", "tied", "tp", "sp", "dp", "instances")
+    keys = ("model", "dtype", "tied", "tp", "sp", "dp", "instances", "groups")
     return tuple(case.get(key) for key in keys)
 
 
@@ -100,7 +100,8 @@ def save_and_load(comm, some: list[tuple[Case, str, str]]) -> list[dict]:
     state, load it into other weights, train two steps."""
     found = []
     for case, here, there in some:
-        grid = comm.grid(case["tp"], pp=case["pp"], instances=case.get("instances", 1))
+        more = {"instances": case.get("instances", 1), "query_groups": case.get("groups", 0)}
+        grid = comm.grid(case["tp"], pp=case["pp"], **more)
         state = Canonical(case)
         try:
             run = canonical.build(grid, case)
@@ -254,6 +255,29 @@ def test_every_layout(prover, size, capsys):
     assert prover.count - before == len(cases) > 0
     with capsys.disabled():
         print(f"\n{size} ranks: {2 * len(cases)} cases", end=" ")
+
+
+def of_shared_heads(groups: int, dtype: str) -> list[Case]:
+    """List layouts of up to 8 ranks of a model with few key/value heads, of two columns each."""
+    base = dict(model=24, groups=groups, dtype=dtype, zero=0, sp=False, pp=1, dp=1, tied=False)
+    tp, split = 2 * groups, dict(pp=2, schedule="zb-v", v=2)
+    found = [base | dict(tp=size) for size in range(1, groups + 1) if groups % size == 0]
+    found += [base | dict(tp=tp), base | dict(tp=tp, sp=True)]
+    if tp < 8:
+        found += [base | dict(tp=tp, **split), base | dict(tp=tp, sp=True, **split)]
+        found += [base | dict(tp=tp, dp=2, zero=z, sp=z == 3) for z in range(4)]
+    return found
+
+
+def test_layouts_whose_ranks_share_heads(prover):
+    prover.prove([c for c in of_shared_heads(1, "bfloat16") if c["zero"] == 3 or c["tp"] == 1])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout_whose_ranks_share_heads(prover, groups, dtype):
+    prover.prove(of_shared_heads(groups, dtype))
 
 
 def test_the_cases_are_all_layouts_of_up_to_eight_ranks():

@@ -36,7 +36,13 @@ MISTAKES = [
     ("--fp8-format e5m2 --fp8-recipe rowwise", 1, "--fp8-format e5m2: must be one of e4m3, hybrid"),
     ("--fp8-hybrid", 1, "--fp8-hybrid is refused: write --fp8-format e4m3 or hybrid"),
     ("--fp8-amax-history-len 16", 1, "it belongs to --fp8-recipe delayed, which is not here"),
-    ("--fp8-param-gather", 1, "weights travel in their own dtype and become float8 where"),
+    ("--keep-fp8-transpose-cache", 1, "weights gathered in float8 have memory of their own"),
+    (f"{ON} --fp8-recipe rowwise --fp8-param-gather", 1, "--fp8-param-gather needs --zero-stage 1"),
+    (
+        f"{ON} --fp8-recipe rowwise --fp8-param-gather --zero-stage 1 --fp8-auto",
+        1,
+        "--fp8-param-gather and --fp8-auto exclude each other",
+    ),
     ("--fp8-output-proj", 1, "the output layer is never in float8; leave it out"),
     (
         f"{ON} --fp8-recipe blockwise --tensor-model-parallel-size 8 --num-attention-heads 8 "

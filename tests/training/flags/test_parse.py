@@ -254,9 +254,17 @@ MISTAKES = [
     ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not a multiple of --tensor"),
     ("--tensor-model-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of"),
     (
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --kv-channels 4 "
+        "--group-query-attention --num-query-groups 3",
         4,
-        "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 4 is not a multiple of --num-query-groups 3",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 1 "
+        "--kv-channels 6",
+        4,
+        "--kv-channels 6 is not a multiple of --tensor-model-parallel-size 4 / --num-query-groups 1"
+        " = 4: these ranks hold equal parts of a head",
     ),
     (
         "--group-query-attention --num-query-groups 3",

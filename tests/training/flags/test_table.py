@@ -18,6 +18,8 @@ from training.flags.table import UsageError, headings, known_flags, live, sugges
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
+--cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
+--cuda-graph --cuda-graph-warmup-steps
 --context-parallel-size --cp-comm-type --cross-entropy-fusion-impl
 --data-cache-path --data-parallel-sharding-strategy --data-path --data-timeout --ddp-bucket-size
 --decoder-first-pipeline-num-layers
@@ -27,8 +29,9 @@ LIVE = """
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format --fp8-recipe
---fp8-wgrad-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format
+--fp8-param-gather --fp8-recipe --fp8-wgrad-bf16 --num-layers-at-end-in-bf16
+--num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --hierarchical-context-parallel-sizes
 --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
@@ -39,6 +42,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
+--norm-backend --core-attention-backend
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --checksum-messages --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
@@ -62,7 +66,8 @@ LIVE = """
 --zero-reduce-each-microbatch --zero-stage
 """.split()
 OURS = set(
-    "--fused-linear-cross-entropy "
+    "--fused-linear-cross-entropy --norm-backend --core-attention-backend "
+    "--cpu-offload-activations --cuda-graph "
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
@@ -108,7 +113,7 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
         ("--main-grads-dtype", "live"),
         ("--optimizer-cpu-offload", "live"),
         ("--optimizer-offload-fraction", "checked"),
-        ("--fine-grained-activation-offloading", "refused"),
+        ("--fine-grained-activation-offloading", "checked"),
         ("--rampup-batch-size", "refused"),
         ("--fp16", "refused"),
         ("--trust-remote-code", "refused"),

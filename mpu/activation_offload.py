@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what backward needs of a layer in host memory meanwhile (`--cpu-offload-activations`).
+
+A unit is a layer, or the layers that `--recompute-method uniform` recomputes together. What
+autograd saves in a unit's forward goes down under the next unit's forward, and comes up under the
+backward of the unit behind it:
+
+    compute    F 0 | F 1     | F 2 ...   B 2          | B 1          | B 0
+    down             unit 0    unit 1
+    up                                   unit 1 comes   unit 0 comes
+
+So the device holds two units' tensors at most, whatever the number of layers. The last unit of a
+stage stays: its backward comes first. Bytes are copied, so no bit of a result changes.
+
+`saved_tensors_hooks` (torch.autograd.graph) shows what is saved, since attention's operators save
+by themselves; everything else happens at a unit's end, in `_Boundary` and in `offloaded`. On a CPU
+the same code makes plain copies. The CUDA branch has not run yet.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+Event = torch.cuda.Event | None  # None on a CPU
+
+
+class Stored:
+    """One storage that a unit's tensors lie in: on the device, in host memory, or for a while both.
+
+    flat: all of it as a tensor [n], None while it is in host memory alone.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat: Tensor | None = flat
+        self.host: Tensor | None = None
+        self.size, self.dtype, self.nbytes = flat.numel(), flat.dtype, flat.nbytes
+
+
+class _View(NamedTuple):
+    """A saved tensor, as a view of its storage."""
+
+    stored: Stored
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        flat = self.stored.flat
+        assert flat is not None, "its unit's boundary has run backward before"
+        return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class Carrier:
+    """Copy storages between the device and page-locked host memory, on two streams of its own.
+
+    Host memory is kept and used again: buffers of one size and dtype, the oldest first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]] = {}
+        self._down: torch.cuda.Stream | None = None
+        self._up: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.host_bytes = 0  # of the pool and of what is out of it
+
+    def down(self, stored: Sequence[Stored]) -> Event:
+        """Start to copy storages to the host; return what marks the end."""
+        if self._down:
+            self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            for each in stored:
+                each.host, last_use = self._buffer(each)
+                if last_use:
+                    last_use.wait(self._down)
+                assert each.flat is not None
+                each.host.copy_(each.flat, non_blocking=True)
+        return self._down.record_event() if self._down else None
+
+    def up(self, stored: Sequence[Stored]) -> Event:
+        """Start to copy storages to the device; return what marks the end."""
+        for each in stored:
+            each.flat = torch.empty(each.size, dtype=each.dtype, device=self.device)
+        if self._up:  # what used this memory before is on the current stream
+            self._up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._up):
+            for each in stored:
+                assert each.flat is not None and each.host is not None
+                each.flat.copy_(each.host, non_blocking=True)
+        event = self._up.record_event() if self._up else None
+        for each in stored:
+            assert each.host is not None
+            self._pool[each.size, each.dtype].append((each.host, event))
+            each.host = None
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let the current stream wait for an end."""
+        if event:
+            event.wait(torch.cuda.current_stream(self.device))
+
+    def _buffer(self, stored: Stored) -> tuple[Tensor, Event]:
+        free = self._pool.setdefault((stored.size, stored.dtype), deque())
+        if free:
+            return free.popleft()
+        self.host_bytes += stored.nbytes
+        pinned = self.device.type == "cuda"
+        return torch.empty(stored.size, dtype=stored.dtype, pin_memory=pinned), None
+
+
+class Offload:
+    """Which units' saved tensors are kept in host memory, and how they are carried there.
+
+    num_layers: the first so many layers of each stage, None for all; a stage's last unit always
+    stays. modules: of a layer, by its module's name in the layer ("attention.qkv", "mlp"; "" the
+    layer itself); empty for all. What a module saves is what its own forward saves, without its
+    submodules'. min_size: tensors of fewer elements stay.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        num_layers: int | None = None,
+        modules: Sequence[str] = (),
+        min_size: int = 1,
+    ) -> None:
+        self.carrier, self.num_layers, self.min_size = carrier, num_layers, min_size
+        self.modules = frozenset(modules)
+        self.running = RunningModule()
+
+    def taken(self, layers: Sequence[int]) -> int:
+        """Return how many of a stage's units are offloaded, which have so many layers each."""
+        first, count = 0, 0
+        for size in layers[:-1]:
+            first += size
+            count += self.num_layers is None or first <= self.num_layers
+        return count
+
+    def chooses(self, tensor: Tensor) -> bool:
+        """Return whether a tensor that the running module saves may go to host memory."""
+        here = not self.modules or self.running.name in self.modules
+        numbers = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return here and numbers and size >= self.min_size
+
+    def keep(self, tensor: Tensor) -> Any:
+        """Return what autograd keeps of a tensor that stays on the device."""
+        return tensor
+
+    def kept(self, kept: Any) -> Tensor:
+        """Return the tensor again."""
+        tensor: Tensor = kept
+        return tensor
+
+    def run(
+        self, units: Sequence[tuple[Sequence[Any], Callable[..., Tensor]]], h: Tensor, *shared: Any
+    ) -> Tensor:
+        """Run units one after another, h = run(h, *shared); units: each one's layers, and its run.
+
+        What they share (the tables of RoPE) and their parameters stay on the device.
+        """
+        if not torch.is_grad_enabled():
+            for _, run in units:
+                h = run(h, *shared)
+            return h
+        count = self.taken([len(layers) for layers, _ in units])
+        before: _Unit | None = None
+        for i, (layers, run) in enumerate(units):
+            own = _Unit(self, layers, h, shared) if i < count else None
+            if own is None:
+                h = run(h, *shared)
+            else:
+                if self.modules:
+                    self.running.follow(layers)
+                with saved_tensors_hooks(own.pack, own.unpack):
+                    h = run(h, *shared)
+                own.send()
+            if before:
+                before.leave()
+            if own or before:
+                h = _Boundary.apply(h, own, before)
+            before = own
+        return h
+
+
+class _Unit:
+    """The tensors that one unit has saved of one micro-batch."""
+
+    def __init__(
+        self, offload: Offload, layers: Sequence[Any], h: Tensor, shared: Sequence[Any]
+    ) -> None:
+        self.offload, self.carrier = offload, offload.carrier
+        stays = [p for layer in layers for p in getattr(layer, "parameters", tuple)()]
+        stays += [x for x in shared if isinstance(x, Tensor)]
+        if h.is_leaf and h.requires_grad:  # a message, which the engine keeps for its gradient
+            stays.append(h)
+        self.stays = {x.untyped_storage()._cdata for x in stays}
+        self.stored: dict[int, Stored] = {}
+        self.gone: list[Stored] = []
+        self.sent: Event = None
+        self.came: Event = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves."""
+        key = tensor.untyped_storage()._cdata
+        if key in self.stays or not self.offload.chooses(tensor):
+            self.stays.add(key)  # so it would not help to copy it for another module
+            return self.offload.keep(tensor)
+        stored = self.stored.get(key)
+        if stored is None:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            stored = self.stored[key] = Stored(tensor.detach().as_strided((size,), (1,), 0))
+        shape, stride = tensor.shape, tensor.stride()
+        return _View(stored, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Give a tensor back to autograd."""
+        return kept.tensor() if isinstance(kept, _View) else self.offload.kept(kept)
+
+    def send(self) -> None:
+        """Start the way down, at the end of this unit's forward."""
+        self.gone = [stored for key, stored in self.stored.items() if key not in self.stays]
+        self.stored, self.stays = {}, set()
+        self.sent = self.carrier.down(self.gone)
+
+    def leave(self) -> None:
+        """Free the device's memory, at the end of the next unit's forward."""
+        self.carrier.wait(self.sent)
+        for stored in self.gone:
+            stored.flat = None
+
+    def fetch(self) -> None:
+        """Start the way up, before the next unit's backward."""
+        self.came = self.carrier.up(self.gone)
+
+    def arrive(self) -> None:
+        """Let this unit's backward wait for its tensors, which from now on only it keeps."""
+        self.carrier.wait(self.came)
+        self.gone = []
+
+
+class _Boundary(torch.autograd.Function):
+    """The end of a unit: identity in forward; its backward comes before that of the unit."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, h: Tensor, own: _Unit | None, before: _Unit | None) -> Tensor:
+        saved_ctx.own, saved_ctx.before = own, before
+        return h
+
+    @staticmethod
+    def backward(saved_ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
+        if saved_ctx.before is not None:
+            saved_ctx.before.fetch()
+        if saved_ctx.own is not None:
+            saved_ctx.own.arrive()
+        return dh, None, None
+
+
+class RunningModule:
+    """Which module of a layer runs its forward, by its name in the layer; "" is the layer."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._followed: set[int] = set()
+
+    @property
+    def name(self) -> str:
+        return self._names[-1] if self._names else ""
+
+    def follow(self, layers: Sequence[Any]) -> None:
+        """Watch the modules of these layers, from now on."""
+        for layer in layers:
+            if isinstance(layer, nn.Module) and id(layer) not in self._followed:
+                self._followed.add(id(layer))
+                for name, module in layer.named_modules():
+                    module.register_forward_pre_hook(lambda _, args, n=name: self._names.append(n))
+                    module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _leave(self) -> None:
+        self._names.pop()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What context parallelism costs a rank in one layer, by arithmetic: memory and traffic.
+
+Memory is what attention needs beside its inputs q, k, v, from the start of its forward and from the
+start of its backward, at its fullest moment, for rows of one document on the busiest rank, beside
+the workspace of a kernel. Traffic is the bytes that leave a rank. docs/long_context.md has both as
+a table.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Memory(NamedTuple):
+    """Bytes: what lives at most in forward and in backward, and what is kept between them.
+
+    kept: beside q, k and v themselves, which the forward is given and autograd saves (a2a does not:
+    what it keeps takes their place).
+    """
+
+    forward: int
+    kept: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """One layer's attention on a rank: s tokens of each of b rows (cp s: of all ranks), a query
+    heads, g key/value heads, of size d; bytes of a number and of a wide one (fp32 or fp64).
+    """
+
+    cp: int
+    s: int
+    b: int
+    a: int
+    g: int
+    d: int
+    bytes: int = 2
+    wide: int = 4
+
+    @property
+    def q(self) -> int:
+        """Return the bytes of queries, of the output, or of a gradient of either."""
+        return self.s * self.b * self.a * self.d * self.bytes
+
+    @property
+    def kv(self) -> int:
+        """Return the bytes of K and V together."""
+        return 2 * self.s * self.b * self.g * self.d * self.bytes
+
+    @property
+    def lse(self) -> int:
+        """Return the bytes of the log-sum-exp."""
+        return self.s * self.b * self.a * self.wide
+
+    def exchanged(self, ranks: int) -> "AttentionSizes":
+        """Return the sizes after an all-to-all over `ranks`: fewer heads, more tokens."""
+        g = max(self.g, ranks)  # replicated where there are fewer
+        return AttentionSizes(
+            self.cp // ranks, self.s * ranks, self.b, self.a // ranks, g // ranks, self.d,
+            self.bytes, self.wide,
+        )  # fmt: skip
+
+
+def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:
+    """Return what --cp-comm-type `kind` needs at cp > 1.
+
+    a2a: of "a2a+p2p", the ranks that exchange heads: more than one, and fewer than cp.
+    """
+    if kind == "all_gather":
+        return _gather(sizes)
+    if kind == "p2p":
+        return _ring(sizes)
+    return _heads(sizes, sizes.cp if kind == "a2a" else a2a)
+
+
+def _gather(x: AttentionSizes) -> Memory:
+    q, kv, lse, wide = x.q, x.kv, x.lse, x.wide // x.bytes
+    every, index = x.cp * kv, 8 * x.cp * x.s
+    out, output = wide * q + lse, q + lse
+    forward = max(
+        out + kv + every + q + lse,  # own keys, while the others come
+        out + 2 * every + index,  # as they came, and in order
+        out + every + q + 3 * lse,  # all other keys; the merge
+        wide * q + output,
+    )
+    block = q + kv if x.cp > 2 else max(q + kv // 2, q // 2 + kv)  # dq, dk, dv of a block
+    backward = wide * q + max(
+        every + kv + wide * kv + q + kv,
+        2 * index + 2 * every + 2 * wide * kv + block,  # K, V, dK, dV; own sums; a piece's sums
+    )
+    return Memory(forward, output, backward)
+
+
+def _ring(x: AttentionSizes) -> Memory:
+    q, kv, lse, wide = x.q, x.kv, x.lse, x.wide // x.bytes
+    later = 2 * kv if x.cp > 2 else kv  # K and V, and the next of them but for the last turn
+    forward = wide * q + q + max(2 * kv + 2 * lse, later + 4 * lse)
+    block = max(q + kv // 2, q // 2 + kv)  # its dq, dk and dv
+    # a turn's sums, those that come, and those that leave
+    backward = wide * q + max(2 * kv + wide * kv + q + kv, later + 3 * wide * kv + block)
+    return Memory(forward, q + lse, backward)
+
+
+def _heads(x: AttentionSizes, ranks: int) -> Memory:
+    q, lse, index, inside = x.q, x.lse, 16 * x.s * ranks, x.exchanged(ranks)
+    more = inside.kv - x.kv  # K and V of replicated heads
+    every = q + inside.kv
+    kept = every + 2 * q + lse + index  # q, k, v of other tokens; the output, here and there
+    ring = _ring(inside) if ranks < x.cp else Memory(q + lse, q + lse, every)
+    forward = max(3 * every + (inside.kv if more else 0), every + ring.forward, every + lse + 3 * q)
+    return Memory(
+        forward + index,
+        kept,
+        # dy of other tokens; their gradients; these on their way back, when all kept is free
+        max(2 * q, q + ring.backward, 2 * every - q - lse),
+    )
+
+
+def traffic(kind: str, sizes: AttentionSizes, a2a: int = 1) -> tuple[int, int]:
+    """Return the bytes that a rank sends in a layer's forward and in its backward.
+
+    Recomputation does the forward once more. a2a: see `memory`.
+    """
+    if kind == "all_gather":
+        sent = (sizes.cp - 1) * sizes.kv
+        return sent, 2 * sent
+    if kind == "p2p":
+        wide = sizes.wide // sizes.bytes  # dK and dV travel in wide numbers
+        sent = (sizes.cp - 1) * sizes.kv
+        return sent, sent + sizes.cp * wide * sizes.kv if sizes.cp > 1 else 0
+    ranks = sizes.cp if kind == "a2a" else a2a
+    inside = sizes.exchanged(ranks)
+    heads = (2 * sizes.q + inside.kv) * (ranks - 1) // ranks
+    more = traffic("p2p", inside) if kind == "a2a+p2p" else (0, 0)
+    return heads + more[0], heads + more[1]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm by the kernels of NVIDIA apex or Transformer Engine, where --norm-backend names one.
+
+Both packages wrap two functions of a CUDA extension, forward and backward, in autograd functions
+and modules of their own. Weights here belong to a sink, which gathers them at ZeRO stage 3 and adds
+their gradients in fp32, so the two functions are called as the packages call them:
+
+    apex: fused_layer_norm_cuda     rms_forward_affine(x, shape, w, eps) -> y, r
+                                    rms_backward_affine(dy, r, x, shape, w, eps, False) -> dx, dw
+    te: transformer_engine_torch    rmsnorm_fwd(x, w, eps, None, None, dtype, 0, False) -> y, _, r
+                                    rmsnorm_bwd(dy, x, r, w, 0, False) -> dx, dw
+
+x [n, h], r [n], dw in the dtype of w. Residual adds around them are torch's, passes of their own.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.gradients import GradientSink
+from mpu.layers import fused_gpu
+
+PACKAGES = {  # name in messages; the extension
+    "apex": ("NVIDIA apex, built with its CUDA extensions,", "fused_layer_norm_cuda"),
+    "te": ("Transformer Engine", "transformer_engine_torch"),
+}
+
+
+def norm_backend(name: str, eps: float) -> Any:
+    """Return what has `norm_forward` and `norm_backward`, as mpu/layers/fused_gpu.py has.
+
+    name: "weft", "apex" or "te". Call `missing` first.
+    """
+    if name == "weft":
+        return fused_gpu
+    return _Apex(eps) if name == "apex" else _TransformerEngine(eps)
+
+
+def missing(name: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return why a backend cannot norm `dtype` on such a device, or "" if it can.
+
+    Imports the backend's package, so call it for the chosen backend only.
+    """
+    return "" if name == "weft" else unusable("--norm-backend", name, "weft", device_type, dtype)
+
+
+def unusable(flag: str, name: str, own: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return why `flag name` cannot be followed, or "". own: the value that needs no package."""
+    package, extension = PACKAGES[name]
+    if device_type != "cuda":
+        return f"{flag} {name} has CUDA kernels only: use {flag} {own} on {device_type}"
+    if dtype == torch.float64:
+        return f"{flag} {name} has no fp64: use {flag} {own}"
+    try:
+        if name == "te":
+            importlib.import_module("transformer_engine.pytorch")  # it loads the extension
+        importlib.import_module(extension)
+    except Exception as error:  # a package that was built for another torch raises anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return (
+            f"{flag} {name} needs {package} which cannot be used here ({why}): install it or use "
+            f"{flag} {own}"
+        )
+    return ""
+
+
+class _Package:
+    """`norm_forward` and `norm_backward` of fused_gpu.py, by a package's two functions."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def norm_forward(
+        self, x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return norm(x + branch), x + branch, and r = 1 / sqrt(mean square + eps) [..., 1]."""
+        x = x.contiguous() if branch is None else x + branch
+        y, r = self.forward(x.view(-1, x.shape[-1]), w.detach())
+        return y.view(x.shape), x, r.view(*x.shape[:-1], 1)
+
+    def norm_backward(
+        self,
+        x: Tensor,
+        w: Tensor,
+        r: Tensor,
+        dy: Tensor,
+        more: Tensor | None,
+        sink: GradientSink,
+        weight: nn.Parameter,
+    ) -> Tensor:
+        """Return dx, plus `more` if given; add the gradient of the weight to the sink."""
+        h = x.shape[-1]
+        dx, dw = self.backward(dy.view(-1, h), x.view(-1, h), r.view(-1), w.detach())
+        sink.add(weight, dw)
+        dx = dx.view(x.shape)
+        return dx if more is None else dx + more
+
+    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, h] -> y [n, h], r [n]."""
+        raise NotImplementedError
+
+    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """dy, x [n, h] -> dx [n, h], dw [h]."""
+        raise NotImplementedError
+
+
+class _Apex(_Package):
+    def __init__(self, eps: float) -> None:
+        super().__init__(eps)
+        self.kernels = importlib.import_module(PACKAGES["apex"][1])
+
+    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y, r = self.kernels.rms_forward_affine(x, tuple(w.shape), w, self.eps)
+        return y, r
+
+    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        given = (dy, r, x, tuple(w.shape), w, self.eps)  # its arguments have no names
+        dx, dw = self.kernels.rms_backward_affine(*given, False)
+        return dx, dw
+
+
+class _TransformerEngine(_Package):
+    def __init__(self, eps: float) -> None:
+        super().__init__(eps)
+        self.dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
+        self.kernels = importlib.import_module(PACKAGES["te"][1])
+
+    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y, _, r = self.kernels.rmsnorm_fwd(
+            input=x, weight=w, eps=self.eps, ln_out=None, quantizer=None,
+            otype=self.dtypes[x.dtype], sm_margin=0, zero_centered_gamma=False,
+        )  # fmt: skip
+        return y, r
+
+    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dw = self.kernels.rmsnorm_bwd(dy, x, r, w, 0, False)
+        return dx, dw

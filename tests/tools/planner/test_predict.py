@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan.py --predict reads three formats, predicts each row, and names what it cannot read."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.plan_accuracy import auc, spearman
+from benchmarks.plan_fit import fit_memory, fit_stalls, fit_time
+from tools import plan
+from tools.planner.constants import ProfileError, profile, read_fitted
+from tools.planner.predict import COLUMNS, predict
+from tools.planner.published import RowError, playbook_cut, read_table
+from tools.planner.run_memory import memory
+from tools.planner.runs import even_cut, stacked
+from tools.planner.step_time import times
+
+PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
+# four runs of the Ultra-Scale Playbook (Hugging Face, Apache-2.0)
+KNOWN = """1B,1,8,1,1,1,32,256,1,38.1,39006,312045,24.2,ok
+1B,1,1,8,1,1,256,256,0,6.7,6907,55256,5.4,ok
+3B,2,8,1,2,1,32,256,1,43.1,15160,242566,38.9,ok
+3B,2,1,8,2,1,256,256,0,2.1,756,12097,7.1,ok"""
+VTRAIN = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
+    "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
+)
+SEVERAL = (
+    "source,framework,model,family,layers,hidden,heads,kv_heads,ffn,vocab,gpu,gpu_mem_gb,n_gpus,"
+    "precision,tp,pp,vpp,dp,cp,zero,mbs,gbs,seq,recompute,tokens_s_gpu,step_time_s,mem_gib,notes"
+)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "runs.csv"
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def test_rows_keep_their_columns_and_gain_five(tmp_path: Path) -> None:
+    path, out = (
+        written(tmp_path, f"{PLAYBOOK}\n{KNOWN}\n1B,2,,4,2,8,,256,1,,,,,crashed"),
+        tmp_path / "o",
+    )
+    assert plan.main(["--predict", str(path), "--out", str(out)]) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 and set(COLUMNS) < set(rows[0])
+    for row in rows[:4]:
+        assert float(row["predicted_tok_s_gpu"]) == pytest.approx(float(row["tok_s_gpu"]), rel=0.25)
+        assert float(row["predicted_mem_gib"]) == pytest.approx(float(row["mem_gb"]), rel=0.2)
+        assert row["predicted_fits"] == "yes"
+    crashed = rows[4]  # dp and grad_acc are told by nodes and gbs: 2 and 16
+    rate, seconds = float(crashed["predicted_tok_s_gpu"]), float(crashed["predicted_step_s"])
+    assert rate * 16 * seconds == pytest.approx(256 * 4096, rel=1e-4)
+
+
+def test_other_models_and_more_gpus_are_predicted(tmp_path: Path) -> None:
+    rows = [
+        f"{m},{n},{n},8,1,1,{256 // n},256,1,,,,,ok"
+        for m in ("8B", "80B", "405B")
+        for n in (64, 256)
+    ]
+    told = predict(read_table(written(tmp_path, "\n".join([PLAYBOOK, *rows]))).rows)
+    assert np.all(np.isfinite(told.seconds)) and np.all(told.rate > 0)
+    assert told.rate[0] > told.rate[2] > told.rate[4]
+    assert told.fits[0] and not told.fits[4] and told.gib[2] > told.gib[0]
+
+
+def test_vtrain_and_several_are_told_by_their_header(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, f"{VTRAIN}\n8,64,1,2048,16,24,1024,2,2,2,500\n512,512,1,12288,96,96,2048,8,8,8,"
+    )
+    rows = read_table(path).rows
+    assert rows[0].profile == "megatron-deepspeed_a100" and rows[0].record["micro_batches"] == 32
+    assert rows[0].seconds == 0.5 and math.isnan(rows[1].seconds)
+    assert np.all(predict(rows).seconds > 0)
+    llama = "x,titan FSDP,llama3,llama,32,4096,32,8,14336,,H100,80,8,bf16,1,1,,8,1,3,1,8,8192,,,,,"
+    bare = "x,new,405b,llama,126,16384,128,8,,,GB200,,512,fp8,4,8,,,2,,1,1152,8192,,,,,"
+    chunks = (
+        "x,nemo/megatron,g,gpt,48,6144,48,,,,H100-SXM,80,64,fp8,2,4,12,8,1,1,1,256,2048,full,,,,"
+    )
+    rows = read_table(written(tmp_path, "\n".join([SEVERAL, llama, bare, chunks]))).rows
+    assert [row.profile for row in rows] == ["fsdp_h100", "megatron_b200", "nemo_h100"]
+    assert rows[1].record["dp"] == 8 and rows[1].record["ffn"] == 43776
+    told = predict(rows)
+    assert np.all(told.seconds > 0) and np.all(told.gib > 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1B,1,8,one,1,1,32,256,1,,,,,ok", "runs.csv, line 3, tp: 'one' is no number"),
+        ("1B,1,8,0,1,1,32,256,1,,,,,ok", "runs.csv, line 3, tp: '0' must be a whole number"),
+        ("1B,1,8,1,1,1.5,32,256,1,,,,,ok", "line 3, mbs: '1.5' must be a whole"),
+        ("1B,1,8,1,1,,32,256,1,,,,,ok", "line 3, mbs: '' is needed"),
+        ("9Q,1,8,1,1,1,32,256,1,,,,,ok", "line 3, model: '9Q' is no model of known sizes"),
+        ("1B,1,8,1,1,1,32,256,1,,inf,,,ok", "line 3, tok_s_gpu: 'inf' must be a finite"),
+        ("1B,1,8,1,1,1,32,256,1,,,,,ok,more", "line 3: has more values"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, f"{PLAYBOOK}\n{KNOWN.splitlines()[0]}\n{line}")
+    assert plan.main(["--predict", str(path), "--out", str(tmp_path / "o")]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_an_unknown_header_and_a_broken_profile_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RowError, match="none of the three known ones"):
+        read_table(written(tmp_path, "a,b\n1,2"))
+    with pytest.raises(ProfileError, match="no such profile"):
+        profile("nanotron_v100")
+    broken = tmp_path / "p.json"
+    broken.write_text('{"constants": {"speed": 1}}')
+    with pytest.raises(ProfileError, match="speed, which nothing reads"):
+        read_fitted(broken)
+
+
+def test_nanotron_leaves_ranks_idle_in_the_pipelines_that_never_started() -> None:
+    sizes = {"1B": (16, 2048, 8192, 131072), "3B": (28, 3072, 8192, 131072)}
+    idle = {
+        (m, pp): playbook_cut(*s, pp)[2] for m, s in sizes.items() for pp in (1, 2, 4, 8, 16, 32)
+    }
+    assert [key for key, is_idle in idle.items() if is_idle] == [("1B", 16), ("1B", 32), ("3B", 32)]
+    assert playbook_cut(*sizes["1B"], 2)[0] == [11, 5]
+    assert all(sum(playbook_cut(*s, pp)[0]) == s[0] for s in sizes.values() for pp in (1, 3, 8, 32))
+    assert even_cut(10, 4) == [3, 3, 2, 2]
+
+
+def test_a_fit_finds_the_constants_that_made_the_runs(tmp_path: Path) -> None:
+    lines = [f"3B,{n},{8 * n // (tp * pp)},{tp},{pp},{b},{4 * tp},256,1,,,,,ok"
+             for n in (1, 2) for tp in (1, 2, 4) for pp in (1, 2) for b in (1, 4)]  # fmt: skip
+    runs = stacked(
+        [row.record for row in read_table(written(tmp_path, "\n".join([PLAYBOOK, *lines]))).rows]
+    )
+    start = {**profile("nanotron_h100"), "stall_base": -9.0}
+    true = {**start, "matmul": start["matmul"] * 0.8, "host_layer_tp": start["host_layer_tp"] * 2}
+    found = fit_time(start, runs, times(true, runs).step, ("matmul", "host_layer_tp"))
+    assert found["matmul"] == pytest.approx(true["matmul"], rel=0.02)
+    assert found["host_layer_tp"] == pytest.approx(true["host_layer_tp"], rel=0.02)
+    more = {**start, "logit_memory": 2 * start["logit_memory"]}
+    measured = memory(more, runs)
+    again = memory(fit_memory(start, runs, measured, None), runs)
+    assert np.mean(np.abs(again / measured - 1)) < 0.3 * np.mean(
+        np.abs(memory(start, runs) / measured - 1)
+    )
+    told = fit_stalls(start, runs, runs.pp > 1)
+    assert told["stall_pp"] > 1
+
+
+def test_rank_statistics_agree_with_counting_pairs() -> None:
+    draw = np.random.default_rng(3)
+    score, label = draw.integers(0, 6, 40).astype(float), draw.random(40) < 0.4
+    pairs = [(a > b) + 0.5 * (a == b) for a in score[label] for b in score[~label]]
+    assert auc(score, label) == pytest.approx(float(np.mean(pairs)))
+    assert spearman(score, 3 * score + 1) == pytest.approx(1) and spearman(
+        score, -score
+    ) == pytest.approx(-1)

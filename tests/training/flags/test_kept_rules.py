@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of activations in host memory: what they refuse, and what they stand for."""
+
+import shlex
+
+import pytest
+import torch
+
+from pretrain_llama import model_provider
+from training.config import UsageError
+from training.flags.parse import parse
+from training.plan.kept import recompute_of
+from training.plan.model_profile import rank_model
+from training.plan.pipeline import rank_stages
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--train-iters 10 --mock-data --vocab-size 100 --device cpu"
+)
+ON = "--cpu-offload-activations"
+
+
+def read(more="", world=1):
+    return parse(shlex.split(f"{SMALL} {more}"), world)
+
+
+MISTAKES = [
+    # more flags, world size, what the sentence must hold
+    ("--offload-modules mlp", 1, "--offload-modules mlp needs --cpu-offload-activations"),
+    (
+        f"{ON} --cpu-offloading-num-layers 0 --offload-modules mlp",
+        1,
+        "--offload-modules mlp needs --cpu-offload-activations",
+    ),
+    ("--min-offloaded-tensor-size 5", 1, "--min-offloaded-tensor-size 5 needs --cpu-offload-act"),
+    (
+        f"{ON} --cpu-offloading-num-layers 4",
+        1,
+        "--cpu-offloading-num-layers 4 must be less than --num-layers 4: the last layer of a stage",
+    ),
+    (
+        f"{ON} --pipeline-model-parallel-size 4",
+        4,
+        "--cpu-offload-activations with --num-layers 4 in 4 pipeline stages: a stage's last",
+    ),
+    (
+        f"{ON} --recompute-granularity full --recompute-num-layers 4",
+        1,
+        "--cpu-offload-activations with --recompute-num-layers 4: a stage's last group",
+    ),
+    (
+        f"{ON} --recompute-granularity full --recompute-num-layers 2 --cpu-offloading-num-layers 1",
+        1,
+        "--cpu-offloading-num-layers 1 is less than --recompute-num-layers 2",
+    ),
+    (
+        f"{ON} --offload-modules mlp --recompute-granularity full",
+        1,
+        "--offload-modules mlp with --recompute-granularity full: a recomputed layer keeps its",
+    ),
+    (
+        "--activation-offload-fraction 0.5",
+        1,
+        "--cpu-offloading-num-layers and --offload-modules say how much",
+    ),
+]
+
+
+@pytest.mark.parametrize("more,world,sentence", MISTAKES, ids=[m[2][:60] for m in MISTAKES])
+def test_a_mistake_is_one_sentence(more, world, sentence):
+    with pytest.raises(UsageError) as mistake:
+        read(more, world)
+    assert sentence in str(mistake.value) and "\n" not in str(mistake.value)
+
+
+def test_a_module_that_no_layer_has_is_refused_by_the_names_that_there_are():
+    config = read(f"{ON} --offload-modules mlp attention.kqv")
+    with pytest.raises(UsageError) as mistake:
+        rank_model(config, model_provider, rank_stages(config, model_provider, 0), 0)
+    assert (
+        "--offload-modules attention.kqv: must be among attention, attention.proj, attention."
+        in (str(mistake.value))
+    )
+    assert "model/llama.py" in str(mistake.value)
+
+
+@pytest.mark.parametrize("more,on", [
+    ("--fine-grained-activation-offloading", True), ("--cpu-offloading-num-layers 2", True),
+    ("--cpu-offloading-num-layers 0", False), ("", False),
+])  # fmt: skip
+def test_megatrons_flags(more, on):
+    offload = recompute_of(read(more), torch.device("cpu")).offload
+    assert (offload is not None) == on
+
+
+def test_the_flags_reach_the_layers():
+    more = "--cpu-offloading-num-layers 2 --offload-modules mlp attention"
+    more += " --min-offloaded-tensor-size 7"
+    offload = recompute_of(read(f"{ON} {more}"), torch.device("cpu")).offload
+    assert offload is not None and offload.num_layers == 2 and offload.min_size == 7
+    assert offload.modules == {"mlp", "attention"}

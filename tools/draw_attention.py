@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw which context-parallel rank attends to what in a row of tokens, and print its share.
+
+    python tools/draw_attention.py --cp 4 --documents 64 --out causal.svg
+    python tools/draw_attention.py --cp 4 --documents 70,25,1,32 --window 16
+    python tools/draw_attention.py --all docs/attention
+
+Queries go down, keys to the right. A block of attention has the colour of the rank that holds its
+queries; the strip on the left shows who holds which token (mpu/layers/context_shards.py).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.layers.context_shards import balance, context_blocks, pairs, shards
+from mpu.pipeline.draw import INK, LEGEND, QUIET, RULE, STYLE
+from tools.command_line import Parser, told
+
+# distinct under the common colour blindnesses; more ranks take lighter shades of the same
+COLOURS = ("#1d4f91", "#d26a14", "#4a9a78", "#8d3b72", "#c9a227", "#5b8db8", "#a94438", "#6b6b6b")
+MOST = 1 << 14  # tokens of a row: a picture shows no more
+DOCS = {"causal": (64,), "documents": (37, 1, 16, 10)}  # the pictures of docs/long_context.md
+
+
+def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
+    """Draw a row to a .png or an .svg, by the path's suffix.
+
+    Raises ValueError for another suffix, and where the row does not divide over the ranks.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{path}: a picture is a .png or an .svg")
+    held, size = shards(cp, documents), sum(documents)
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Polygon
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.8, 5.9))
+        axes = figure.add_axes((0.06, 0.02, 0.74, 0.86))
+        axes.set_xlim(-0.06 * size, size)
+        axes.set_ylim(size, 0)
+        axes.set_aspect("equal")
+        axes.axis("off")
+
+        def fill(corners: Sequence[tuple[float, float]], rank: int, name: str) -> None:
+            axes.add_patch(Polygon(corners, closed=True, linewidth=0.3, gid=name, **_look(rank)))
+
+        for rank in range(cp):
+            for number, ranges in enumerate(held[rank]):
+                a, b, left, right = ranges.start, ranges.stop, -0.05 * size, -0.02 * size
+                strip = [(left, a), (right, a), (right, b), (left, b)]
+                fill(strip, rank, f"rank{rank}-holds{number}")
+            for number, (q, kv, part) in enumerate(context_blocks(rank, cp, documents, window)):
+                fill(_corners(q, kv, part), rank, f"rank{rank}-block{number}-{part}")
+        for end in [0, *accumulate(documents)]:
+            axes.plot([0, size], [end, end], color=RULE, linewidth=0.4, zorder=0)
+            axes.plot([end, end], [0, size], color=RULE, linewidth=0.4, zorder=0)
+        shares = _shares(cp, documents, window)
+        legend = [Patch(**_look(r), label=f"rank {r}  {shares[r]:.1%}") for r in range(cp)]
+        figure.legend(handles=legend, **(LEGEND | {"loc": "center right"}), fontsize=8)
+        figure.text(0.06, 0.95, heading(cp, documents, window), fontsize=11, color=INK)
+        figure.text(0.06, 0.915, caption(cp, documents, window), fontsize=8.5, color=QUIET)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        still = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=still)
+
+
+def _look(rank: int) -> dict[str, Any]:
+    alpha = max(0.25, 1.0 - 0.25 * (rank // len(COLOURS)))
+    return {"facecolor": COLOURS[rank % len(COLOURS)], "edgecolor": "white", "alpha": alpha}
+
+
+def _corners(q: range, kv: range, part: str) -> list[tuple[float, float]]:
+    """Return the corners (key, query) of a block; a triangle's are those of whole tokens."""
+    if part == "all":
+        return [(kv.start, q.start), (kv.stop, q.start), (kv.stop, q.stop), (kv.start, q.stop)]
+    steps: list[tuple[float, float]] = []
+    for i in range(len(q)):  # down the stairs, a token a step
+        edge = kv.start + i + (part == "tril")
+        steps += [(edge, q.start + i), (edge, q.start + i + 1)]
+    side = kv.start if part == "tril" else kv.stop
+    return [(side, q.start), *steps, (side, q.stop)]
+
+
+def _shares(cp: int, documents: tuple[int, ...], window: int) -> list[float]:
+    work = [pairs(context_blocks(rank, cp, documents, window)) for rank in range(cp)]
+    return [each / sum(work) for each in work]
+
+
+def heading(cp: int, documents: tuple[int, ...], window: int) -> str:
+    """Return a title."""
+    many = f"{len(documents)} documents" if len(documents) > 1 else "one document"
+    looks = f", a window of {window}" if window else ""
+    return f"Attention of {sum(documents)} tokens in {many} over {cp} ranks{looks}"
+
+
+def caption(cp: int, documents: tuple[int, ...], window: int) -> str:
+    """Return the balance as a line of text."""
+    each = sum(documents) // cp
+    busiest = balance(cp, documents, window)
+    return f"{each} tokens a rank; the busiest rank's attention over the mean: {busiest:.3f}"
+
+
+def table(cp: int, documents: tuple[int, ...], window: int) -> str:
+    """Return a line for each rank: its share of the work, its blocks, the tokens that it holds."""
+    lines = []
+    for rank, ranges in enumerate(shards(cp, documents)):
+        count = len(context_blocks(rank, cp, documents, window))
+        share = _shares(cp, documents, window)[rank]
+        first = "tokens " + " ".join(f"{r.start}-{r.stop - 1}" for r in ranges[:8])
+        more = f" and {len(ranges) - 8} more" if len(ranges) > 8 else ""
+        lines.append(f"rank {rank}: {share:.1%} of the work in {count} blocks, {first}{more}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the flags, print the shares, draw the picture; return the exit status."""
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--cp", type=int, default=4, help="context-parallel ranks (4)")
+    parser.add_argument(
+        "--documents", type=_lengths, default=(64,), metavar="N,N,...",
+        help="tokens of each document of the row (64)",
+    )  # fmt: skip
+    parser.add_argument("--window", type=int, default=0, help="tokens that a query looks at (all)")
+    parser.add_argument("--out", type=Path, help="the .svg or .png to write")
+    parser.add_argument("--all", type=Path, metavar="DIR", help="draw the pictures of docs/ there")
+    args = parser.parse_args(argv)
+    try:
+        if args.cp < 1 or args.window < 0:
+            raise ValueError(f"--cp {args.cp} --window {args.window}: at least 1, and at least 0")
+        for name, documents in (DOCS if args.all else {}).items():
+            draw(4, documents, 0, args.all / f"{name}.svg")
+            print(f"{name}: {caption(4, documents, 0)}")
+        if not args.all:
+            asked = (args.cp, args.documents, args.window)
+            print(heading(*asked), caption(*asked), table(*asked), sep="\n")
+            if args.out:
+                draw(*asked, args.out)
+    except (ValueError, OSError) as error:
+        print(told("draw_attention.py", error), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Read "70,25,1"."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and 0 < len(part) < 8 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not lengths N,N,...")
+    lengths = tuple(map(int, parts))
+    if min(lengths) < 1 or sum(lengths) > MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: from 1 token each to {MOST} together")
+    return lengths
+
+
+if __name__ == "__main__":
+    sys.exit(main())

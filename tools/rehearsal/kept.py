@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what becomes of a layer's activations, and what the link to host memory hides of it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tools.rehearsal.clock import HOST_LINK, Timing
+from tools.rehearsal.device_file import Device
+from tools.rehearsal.events import Action, Event, Launch, Wait
+from tools.rehearsal.roofline import launch_seconds
+from training.config import Config
+from training.plan.model_profile import ModelProvider
+from training.plan.saved_by_module import saved_by_module
+from training.run.dry_run import in_units
+
+OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"
+
+
+class Row(NamedTuple):
+    """A module of a layer. choice: keep, recompute or offload, in this run.
+
+    bytes: that it keeps of a micro-batch. recompute_seconds: of its forward, once more in backward.
+    offload_seconds: on the link, each way.
+    """
+
+    module: str
+    bytes: int
+    recompute_seconds: float
+    offload_seconds: float
+    choice: str
+
+
+class Carried(NamedTuple):
+    """What travels between the device and host memory in a step, and what it costs.
+
+    can_hide: the seconds of it that the link can carry beside the kernels: of each action, those of
+    its copies, or of the kernels between the first copy and the last wait for one, if fewer.
+    exposed: what kernels wait for. hidden: the share of can_hide that no kernel waits for.
+    """
+
+    down: int
+    up: int
+    seconds: float
+    can_hide: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        if not self.can_hide:
+            return 1.0
+        # waits for other ranks hide some, too
+        return min(1.0, (self.seconds - self.exposed) / self.can_hide)
+
+
+def rows(
+    config: Config, provider: ModelProvider, events: Sequence[Event], device: Device
+) -> list[Row]:
+    """Return the table of a layer's modules. events: of one step of a rank."""
+    seconds: dict[str, float] = defaultdict(float)
+    ran: set[tuple[str, str]] = set()
+    words = ""
+    for event in events:
+        if isinstance(event, Action):
+            words = event.words
+        if isinstance(event, Launch) and event.where.phase == "forward":
+            layer, module = in_layer(event.where.layer)
+            if layer and event.where.part != OFFLOAD:
+                seconds[module] += launch_seconds(device, event)
+                ran.add((layer, words))
+    saved, cores = saved_by_module(config, provider)
+    found = []
+    for module in [*saved, *(name for name in seconds if name not in saved)]:
+        nbytes = saved.get(module, 0)
+        again = seconds[module] / max(len(ran), 1)
+        decided = choice(config, module, nbytes, module in cores)
+        found.append(Row(module, nbytes, again, nbytes / device["host_bandwidth"], decided))
+    return found
+
+
+def in_layer(name: str) -> tuple[str, str]:
+    """Return ("layers.3", "mlp.down") of "layers.3.mlp.down"; ("", "") outside of layers."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: at + 1]), ".".join(parts[at + 1 :])
+
+
+def choice(config: Config, module: str, nbytes: int, core: bool) -> str:
+    """Return what the flags do with what a module keeps, in a layer that they apply to.
+
+    core: whether core attention runs in it.
+    """
+    g, granularity = config.gpu, config.parallel.recompute_granularity
+    if not nbytes:
+        return ""
+    if granularity == "full" or (granularity == "selective" and core):
+        return "recompute"
+    if g.cpu_offload_activations and (not g.offload_modules or module in g.offload_modules):
+        return "offload"
+    return "keep"
+
+
+def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
+    """Return what travels in a step, whose timing this is."""
+    down = up = 0
+    seconds = can_hide = 0.0
+    copies = beside = waiting = 0.0  # of the action; `waiting`: kernels since its last wait
+    for event in [*events, Action("")]:
+        if isinstance(event, Action):
+            can_hide += min(copies, beside)
+            copies = beside = waiting = 0.0
+        elif isinstance(event, Wait) and event.place.startswith(PLACE):
+            beside, waiting = beside + waiting, 0.0
+        elif isinstance(event, Launch):
+            took = launch_seconds(device, event)
+            if event.where.part == OFFLOAD and event.op.startswith("memcpy "):
+                down += event.bytes * event.op.endswith("DtoH")
+                up += event.bytes * event.op.endswith("HtoD")
+                seconds, copies = seconds + took, copies + took
+            elif event.stream == 0 and copies:
+                waiting += took
+    return Carried(down, up, seconds, can_hide, timing.exposed_seconds.get(HOST_LINK, 0.0))
+
+
+def as_json(table: Sequence[Row], moved: Carried) -> dict[str, Any]:
+    """Return both as JSON's types."""
+    return {
+        "modules": [row._asdict() for row in table],
+        "carried": {**moved._asdict(), "hidden": moved.hidden},
+    }
+
+
+def lines(table: Sequence[Row], moved: Carried) -> list[str]:
+    """Return both as text."""
+    told = [f"{'module':<16} {'keeps':>9} {'to recompute':>13} {'to offload':>11}  here"]
+    for row in table:
+        told.append(
+            f"{row.module or '(the layer)':<16} {in_units(row.bytes):>9} "
+            f"{1e3 * row.recompute_seconds:>10.3f} ms {1e3 * row.offload_seconds:>8.3f} ms  "
+            f"{row.choice}".rstrip()
+        )
+    total = sum(row.bytes for row in table)
+    again = sum(row.recompute_seconds for row in table)
+    away = sum(row.offload_seconds for row in table)
+    told.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * away:>8.3f} ms")
+    if moved.down:
+        told.append(
+            f"a step sends {in_units(moved.down)} to host memory and {in_units(moved.up)} back, "
+            f"{1e3 * moved.seconds:.1f} ms on the link; {1e3 * moved.can_hide:.1f} ms of it fit "
+            f"beside kernels, and {100 * moved.hidden:.0f} % of those are hidden"
+        )
+    return told
