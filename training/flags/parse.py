@@ -8,7 +8,7 @@ rules between flags. Parsing happens before the first collective and writes no f
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
