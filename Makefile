@@ -6,6 +6,14 @@ RUN    := .venv/bin/python
 given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
+# What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
+KNOWN := PYTHON JOBS PART DATA ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
+  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS PREDICTION
+STRANGE := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name))))
+ifneq ($(STRANGE),)
+$(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort $(KNOWN)), and make alone says where each counts)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 

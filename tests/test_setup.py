@@ -4,6 +4,7 @@
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,24 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
     assert "tools/explain.py --tp 2" in said and "--zero 1" in said and "--dp" not in said
     said = make("train", "DATA=a.txt b.jsonl", "ITERS=5", TP="4").stdout
     assert '--data "$DATA"' in said and "--iters 5" in said and "--tp" not in said
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize("target", ["explain", "train", "lint", "help"])
+def test_make_refuses_a_variable_that_it_does_not_know(target):
+    """`make explain TPP=2` explained another layout than the one asked for."""
+    done = make(target, "TPP=2", "TP=2")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "TPP is no variable of this Makefile; it knows ARGS " in done.stderr
+    assert " TP " in done.stderr and done.stderr.count("\n") == 1
+    assert make(target, TPP="2").returncode == 0, "the environment is nobody's slip of the pen"
+
+
+def test_make_knows_the_variables_that_it_reads():
+    text = (ROOT / "Makefile").read_text()
+    known = re.search(r"^KNOWN := ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    read = set(re.findall(r"call (?:given|flag),(\w+)", text))
+    assert read | {"PYTHON"} == set(known[1].replace("\\", " ").split())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")

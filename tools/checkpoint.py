@@ -97,13 +97,13 @@ def do_diff(args: argparse.Namespace) -> int:
     """Print the differences; return 1 where there are any."""
     a, b = (open_newest(place, hashed=True, finite=False) for place in (args.a, args.b))
     say(f"A  {a.directory}\nB  {b.directory}")
-    count = 0
+    differ = False
     for line in diff(a, b, args.tensors):
-        count += 1
+        differ = True
         say(line)
-    equal = f"all {len(a.index)} tensors are equal to the bit"
-    say(f"{count} difference{'s' * (count > 1)}" if count else equal)
-    return int(count > 0)
+    if not differ:
+        say(f"all {len(a.index)} tensors are equal to the bit")
+    return int(differ)
 
 
 def do_convert(args: argparse.Namespace) -> int:

@@ -105,13 +105,18 @@ def read(side: Checkpoint, name: str, starts: tuple[int, ...], target: Tensor) -
 
 
 def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
-    """Yield a line for each difference."""
+    """Yield a line for each difference, and at the end one that sums up, where there are any."""
+    settings = alone = shapes = dtypes = elements = 0
+    worst: tuple[float, str] = (0.0, "")
+    changed: list[str] = []
     if not tensors_only:
         for key, left, right in compare_states(a, b):
+            settings += 1
             yield f"state   {key}: {left!r} | {right!r}"
     for side, other, sign in ((a, b, "A"), (b, a, "B")):
         for name in side.index:
             if name not in other.index:
+                alone += 1
                 yield f"tensor  {name}: only in {sign}"
     rooms = (Room(), Room(), Room())
     for name, entry in a.index.items():
@@ -119,11 +124,15 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
             continue
         other = b.index[name]
         if entry["shape"] != other["shape"]:
+            shapes += 1
             yield f"tensor  {name}: shape {entry['shape']} | {other['shape']}"
             continue
         found = compare_tensors(a, b, name, rooms)
         kinds = f"{entry['dtype']} | {other['dtype']}, "
         if found is not None:
+            changed.append(name)
+            elements += found.elements
+            worst = max(worst, (found.largest, name), key=lambda pair: (pair[0] != pair[0], pair))
             yield (
                 f"tensor  {name}: {kinds if entry['dtype'] != other['dtype'] else ''}"
                 f"{found.elements} of {prod(entry['shape'])} elements differ, by at most "
@@ -131,4 +140,18 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
                 f"{found.here!r} | {found.there!r}"
             )
         elif entry["dtype"] != other["dtype"]:
+            dtypes += 1
             yield f"tensor  {name}: {kinds}equal in value"
+    both = len(a.index.keys() & b.index.keys())
+    counts = {
+        "settings of the state differ": settings,
+        "tensors are in one of them only": alone,
+        "tensors have another shape": shapes,
+        "tensors have another dtype and equal values": dtypes,
+        f"of {both} tensors differ in value": len(changed),
+    }
+    said = [f"{count} {what}" for what, count in counts.items() if count]
+    if changed:
+        said[-1] += f" ({elements:,} elements, by at most {worst[0]:.3g} in {worst[1]})"
+    if said:
+        yield f"in all  {'; '.join(said)}"

@@ -150,6 +150,9 @@ def per_rank(numbers: Summary) -> str:
     return tabulate(head, lines)
 
 
+DRAWN = Path("runs/schedules")  # where a picture goes that nobody names
+
+
 def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send: float) -> str:
     """Draw every schedule into a folder, all to one scale; return a table of their numbers."""
     drawn = []
@@ -183,9 +186,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeline = simulated(schedule, args.costs, args.send)
             title, unit = heading(schedule), ""
         numbers = summary(rows(timeline, schedule))
-        if args.out:
-            draw(timeline, schedule, args.out, title=title, unit=unit)
+        out = args.out
+        if out is None and not args.table:
+            out = DRAWN / f"{schedule.name}-p{args.p}-m{args.m}.svg"
+            out = args.profile / "schedule.svg" if args.profile else out
+            out.parent.mkdir(parents=True, exist_ok=True)
+        if out:
+            draw(timeline, schedule, out, title=title, unit=unit)
         print(title, caption(numbers, unit), per_rank(numbers), sep="\n")
+        if out:
+            print(f"drawn: {out}")
         if args.table:
             print(table(schedule))
     except (ValueError, OSError) as error:
@@ -217,7 +227,9 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--send", type=float, default=0.0, help="cost of one message (0)")
     parser.add_argument("--iteration", type=int, help="step of --profile (that of median length)")
-    parser.add_argument("--out", type=Path, help="the .svg or .png to write")
+    parser.add_argument(
+        "--out", type=Path, help=".svg or .png; left out: one in runs/schedules, or in --profile"
+    )
     parser.add_argument("--table", action="store_true", help="print the schedule as a table too")
     args = parser.parse_args(argv)
     if args.send < 0:

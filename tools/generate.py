@@ -11,6 +11,7 @@ draws with the same seed, so all pick the same token and none is sent.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,9 @@ from training.run.startup import as_process
 from training.untrusted import printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
+
+
+PARAMETERS_A_THREAD = 30_000_000
 
 
 def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
@@ -193,6 +197,15 @@ def load_model(
     return model, checkpoint
 
 
+def threads_for(parameters: int, cores: int) -> int:
+    """Return how many threads decode a model with so many parameters on this rank.
+
+    A token of a small model is thousands of small operations, at each of which threads would wait
+    for one another. Set OMP_NUM_THREADS to have another number.
+    """
+    return max(1, min(cores, parameters // PARAMETERS_A_THREAD))
+
+
 def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -246,6 +259,10 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
             f"{model.config.vocab_size}: they do not belong together"
         )
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        count = sum(param.numel() for param in model.parameters())
+        cores = len(os.sched_getaffinity(0)) // grid.launch.local_world
+        torch.set_num_threads(threads_for(count, cores))
     ids = encode(tokenizer, args.prompt, model.config.max_position_embeddings, args.max_new_tokens)
     begin = time.perf_counter()
     rows = generate(

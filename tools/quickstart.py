@@ -123,6 +123,19 @@ def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None
     run(command, threads, stdout=subprocess.DEVNULL if quiet else None)
 
 
+def goes_on(folder: Path, done: int, target: int) -> str:
+    """Return what a run resumes from, and at which learning rate: more steps raise it again."""
+    most, least, warm = MODEL["lr"], MODEL["min-lr"], min(40, (target - done) // 10)
+    share = (done + 1 - warm) / (target - warm)  # of the cosine's way, at the next step
+    rate = least + (most - least) * (1 + math.cos(math.pi * share)) / 2
+    seen = [r["lr"] for r in records(folder / "log.jsonl") if "lr" in r]
+    before = f", after {seen[-1]:.2g}: the cosine now ends at {target}" if seen else ""
+    return (
+        f"going on with {folder / 'checkpoints'} after iteration {done}, at a learning rate of "
+        f"{rate:.2g}{before}"
+    )
+
+
 def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[str, Any], Path]:
     """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
@@ -155,7 +168,7 @@ def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[
         "log-json": folder / "log.jsonl",
         "tensorboard-dir": folder / "tensorboard",
     }
-    start = f"resuming after iteration {done}" if done else "starting"
+    start = goes_on(folder, done, target) if done else "starting"
     print(f"\n{start}: a Llama of {parameters() / 1e6:.1f} M parameters, to iteration {target}")
     launch({**flags, **rounds}, tp, pp)
     return flags, folder

@@ -2,6 +2,7 @@
 """tools/checkpoint.py diff finds every difference, to the bit; consolidate makes none."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,11 @@ def test_diff_of_values(
     write(tmp_path / "a", 1, wide=one)
     write(tmp_path / "b", 1, wide=other)
     code, lines, _ = tool("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and lines[2:] == [f"tensor  {WIDE}: {told}", "1 difference"]
+    count, largest = told.split()[0], re.search(r"at most (\S+);", told)
+    assert count and largest and code == 1
+    both = next(word for word in lines[-1].split() if word.isdigit() and word != "1")
+    said = f"in all  1 of {both} tensors differ in value ({count} elements, by at most "
+    assert lines[2:] == [f"tensor  {WIDE}: {told}", f"{said}{largest[1]} in {WIDE})"]
 
 
 def test_diff_is_of_bits(tmp_path: Path, tool: Any, write: Any) -> None:

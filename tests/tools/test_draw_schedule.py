@@ -183,3 +183,10 @@ def test_a_run_that_is_not_whole_is_one_sentence(tmp_path, capsys):
     assert "not what a training run with --profile writes" in fails(capsys, "--profile", run)
     second.unlink()
     assert "pipeline_rank1.json: there is no such file" in fails(capsys, "--profile", run)
+
+
+def test_a_picture_that_nobody_names_gets_a_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--schedule", "zb-v", "-p", "2", "-m", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "drawn: runs/schedules/zb-v-p2-m4.svg"
+    assert (tmp_path / "runs/schedules/zb-v-p2-m4.svg").read_text().lstrip().startswith("<")

@@ -16,7 +16,7 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tools.checkpoint import main as convert
-from tools.generate import generate, load_model, main, pick
+from tools.generate import generate, load_model, main, pick, threads_for
 from training.checkpoint import find_latest, load, parameter_pieces, save
 from training.data.tokenizer import NullTokenizer
 
@@ -272,3 +272,18 @@ def test_flags_have_rules(flag: tuple[str, str], capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as end:
         main(["--load", "x", *flag])
     assert end.value.code == 2 and f"{flag[0]} " in capsys.readouterr().err
+
+
+def test_a_small_model_is_decoded_by_one_thread(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thread a core and no OMP_NUM_THREADS, threads waited for one another at every op."""
+    assert [threads_for(n, 8) for n in (10**6, 10**8, 10**10)] == [1, 3, 8]
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    flags = ["--load", str(checkpoint), "--prompt", "5", "--device", "cpu", "--max-new-tokens", "1"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    main(flags)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    main(flags)
+    assert set_to == [1], "what a person set is kept"

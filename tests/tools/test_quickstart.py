@@ -196,3 +196,16 @@ def test_a_pipeline_trains_and_samples(tmp_path):
     assert "pipeline rank 1: " in said and "tokens/s, TP 1 x PP 2 on 2 ranks" in said
     assert (folder / "loss.png").stat().st_size > 10_000
     assert "step_00000020: 200 tokens" in said, "the sample from the pipeline's checkpoint"
+
+
+def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
+    from training.plan.learning_rate import learning_rate
+
+    (tmp_path / "log.jsonl").write_text('{"iteration": 1000, "lr": 0.0002}\n')
+    said = quickstart.goes_on(tmp_path, 1000, 2000)
+    flags = {**quickstart.MODEL, "train-iters": 2000, "lr-warmup-iters": 40}
+    words = quickstart.command_line(flags, quickstart.SWITCHES)
+    config = parse([*words, "--mock-data", "--vocab-size", "2048"], 1)
+    rate = learning_rate(config, 1000 * quickstart.MODEL["global-batch-size"])
+    assert f"going on with {tmp_path}/checkpoints after iteration 1000" in said
+    assert f"at a learning rate of {rate:.2g}, after 0.0002: the cosine now ends at 2000" in said

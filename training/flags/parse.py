@@ -8,7 +8,7 @@ rules between flags. Parsing happens before the first collective and writes no f
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from training.flags import (
     table,
     zero_rules,
 )
+from training.flags.help import USAGE, epilog, help_of, metavar
 from training.flags.table import Flag
 from training.float8_config import Float8Config
 from training.gpu_config import GpuConfig
@@ -100,12 +101,17 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
     """Build argparse from the table: live flags under headings, checked ones hidden from --help."""
     parser = _Parser(
         prog="pretrain_llama.py",
+        usage=USAGE,
         description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
-        epilog=_epilog(),
+        epilog=epilog(),
         allow_abbrev=False,
     )
     groups = {
         section: parser.add_argument_group(heading) for section, heading in table.headings().items()
+    }
+    helps = {
+        flag.name: help_of(flag, getattr(_SECTIONS[flag.group], flag.dest, None))
+        for flag in table.live()
     }
     for flag in table.known_flags().values():
         if flag.kind == table.REFUSED_KIND:
@@ -115,35 +121,12 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         if flag.nargs == 0:
             options["action"] = "store_true"
         else:
-            options |= {"nargs": flag.nargs, "metavar": flag.dest.rsplit("_", 1)[-1].upper()}
+            options |= {"nargs": flag.nargs, "metavar": metavar(flag)}
             options |= {"const": flag.bare} if flag.bare else {}
-        target.add_argument(flag.name, help=_help(flag), **options)
+        target.add_argument(flag.name, help=helps.get(flag.name, argparse.SUPPRESS), **options)
     if extra is not None:
         extra(parser)
     return parser
-
-
-def _epilog() -> str:
-    kinds = [flag.kind for flag in table.known_flags().values()]
-    return (
-        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
-        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        "training/flags/megatron.py lists them all."
-    )
-
-
-def _help(flag: Flag) -> str:
-    """Return the help text: what the flag does, its unit, and its default or off-value."""
-    if flag.kind != table.LIVE_KIND:
-        return argparse.SUPPRESS
-    default = {f.name: f.default for f in fields(_SECTIONS[flag.group])}.get(flag.dest)
-    named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
-    tail = "" if named else f"; default: {_show(default)}"
-    return f"{flag.text} [{flag.unit}{tail}]".replace("%", "%%")
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _read(
