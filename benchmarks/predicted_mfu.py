@@ -74,7 +74,9 @@ def gains(flags: Sequence[str], report: Report = report) -> Iterator[str]:
             made = report(ROOT, [*given, f"--tp-comm-overlap={method}"], True, 8)["time"]
             times.append((made["step_seconds"], made["exposed_seconds"].get("tp", 0.0)))
         (before, idle), (after, less) = times
-        theirs = f"{measured[1] / measured[0] - 1:+.1%}" if measured else "not published"
+        theirs = "not published"
+        if measured:
+            theirs = f"{measured[1] / measured[0] - 1:+.1%} ({measured[0]} to {measured[1]})"
         yield (
             f"| {name} | {1e3 * before:.1f} | {1e3 * idle:.1f} | {1e3 * after:.1f} | "
             f"{1e3 * less:.1f} | {before / after - 1:+.1%} | {theirs} |"

@@ -59,6 +59,20 @@ EXAMPLES = [
         },
     ),
     (
+        "llama3_8b_128k.sh",
+        8,
+        {
+            "TP 1 x CP 8 x DP 1 x PP 1 = 8 ranks; sequence parallelism off": "CP 8 on",
+            "8,030,261,248 in all": "8.03e9 parameters",
+            "1.481e+11 FLOPs a token": "1.48e11 FLOPs a token",
+            "4,194,304,000 tokens in all": "1,000 steps = 4.2e9 tokens",
+            "2.2 days": "2.2 days",
+            "activations         34.4 GB": "34 GB activations",
+            "57.49 GB": "57 GB",
+            "2,688 of  201.3 MB": "sends 294 MB",
+        },
+    ),
+    (
         "llama3_70b_16_nodes.slurm",
         128,
         {

@@ -228,6 +228,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     parser.add_argument("--fp8-recipe", choices=[*BLOCKS], help="float8, in bf16 beside it")
+    parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     a = parser.parse_args(argv)
     for flag in ("tp", "cp", "dp", "pp", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
@@ -245,6 +246,8 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:
         more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
+    if a.fp8_param_gather:
+        more.append("--fp8-param-gather")
     return tiny(
         a.tp,
         a.dp,

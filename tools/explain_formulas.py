@@ -182,8 +182,9 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     level = p.zero if ranks > 1 else 0
     flats = rank_memory.flats(config, model_provider, pp_rank)
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
+    whole = [flat.length for flat in flats if flat.whole]
     tied = buffers.both_ends(config, model_provider, pp_rank)
-    shared = [(flat.length, {name for name, *_ in flat.params}) for flat in flats if not flat.axes]
+    shared = [(flat.length, {name for name, *_ in flat.params}) for flat in flats if flat.by_use]
     layers = [n for n, names in shared if any(map(block_of, names))]
     again = [n for n, names in shared if names & {*tied}]
     others = [n for n, names in shared if not any(map(block_of, names)) and not names & {*tied}]
@@ -192,7 +193,7 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     full, rest = divmod(len(layers), group or 1)
     groups = [group or 1] * full + [rest] * (rest > 0)
     several = [n for n in groups if n > 1]
-    blocks = len(flats) - len(apart)
+    blocks = len(flats) - len(apart) - len(whole)
     return {
         "Z": level,
         "S": ranks,
@@ -202,6 +203,11 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
         "B": len(flats),
         "G": sum(flat.length for flat in flats),
         "x": len(apart),
+        "f": len(whole),
+        "l": sum(whole),
+        "z": int(any(flat.scales for flat in flats)),
+        "v": sum(flat.length for flat in flats if flat.scales),
+        "o": sum(flat.scales for flat in flats),
         "K": sum(apart.values()),
         "N": -(-apart.get("tp", 0) // t) * t,
         "T": apart.get("embd", 0),

@@ -2,41 +2,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a run: which flags, whether it fits, how long a step takes; and predict published runs.
 
-    python tools/plan.py MODEL CLUSTER [--tokens-per-batch N] [--seq-length N] [--top N]
-    python tools/plan.py MODEL CLUSTER --why "FLAGS of pretrain_llama.py"
-    python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=8192
+    python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
+    python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
+    python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=16384,float8=1
     python tools/plan.py --predict RUNS.csv --out FILE
 
-MODEL is a size such as 8B, or the config.json of Hugging Face. CLUSTER is a file like those of
-tools/planner/clusters, or one of their names. docs/planning.md explains the table and how far to
+MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
+(with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
+theirs. docs/planning.md explains the table and how far to
 trust it. The exit code is 2 where an argument or a file is wrong.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.command_line import Parser, told  # noqa: E402
-from tools.planner.constants import ProfileError  # noqa: E402
-from tools.planner.predict import predict, write  # noqa: E402
-from tools.planner.published import RowError, read_table  # noqa: E402
-from tools.rehearsal.device_file import DeviceFileError  # noqa: E402
+from tools.command_line import Parser, told, whole
+from tools.planner import picture, search, table
+from tools.planner.cluster import Cluster, read_cluster
+from tools.planner.model import REST, dry_run_bytes, read_model
+from tools.planner.predict import predict, write
+from tools.planner.published import read_table
+from tools.planner.search import Layout, PlanError, Plans
+from training.flags.parse import parse
+
+TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
+ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24, "float8": 1}
+MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
 def predict_file(runs: Path, out: Path) -> str:
     """Write a table of runs with predictions beside them; return what was done in a line."""
-    table = read_table(runs)
-    told = predict(table.rows)
-    write(out, table, told)
-    return f"{len(table.rows)} rows of {runs} predicted, {int(told.fits.sum())} fit: {out}"
+    table_of_runs = read_table(runs)
+    predicted = predict(table_of_runs.rows)
+    write(out, table_of_runs, predicted)
+    return f"{len(table_of_runs.rows)} rows predicted, {int(predicted.fits.sum())} fit: {out}"
+
+
+def plans_of(model: str, cluster: Cluster, asked: dict[str, int]) -> Plans:
+    """Return every layout. asked: by ASKED's names; what is left out has a default."""
+    sequence = asked.get("seq-length", SEQUENCE)
+    batch = asked.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence))
+    found = read_model(model, sequence)
+    nodes = asked.get("nodes", cluster.nodes)
+    return search.plan(found, cluster.of(nodes), batch, bool(asked.get("float8", 0)))
+
+
+def own_plan(plans: Plans, flags: str) -> Plans:
+    """Return the plan of the layout that flags name. Raises PlanError, UsageError."""
+    argv = [*plans.model.flags, *REST.split(), *shlex.split(flags)]
+    config = parse(argv, plans.cluster.gpus)
+    p, b = config.parallel, config.batch
+    known = ("interleaved" if p.virtual_stages > 1 else "1f1b", None)
+    if p.pipeline_model_parallel_size > 1 and p.schedule not in known:
+        raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}: 1f1b, interleaved")
+    if p.zero > 1:
+        raise PlanError(f"--why does not know ZeRO stage {p.zero}: 0 and 1")
+    each = Layout(
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_stages,
+        p.data_parallel_size, b.micro_batch_size,
+        b.global_batch_size // (b.micro_batch_size * p.data_parallel_size), p.zero,
+        "full" if p.recompute_granularity == "full" else "none",
+    )  # fmt: skip
+    return search.told(plans.model, plans.cluster, [each])
+
+
+def read_asked(text: str) -> dict[str, int]:
+    """Return what --what-if asks: name=value, name=value. Raises PlanError."""
+    asked = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in ASKED or not value.isdigit() or not 1 <= int(value) <= ASKED[name]:
+            known = ", ".join(f"{key} up to {most:,}" for key, most in ASKED.items())
+            raise PlanError(f"--what-if {part.strip()!r} is not name=value of {known}")
+        asked[name] = int(value)
+    return asked
 
 
 def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a size, a config.json, or flags in quotes")
+    parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
+    parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
+    parser.add_argument("--seq-length", type=whole(1, 1 << 24), default=SEQUENCE, help="tokens")
+    parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
+    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed")
+    parser.add_argument("--check", type=whole(0, 100), default=0, help="of these, by --dry-run too")
+    parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
+    parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")
+    parser.add_argument("--what-if", metavar="NAME=VALUE,...", help="the best plan of another case")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
+    )
     parser.add_argument(
         "--predict", type=Path, metavar="RUNS.csv", help="published runs to predict"
     )
@@ -44,15 +106,42 @@ def build_parser() -> Parser:
     return parser
 
 
+def answer(args: argparse.Namespace) -> list[str]:
+    """Return the lines that answer the command line."""
+    if args.predict is not None:
+        if args.out is None:
+            raise PlanError("--predict needs --out FILE")
+        return [predict_file(args.predict, args.out)]
+    if args.model is None or args.cluster is None:
+        raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
+    cluster = read_cluster(args.cluster)
+    asked = {"seq-length": args.seq_length}
+    if args.nodes:
+        cluster = cluster.of(args.nodes)
+    if args.global_batch_size:
+        asked["global-batch-size"] = args.global_batch_size
+    plans = plans_of(args.model, cluster, asked)
+    if args.svg is not None:
+        args.svg.write_text(picture.svg(plans), encoding="utf-8")
+    if args.why is not None:
+        return table.why(plans, own_plan(plans, args.why))
+    if args.what_if is not None:
+        other = plans_of(args.model, cluster, {**asked, **read_asked(args.what_if)})
+        return table.what_if(plans, other, args.what_if)
+    lines = table.ranking(plans, args.top, args.tokens)
+    for n in plans.order()[: args.check]:
+        flags = table.command(plans, int(n))
+        told_bytes = dry_run_bytes(flags, cluster.gpus)
+        lines.append(f"{told_bytes / 1e9:.2f} GB by --dry-run: {plans.layouts[n].flags()}")
+    return lines
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
-        if args.predict is None or args.out is None:
-            parser.error("--predict RUNS.csv and --out FILE are needed")
-        print(predict_file(args.predict, args.out))
-    except (RowError, ProfileError, DeviceFileError, OSError) as error:
+        print("\n".join(answer(args)))
+    except MISTAKES as error:
         print(told("plan.py", error), file=sys.stderr)
         return 2
     return 0

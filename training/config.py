@@ -202,7 +202,8 @@ class DataConfig:
     split: str | None = None  # "969,30,1": train, validation, test shares of data_path
     data_cache_path: str | None = None
     mock_data: bool = False
-    num_workers: int = 2
+    num_workers: int | None = None  # as many as the reads are measured to need
+    data_timeout: float = 300.0  # seconds; 0: none
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -253,6 +254,7 @@ class RunConfig:
 # The settings that define a run's numbers. Layout, output paths and logging do not.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = {"batch.micro_batch_size", "data.num_workers", "data.data_cache_path"}
+_NOT_MATHEMATICS |= {"data.data_timeout"}
 _NOT_MATHEMATICS |= {"model.model_file"}  # a path
 # Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir"}

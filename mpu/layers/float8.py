@@ -181,6 +181,6 @@ def use_float8(
         recipe.check(name, layer)
         layer.recipe = recipe
         if gather:
-            (o, i), shared = layer.weight.shape, recipe.shared(layer.cuts["w"])
-            shared = shared and layer.ctx.tp.size > 1
+            (o, i), several = layer.weight.shape, layer.ctx.tp.size > 1
+            shared = several and recipe.shared(layer.cuts["w"])
             layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

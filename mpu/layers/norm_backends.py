@@ -116,7 +116,8 @@ class _Apex(_Package):
         return y, r
 
     def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dw = self.kernels.rms_backward_affine(dy, r, x, tuple(w.shape), w, self.eps, False)
+        given = (dy, r, x, tuple(w.shape), w, self.eps)  # its arguments have no names
+        dx, dw = self.kernels.rms_backward_affine(*given, False)
         return dx, dw
 
 
@@ -128,8 +129,9 @@ class _TransformerEngine(_Package):
 
     def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y, _, r = self.kernels.rmsnorm_fwd(
-            x, w, self.eps, None, None, self.dtypes[x.dtype], 0, False
-        )
+            input=x, weight=w, eps=self.eps, ln_out=None, quantizer=None,
+            otype=self.dtypes[x.dtype], sm_margin=0, zero_centered_gamma=False,
+        )  # fmt: skip
         return y, r
 
     def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

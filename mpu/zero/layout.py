@@ -96,6 +96,15 @@ class BucketLayout(NamedTuple):
     scales: int = 0
     whole: bool = False
 
+    def wire(self, size: int) -> int:
+        """Return the bytes of its weights on the wire; size: of an element that is not float8."""
+        return self.length * (1 if self.scales else size)
+
+    @property
+    def by_use(self) -> bool:
+        """Return whether its weights are gathered for each use at stage 3."""
+        return not self.axes and not self.whole
+
 
 def automatic_size(largest: int) -> int:
     """Return a bucket's size: an eighth of the `largest` rank's elements, within bounds."""
@@ -115,11 +124,13 @@ def make_buckets(
     """Put parameters, given in definition order, into buckets, in the order of their sums.
 
     size: elements a bucket, about. ranks: the data-parallel ranks, over all of which a bucket is
-    padded to whole blocks. At stage 0 nothing is gathered, so nothing travels in float8.
+    padded to whole blocks. At stage 0, and where gradients are summed over another axis, weights
+    do not travel in float8.
     """
     by_block = zero_stage == 3
-    if not zero_stage:
-        entries = [entry._replace(rows=0, scales=0) for entry in entries]
+    plain = [entry._replace(rows=0, scales=0) for entry in entries]
+    pairs = zip(entries, plain, strict=True)
+    entries = [low if low.axes or not zero_stage else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
     apart: dict[tuple[str, ...], list[ParamEntry]] = {}
     latest: dict[str, list[ParamEntry]] = {}  # the group that a kind of parameters adds to

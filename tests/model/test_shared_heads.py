@@ -56,7 +56,9 @@ def test_a_sample_of_the_matrix(world, twins, size):
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_whole_matrix(world, twins, size):
-    compare(world, twins, size, cases(size))
+    some = cases(size)
+    for first in range(0, len(some), 8):  # a world answers within its time-out
+        compare(world, twins, size, some[first : first + 8])
 
 
 def others(tp: int, groups: int) -> list[dict]:
@@ -75,7 +77,8 @@ def test_masks_paths_and_norms_of_heads(world, twins):
 
 @pytest.mark.prove
 def test_masks_paths_and_norms_of_heads_on_four_ranks(world, twins):
-    compare(world, twins, 4, others(4, 1) + others(4, 2))
+    for case in others(4, 1) + others(4, 2):
+        compare(world, twins, 4, [case])
     pipeline = dict(dp=1, pp=2, sp=True, recompute=None, m=3, schedule="zb-h1")
     for case in others(2, 1):
         compare(world, twins, 4, [case | pipeline])

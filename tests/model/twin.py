@@ -78,6 +78,7 @@ def config_of(case: dict) -> Config:
             recompute_method="uniform" if case["recompute"] == "full" else None,
             recompute_num_layers=2 if case["recompute"] == "full" else None,
             overlap_grad_reduce=case.get("overlap", True),
+            optimizer_backend=case.get("backend", "torch"),
             tp_comm_overlap=case.get("path", "none"),
             zero_stage=case.get("zero", 0),
             overlap_param_gather=case.get("gather", False),
@@ -317,17 +318,20 @@ class Twin:
         return losses, norms
 
 
-def check(results: list[dict], twin: Twin, loss: float, norm: float) -> None:
-    """Compare what every rank reports with the twin; each gradient within 1e-12 of its norm."""
+def check(results: list[dict], twin: Twin, loss: float, norm: float, within: float = 1e-12) -> None:
+    """Compare what every rank reports with the twin; each gradient `within` that part of its norm.
+
+    loss, norm: those of the first step; the gradients are the last step's.
+    """
     covered: dict[str, int] = {}
     for result in results:
-        assert result["losses"][0] == pytest.approx(loss, rel=1e-12)
-        assert result["norms"][0] == pytest.approx(norm, rel=1e-12)
+        assert result["losses"][0] == pytest.approx(loss, rel=within)
+        assert result["norms"][0] == pytest.approx(norm, rel=within)
         for name, dim, start, local in result["grads"]:
             full = twin.w[name].grad
             want = full.narrow(dim, start, local.shape[dim])
             error = (torch.from_numpy(local) - want).norm() / full.norm()
-            assert error < 1e-12, f"{name} rows {start}: {error:.1e}"
+            assert error < within, f"{name} rows {start}: {error:.1e}"
             covered[name] = covered.get(name, 0) + local.size
     assert covered.keys() == twin.w.keys()
     assert all(covered[n] >= w.numel() for n, w in twin.w.items())

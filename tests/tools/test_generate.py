@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tools.checkpoint import main as convert
-from tools.generate import generate, main, pick
+from tools.generate import generate, load_model, main, pick
 from training.checkpoint import find_latest, load, parameter_pieces, save
 from training.data.tokenizer import NullTokenizer
 
@@ -40,10 +41,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return write(tmp_path / "run", NUMBERS)
 
 
-def write(root: Path, state: dict[str, Any]) -> Path:
-    model = Llama(CONFIG, LayerContext()).initialize(1)
+def write(root: Path, state: dict[str, Any], config: LlamaConfig = CONFIG) -> Path:
+    model = Llama(config, LayerContext()).initialize(1)
     pieces = parameter_pieces(unique_parameters(model), hf_names(model), Grid())
-    save(root, step=1, pieces=pieces, state={"hf_config": hf_config(CONFIG), **state}, grid=Grid())
+    save(root, step=1, pieces=pieces, state={"hf_config": hf_config(config), **state}, grid=Grid())
     return root
 
 
@@ -121,6 +122,19 @@ def test_pick_follows_its_definition() -> None:
     assert (shares(1.0, top_p=float(p[1]) + 0.01) - two).abs().max() < 0.015  # the one that crosses
     assert shares(1.0, top_p=float(p[1]) - 0.01).tolist() == [0, 1, 0, 0]
     assert shares(1.0, top_p=1e-9).tolist() == [0, 1, 0, 0]
+
+
+def row_of_one_head(comm: Any, root: str) -> list[list[int]]:
+    model, _ = load_model(root, comm.grid(comm.size), torch.device("cpu"), None)
+    assert model.ctx.grid.tp_kv.size == comm.size
+    return generate(model, PROMPT, max_new_tokens=30, temperature=0)
+
+
+def test_ranks_that_share_a_key_value_head_say_the_same(world: Any, tmp_path: Path) -> None:
+    root = write(tmp_path / "run", NUMBERS, replace(CONFIG, num_query_groups=1))
+    (alone,) = world(1).run(row_of_one_head, str(root))
+    assert len(set(alone[0])) > 5
+    assert world(2).run(row_of_one_head, str(root)) == [alone, alone]
 
 
 def test_a_sample_ends_where_its_document_does() -> None:

@@ -171,7 +171,7 @@ def memory_of(model: Model, found: list[Layout], runs: Runs) -> Array:
             b = each.micro_batch
             held = waiting(each, rank) * layers / each.virtual
             kept = b * (held * unit.layer + unit.again + (unit.logits if last else 0))
-            told[n] = max(told[n], state + kept + b * unit.working)
+            told[n] = max(told[n], state + kept + unit.working + (b - 1) * unit.working_more)
     return told
 
 

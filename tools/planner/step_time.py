@@ -24,7 +24,7 @@ class Times:
     slot: F and B of a micro-batch on the slowest stage. compute, exposed, host: that stage's, and
     slot is about the larger of (compute + exposed) and host. bubble: the pipeline's ends. sums: the
     gradients' and the parameters' exposed transfers. update: the optimizer's. stall: of a cluster
-    that stalls. step: the whole.
+    that stalls. step: the whole. stages: [runs, stages], F and B of each. message: between stages.
     """
 
     slot: Array
@@ -36,6 +36,8 @@ class Times:
     update: Array
     stall: Array
     step: Array
+    stages: Array
+    message: Array
 
 
 def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
@@ -265,10 +267,13 @@ def times(c: Constants, r: Runs) -> Times:
     step = (body + ends) * jitter + sums + optimizer + stall
     place = gpu.argmax(1)
     at = np.arange(len(r)), place
+    chunks = slowest / both[at]  # of the rank, in units of its slowest stage
     share = compute * r.cut[at] + is_head[at] * head_compute
     return Times(
-        slot=slot, compute=share, exposed=gpu[at] - share, host=host.max(1), bubble=ends,
+        slot=slot, compute=share * chunks, exposed=(gpu[at] - share) * chunks,
+        host=host.max(1), bubble=ends,
         sums=sums, update=optimizer, stall=stall, step=step,
+        stages=both, message=message,
     )  # fmt: skip
 
 

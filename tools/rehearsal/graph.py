@@ -155,12 +155,11 @@ def told(recorder: Recorder, events: Sequence[Event]) -> list[tuple[tuple[Any, .
         elif isinstance(e, Free) and e.storage in own:
             pass  # autograd's thread lets the last one go when its next backward begins
         elif isinstance(e, Launch):
-            what: tuple[Any, ...] = (e.op, e.shapes, e.dtypes)
-            said = (*what, e.stream, names(e.read), names(e.written), e.spans)
-            found.append((said, e.where.place))
+            uses = (e.stream, names(e.read), names(e.written), e.spans)
+            found.append(((e.op, e.shapes, e.dtypes, *uses), e.where.place))
         elif isinstance(e, Transfer):
-            said = (e.verb, e.axis, e.bytes, e.stream, names(e.read), names(e.written), e.spans)
-            found.append((said, e.where.place))
+            uses = (e.stream, names(e.read), names(e.written), e.spans)
+            found.append(((e.verb, e.axis, e.bytes, *uses), e.where.place))
         elif isinstance(e, (Record, Wait)):
             found.append(((type(e).__name__, f"of stream {e.stream}", ""), e.place))
     return found

@@ -73,6 +73,10 @@ class Blend:
         dataset, inner = self._locate_one(i)
         return self.datasets[dataset].describe(inner)
 
+    def under_way(self) -> str:
+        """Return where a read goes on, or ""."""
+        return next(filter(None, (dataset.under_way() for dataset in self.datasets)), "")
+
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, for int64 [n] sample numbers, the dataset of each and the number within it."""
         datasets = np.empty(len(samples), np.int64)

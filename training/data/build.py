@@ -74,6 +74,8 @@ def build_loaders(
             rules=rules,
             workers=data.num_workers,
             context=context,
+            timeout=data.data_timeout,
+            report=report,
         )
 
     train = load(datasets["train"])

@@ -40,3 +40,6 @@ class Dataset(Protocol):
 
     def describe(self, i: int) -> str:
         """Return where sample i comes from, as text for an error message."""
+
+    def under_way(self) -> str:
+        """Return where the longest of the reads that now go on reads, or "" where none does."""

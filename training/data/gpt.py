@@ -113,6 +113,10 @@ class GPTDataset:
         _, document, offset = self.origin(i)
         return f"{self.name}: document {document}, from token {offset} on"
 
+    def under_way(self) -> str:
+        """Return the file and the byte of the longest read that now goes on, or ""."""
+        return self._data.under_way()
+
     def _start(self, i: int) -> tuple[int, int, int]:
         """Return (epoch, place in its documents, offset) of the first token of sample i."""
         epoch = i * self.seq_length // self.tokens

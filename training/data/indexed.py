@@ -116,6 +116,10 @@ class IndexedTokens:
         """Raise DataError where the tokens were written to, or cut, since they were opened."""
         self._bin.check()
 
+    def under_way(self) -> str:
+        """Return the file and the byte of the longest read that now goes on, or ""."""
+        return self._bin.under_way()
+
     @cached_property
     def digest(self) -> str:
         """Return an XXH3-128 of every length and every token: the file's identity.

@@ -3,19 +3,21 @@
 
 A step consumes the next `global_batch_size` samples of the order 0, 1, 2, ... Micro-batch k of rank
 r of D holds the b samples from consumed + (k D + r) b on; its context-parallel ranks hold a part of
-each (training/data/context_part.py). So a run sees the same global batches
-whatever D, b and the number of workers, and resumes from the number of consumed samples alone.
+each (training/data/context_part.py). So a run sees the same global batches whatever D, b and the
+number of workers, and resumes from the number of consumed samples alone.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.dataset import DataError, Dataset
+from training.data.workers import FIRST, Workers, wanted_workers
 
 AHEAD = 4  # micro-batches prepared ahead, for each worker
 
@@ -24,8 +26,10 @@ class Loader:
     """Return this rank's micro-batches of each global batch.
 
     `workers` threads read ahead (file reads and copies release Python's lock); with 0, batches are
-    made when asked for. An error in a worker is raised by the call that needs its batch. context:
-    this rank among its context-parallel ranks, and their number.
+    made when asked for, and with None as many are started as the reads are measured to need, which
+    `report` tells. An error in a worker is raised by the call that needs its batch, a batch that is
+    not there after `timeout` seconds (0: never) by DataError. context: this rank among its
+    context-parallel ranks, and their number.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class Loader:
         *,
         vocab_size: int,
         rules: DocumentRules,
-        workers: int = 0,
+        workers: int | None = 0,
         context: tuple[int, int] = (0, 1),
+        timeout: float = 0.0,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
@@ -48,8 +54,12 @@ class Loader:
         self._vocab_size = vocab_size
         self._rules = rules
         self._context = context
-        self._workers = workers
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers = FIRST if workers is None else workers
+        self._measured = workers is None
+        self._timeout = timeout
+        self._report = report
+        self._returned = 0.0  # when the last batch was handed out
+        self._pool: Workers[Batch] | None = None
         self._ahead: deque[Future[Batch]] = deque()
         self._next = 0  # global sample at which the batch at the head of the queue begins
 
@@ -64,19 +74,47 @@ class Loader:
                 f"times data-parallel ranks, {self._rows} x {self._stride // self._rows}"
             )
         starts = range(consumed, consumed + global_batch_size, self._stride)
-        if self._workers == 0:
+        if self._workers == 0 and not self._timeout:
             return [self._make(start) for start in starts]
         if consumed != self._next:
             self.close()
             self._next = consumed
+        elif self._measured and self._returned:
+            self._measure(len(starts), time.perf_counter() - self._returned)
         self._read_ahead(len(starts) + AHEAD * self._workers)
         try:
-            batches = [self._ahead.popleft().result() for _ in starts]
+            batches = [self._wait(self._ahead.popleft()) for _ in starts]
         except BaseException:
             self.close()
             raise
         self._next += global_batch_size
+        self._returned = time.perf_counter()
         return batches
+
+    def _wait(self, ahead: Future[Batch]) -> Batch:
+        """Return a batch. Raises DataError, with the file and the byte, where it does not come."""
+        try:
+            return ahead.result(self._timeout or None)
+        except TimeoutError:
+            at = self.dataset.under_way() or f"samples from {self._next} on"
+            raise DataError(
+                f"{at}: not read within {self._timeout:g} seconds (--data-timeout); the file "
+                "system may hang"
+            ) from None
+
+    def _measure(self, reads: int, step_seconds: float) -> None:
+        """Start more threads where `reads` micro-batches take longer than a step."""
+        assert self._pool is not None
+        seconds, before = self._pool.seconds, self._workers
+        wanted = wanted_workers(seconds, reads, step_seconds) if seconds else before
+        if wanted > before:
+            self._workers = wanted
+            self._pool.grow(wanted)
+            self._report(
+                f"data: {wanted} threads read ahead, not {before}: a micro-batch takes "
+                f"{seconds * 1e3:.1f} ms to read, and a step of {reads} takes "
+                f"{step_seconds * 1e3:.1f} ms"
+            )
 
     def global_batches(self, count: int, global_batch_size: int) -> Iterator[list[Batch]]:
         """Yield the first `count` global batches, the same in every evaluation."""
@@ -85,18 +123,20 @@ class Loader:
 
     def close(self) -> None:
         """Stop reading ahead; the loader may be used again."""
+        for ahead in self._ahead:
+            ahead.cancel()
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = None
+            self._pool.close()
+        self._pool, self._returned = None, 0.0
         self._ahead.clear()
         self._next = -1
 
     def _read_ahead(self, depth: int) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="weft-loader")
+            self._pool = Workers(self._make, max(1, self._workers))
         while len(self._ahead) < depth:
             start = self._next + len(self._ahead) * self._stride
-            self._ahead.append(self._pool.submit(self._make, start))
+            self._ahead.append(self._pool.submit(start))
 
     def _make(self, start: int) -> Batch:
         """Return this rank's rows of the D micro-batches that start at sample `start`.

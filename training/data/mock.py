@@ -60,3 +60,7 @@ class MockDataset:
     def describe(self, i: int) -> str:
         """Return where sample i comes from, as text for an error message."""
         return f"mock data, sample {i}"
+
+    def under_way(self) -> str:
+        """Return "": nothing is read."""
+        return ""

@@ -5,6 +5,8 @@ A memory map would end the process by SIGBUS, without a word, where the file was
 """
 
 import os
+import time
+from threading import get_ident
 
 import numpy as np
 
@@ -26,18 +28,30 @@ class WatchedFile:
         self.size, self._mtime = found.st_size, found.st_mtime_ns
         self.stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         self.owner = found.st_uid
+        self._reads: dict[int, tuple[float, int]] = {}  # {thread: (since, byte)}
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from byte `offset` on. Raises DataError, naming both, for fewer."""
+        thread = get_ident()
+        self._reads[thread] = (time.monotonic(), offset)
         try:
             data = os.pread(self._fd, size, offset)
         except OSError as error:
             raise DataError(f"{self.path}: byte {offset}: {error.strerror}") from error
+        finally:
+            del self._reads[thread]
         if len(data) == size:
             return data
         whole = np.empty(size, np.uint8)  # a system may give less than was asked for
         self.fill(whole, offset)
         return whole.tobytes()
+
+    def under_way(self) -> str:
+        """Return "file, byte o, for s seconds" of the longest read that now goes on, or ""."""
+        since, offset = min(tuple(self._reads.values()), default=(0.0, -1))
+        if offset < 0:
+            return ""
+        return f"{self.path}, byte {offset}: a read goes on for {time.monotonic() - since:.1f} s"
 
     def fill(self, array: np.ndarray, offset: int) -> None:
         """Fill an array with the bytes from `offset` on. Raises DataError where there are fewer."""

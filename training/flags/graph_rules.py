@@ -30,6 +30,9 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
     if size > 1 or p.virtual_stages > 1:
         why = "the host decides when messages leave, so a graph holds no pipeline"
         yield f"--pipeline-model-parallel-size {size}", why
+    if (cp := p.context_parallel_size) > 1:
+        why = "attention copies the order of the ranks' tokens from the host"
+        yield f"--context-parallel-size {cp}", why
     if g.cpu_offload_activations:
         yield "--cpu-offload-activations", "its host memory differs between micro-batches"
     if p.zero == 3:

@@ -13,7 +13,7 @@ substitute, flags), one of DIFFERENCES, which --dry-run prints, (flag, Megatron-
 
 CHECKED = """
 --swiglu | switch | any | a Llama's feed-forward is SwiGLU
---normalization | text | RMSNorm | a Llama's norm is RMSNorm
+--normalization | text | RMSNorm,rmsnorm | a Llama's norm is RMSNorm; Megatron-DeepSpeed writes rmsnorm
 --disable-bias-linear | switch | any | a Llama's linear layers have no bias
 --position-embedding-type | text | rope | a Llama's positions are rotary
 --use-rotary-position-embeddings | switch | any | a Llama's positions are rotary

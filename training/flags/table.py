@@ -120,7 +120,8 @@ LIVE = """
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
 --mock-data | switch | off: left out | train on made-up tokens and read no data file
---num-workers | int[0,256] | threads; off: 0, read when needed | threads of each rank that read data ahead
+--num-workers | int[0,256] | threads; off: 0, read when needed; default: by measurement, at most 32 | threads of each rank that read data ahead
+--data-timeout | float>=0 | seconds; off: 0 | stop a run whose data is not read by then, with file and byte (ours, not Megatron's)
 --reset-position-ids | switch | off: left out | count positions from 0 after each document
 --reset-attention-mask | switch | off: left out | let no token attend to another document
 --eod-mask-loss | switch | off: left out | leave end-of-document tokens out of the loss

@@ -60,11 +60,11 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
         Held(
             int(kept.peak_for_b[rank]),
             int(kept.peak_for_w[rank]),
-            int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
-            int(apart.peak[rank]),
-            max(stage.working for stage in own[rank]),
-            max(stage.under_way for stage in own[rank]),
-            int(away.peak[rank]),
+            activations=int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
+            logits=int(apart.peak[rank]),
+            working=max(stage.working for stage in own[rank]),
+            under_way=max(stage.under_way for stage in own[rank]),
+            in_host=int(away.peak[rank]),
         )
         for rank in ranks
     ]

@@ -33,7 +33,7 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
     lookups = sum(named[name].entry.numel for name in both_ends(config, provider, pp_rank))
     return {
         "whole gradients": _whole_gradients(config, provider, flats, pp_rank) * size,
-        "gathered weights": _gathered(config, provider, flats) * config.run.dtype.itemsize,
+        "gathered weights": _gathered(config, provider, flats),
         "tied look-ups": lookups * size,
     }
 
@@ -78,8 +78,9 @@ def _whole_gradients(
 
 
 def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> int:
-    """Return the elements of gathered weights at the fullest moment of a step."""
-    sharded = [flat.length for flat in flats if not flat.axes]
+    """Return the bytes of gathered weights at the fullest moment of a step."""
+    size = config.run.dtype.itemsize
+    sharded = [flat.rows or flat.length * size for flat in flats if flat.by_use]
     if level(config) < 3:
         return 0
     if config.parallel.pipeline_model_parallel_size > 1:
@@ -95,7 +96,7 @@ def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> 
 
     Without a pipeline: forward, backward, and forward once more where layers are recomputed.
     """
-    shared = [flat for flat in flats if not flat.axes]
+    shared = [flat for flat in flats if flat.by_use]
     bucket_of = {name: i for i, flat in enumerate(shared) for name, _, _ in flat.params}
     used = activations.profile(config, provider).uses
     return [i for i, _ in groupby(bucket_of[name] for name in used if name in bucket_of)]
@@ -104,18 +105,25 @@ def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> 
 def gathers(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], micro_batches: int
 ) -> list[int]:
-    """Return the elements of every gather of weights in one step at ZeRO stage 3.
+    """Return the elements of every gather of weights in one step at ZeRO stage 3."""
+    return [flat.length for flat in gathered(config, provider, flats, micro_batches)]
+
+
+def gathered(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], micro_batches: int
+) -> list[BucketLayout]:
+    """Return the bucket of every gather of weights in one step at ZeRO stage 3.
 
     The step is not the first: the order of uses is known from the step before.
     """
-    lengths = [flat.length for flat in flats if not flat.axes]
+    shared = [flat for flat in flats if flat.by_use]
     if config.parallel.pipeline_model_parallel_size > 1:
-        return lengths
+        return shared
     order = [i for i, _ in groupby(uses(config, provider, flats) * micro_batches)]
-    gathered: set[int] = set()
-    out = []
+    whole: set[int] = set()
+    out: list[BucketLayout] = []
     for here, following in zip(order, [*order[1:], order[-1]], strict=True):
         wanted = {here, following} if config.parallel.overlap_param_gather else {here}
-        out += [lengths[i] for i in wanted - gathered]
-        gathered = wanted
+        out += [shared[i] for i in wanted - whole]
+        whole = wanted
     return out

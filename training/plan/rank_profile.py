@@ -135,10 +135,10 @@ class _Run:
         offload: Offload | None,
     ) -> None:
         self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
-        self.size, self.positions, self.documents = rank_batch(config)
         assert offload is None or isinstance(offload, MetaOffload)
         self.offload = offload
         self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
+        self.size, self.positions, self.documents = rank_batch(config)
         self.dtype = config.run.dtype
         self.defers_output = config.parallel.defer_embedding_wgrad_compute
         self.recomputes = config.parallel.recompute_granularity == "full"
@@ -233,11 +233,11 @@ class _Run:
             kept - logits,
             for_w - gradient,
             logits,
-            self.rerun[chunk].peak if self.recomputes else 0,
-            self.working[chunk] - moving,
-            offloaded,
-            moving,
-            tuple(each for at, each in self.trace.collectives if at == chunk),
+            again=self.rerun[chunk].peak if self.recomputes else 0,
+            working=self.working[chunk] - moving,
+            offloaded=offloaded,
+            under_way=moving,
+            collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
         )
 
 

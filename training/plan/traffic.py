@@ -107,9 +107,13 @@ def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic
         ]
     rows.append(Traffic("dp", "all-reduce", 1, elements // ranks * acc, copies))
     if p.zero < 3:
-        rows.append(Traffic("dp", "all-gather", 1, elements * weight, ranks))
+        wires = sum(flat.wire(weight) for flat in flats)
+        rows.append(Traffic("dp", "all-gather", 1, wires, ranks))
     else:
-        rows.append(Traffic("dp", "all-gather", 1, last * weight, ranks))
-        sizes = Counter(buffers.gathers(config, provider, flats, steps))
-        rows += [Traffic("dp", "all-gather", n, size * weight, ranks) for size, n in sizes.items()]
+        whole = sum(flat.length for flat in flats if not flat.by_use)
+        rows.append(Traffic("dp", "all-gather", 1, whole * weight, ranks))
+        used = buffers.gathered(config, provider, flats, steps)
+        sizes = Counter(flat.wire(weight) for flat in used)
+        rows += [Traffic("dp", "all-gather", n, size, ranks) for size, n in sizes.items()]
+    rows.append(Traffic("dp", "all-reduce", 1, sum(flat.scales for flat in flats), ranks))
     return [row for row in rows if row.size > 1 and row.bytes]

@@ -19,7 +19,7 @@ imitation of torch.cuda's class, which records and computes again.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +111,9 @@ class Graphs:
 
     def capture(self, run: Any, batch: Batch, tokens: int, during: str) -> _Captured:
         """Capture a micro-batch; Python runs it, so the sink counts it, and nothing computes."""
-        fresh = {name: getattr(batch, name) for name in INPUTS}
-        static = {name: None if x is None else x.clone() for name, x in fresh.items()}
-        held = replace(batch, token_count=0, **cast(dict[str, Any], static))
+        given = {name: getattr(batch, name) for name in INPUTS}
+        static: Any = {name: None if x is None else x.clone() for name, x in given.items()}
+        held = replace(batch, token_count=0, **static)
         graph, others = self.cuda.CUDAGraph(), list(self.captured.values())
         pool = others[0].graph.pool() if others else None  # one after the other: never at once
         before = set(run.sink.written)

@@ -130,12 +130,11 @@ def test_a_silent_link_is_told_by_both_its_ends(
 ) -> None:
     for user in (hang_judge, failure_monitor):  # the peer is on another host, out of sight
         monkeypatch.setattr(user, "silence", lambda place, otherwise: otherwise)
-    begin, three = time.monotonic(), linked(silence=1.0)
+    three = linked(silence=1.0)
     three.link.asked = "drop"
     for rank in range(3):
         said = three.first(rank)
         assert "no sign of life for 1 s: rank 0 and rank 2 do not hear each other" in said
-    assert time.monotonic() - begin < 10
 
 
 def test_a_death_behind_the_link_is_a_death_at_once(linked: Callable[..., Linked]) -> None:

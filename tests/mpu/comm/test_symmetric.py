@@ -78,7 +78,7 @@ def late(comm) -> None:
             buffer.wait_closed(1, "the turn before")
         with pytest.raises(CommunicationError, match="no sign of every rank .* in a barrier"):
             buffer.barrier()
-        assert 1.2 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 1.2  # four waits of 0.3 s
     barrier(comm.grid().dp_cp)  # through gloo: rank 1 lives, and says nothing in memory until then
     works(own(comm))
 

@@ -2,14 +2,20 @@
 """Any layout, worker count and resume point sees the same global batches."""
 
 import itertools
+import os
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from training.data.batch import DocumentRules
+from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.data.mock import MockDataset
+from training.data.watched import WatchedFile
+from training.data.workers import wanted_workers
 
 SIZES = [8, 8, 16, 8, 24]  # a batch size that changes over time
 
@@ -123,3 +129,76 @@ def test_a_token_outside_of_the_vocabulary_is_named():
 
     with pytest.raises(ValueError, match="token id -2 is outside"):
         loader(0, 1, dataset=Negative("train", 2, 1, 50, 49)).next_global_batch(0, 1)
+
+
+class Slow(MockDataset):
+    """A dataset that notes how many threads ask for samples at once, and may hang."""
+
+    def __init__(self):
+        super().__init__("train", 12, 3, 50, 49)
+        self.gate, self.hangs = threading.Event(), False
+
+    def sample(self, i):
+        if self.hangs:
+            self.gate.wait(20)
+        time.sleep(0.005)
+        return super().sample(i)
+
+    def under_way(self):
+        return "/a/b.bin, byte 4096" if self.hangs else ""
+
+
+@pytest.mark.parametrize("workers", [0, 2, None])
+def test_a_read_that_hangs_is_named_within_the_deadline(workers):
+    data, rules = Slow(), DocumentRules()
+    each = Loader(
+        data, 2, 0, 1, vocab_size=50, rules=rules, workers=workers, timeout=0.2 if workers else 0.1
+    )
+    each.next_global_batch(0, 4)
+    each.close()
+    data.hangs = True
+    with pytest.raises(
+        DataError, match=r"b.bin, byte 4096: not read within 0\.[12] seconds"
+    ):
+        each.next_global_batch(4, 4)
+    data.gate.set()
+
+
+def test_threads_are_added_until_reads_keep_up():
+    """A step of 4 reads of 5 ms each that takes 10 ms needs 2 threads, and some to spare."""
+    assert wanted_workers(0.005, 4, 0.010) == 3 and wanted_workers(0.005, 4, 1.0) == 2
+    assert wanted_workers(0.005, 64, 0.010) == wanted_workers(1, 1, 0) == 32
+    said, data = [], Slow()
+    each = Loader(
+        data, 1, 0, 1, vocab_size=50, rules=DocumentRules(), workers=None, report=said.append
+    )
+    alone = Loader(data, 1, 0, 1, vocab_size=50, rules=DocumentRules())
+    for step in range(4):
+        ours, theirs = (one.next_global_batch(16 * step, 16) for one in (each, alone))
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
+        each._returned = time.perf_counter() - 0.008  # as if the step had taken 8 ms
+    each.close()
+    assert (
+        each._workers >= 15 and said[0].startswith("data: ") and "not 2: a micro-batch" in said[0]
+    )
+
+
+def test_a_read_of_a_file_says_where_it_is(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(bytes(100))
+    file, gate, inside = WatchedFile(str(tmp_path / "a.bin")), threading.Event(), threading.Event()
+    pread = os.pread
+
+    def hang(*where):
+        inside.set()
+        gate.wait(20)
+        return pread(*where)
+
+    monkeypatch.setattr(os, "pread", hang)
+    assert file.under_way() == ""
+    reader = threading.Thread(target=file.read, args=(64, 8))
+    reader.start()
+    inside.wait(20)
+    assert file.under_way().startswith(f"{tmp_path}/a.bin, byte 64: a read goes on for 0.")
+    gate.set()
+    reader.join()
+    assert file.under_way() == ""

@@ -260,6 +260,13 @@ MISTAKES = [
         "--tensor-model-parallel-size 4 is not a multiple of --num-query-groups 3",
     ),
     (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 1 "
+        "--kv-channels 6",
+        4,
+        "--kv-channels 6 is not a multiple of --tensor-model-parallel-size 4 / --num-query-groups 1"
+        " = 4: these ranks hold equal parts of a head",
+    ),
+    (
         "--group-query-attention --num-query-groups 3",
         1,
         "is not a multiple of --num-query-groups 3",

@@ -11,16 +11,17 @@ import pytest
 from training import config
 from training.flags.megatron import CHECKED, DIFFERENCES
 from training.flags.parse import build_parser
-from training.flags.table import UsageError, headings, known_flags, like, live, suggest
+from training.flags.spelling import like
+from training.flags.table import UsageError, headings, known_flags, live, suggest
 
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
 --adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
---context-parallel-size --cp-comm-type --cpu-offload-activations --cpu-offloading-num-layers
- --offload-modules --min-offloaded-tensor-size --cuda-graph --cuda-graph-warmup-steps
- --cross-entropy-fusion-impl
---data-cache-path --data-parallel-sharding-strategy --data-path --ddp-bucket-size
+--cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
+--cuda-graph --cuda-graph-warmup-steps
+--context-parallel-size --cp-comm-type --cross-entropy-fusion-impl
+--data-cache-path --data-parallel-sharding-strategy --data-path --data-timeout --ddp-bucket-size
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
 --defer-embedding-wgrad-compute --deterministic-mode --device
@@ -70,7 +71,8 @@ OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
-    "--allow-change --device --dry-run --fp64 --ignore-flags --keep-last-k --log-json --model-file "
+    "--allow-change --data-timeout --device --dry-run --fp64 --ignore-flags --keep-last-k "
+    "--log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
     "--zero-stage --fp8-wgrad-bf16 --fp8-auto".split()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of predicted steps: every layout and variant is asked, and told as it answers."""
+
+from benchmarks.fused_launches import FLAGS
+from benchmarks.predicted_mfu import LAYOUTS, TITAN, VARIANTS, gains, mfu
+from training.flags.parse import parse
+
+
+def answer(asked):
+    def report(tree, flags, triton, world):
+        words = [*FLAGS, *flags, "--dry-run"]
+        asked.append((parse(words, world), triton))
+        ring = "--tp-comm-overlap=ring" in flags
+        return {
+            "time": {
+                "step_seconds": 0.2 if ring else 0.25,
+                "mfu": 0.4,
+                "bound_by": "matmul",
+                "bound_seconds": 0.1,
+                "exposed_seconds": {"tp": 0.01 if ring else 0.02, "world": 1e-6},
+                "launch_bound_share": 0.0,
+            }
+        }
+
+    return report
+
+
+def test_every_layout_has_every_variant():
+    asked = []
+    lines = list(mfu([], answer(asked)))
+    assert len(lines) == 2 + len(LAYOUTS) * len(VARIANTS)
+    recipes = [(config.float8.fp8_recipe, triton) for config, triton in asked[: len(VARIANTS)]]
+    assert recipes == [(None, False), (None, True), ("rowwise", True), ("tensorwise", True)]
+    assert {config.parallel.tensor_model_parallel_size for config, _ in asked} == {1, 8}
+    assert lines[2].endswith("| 250 | 40.0% | matmul | 100 | tp 20 | 0.0% |")
+
+
+def test_gains_stand_beside_those_of_torchtitan():
+    asked = []
+    lines = list(gains([], answer(asked)))
+    assert len(asked) == 2 * len(TITAN)
+    assert lines[2] == "| bf16 | 250.0 | 20.0 | 200.0 | 10.0 | +25.0% | +9.2% (597 to 652) |"
+    assert lines[5].endswith("not published |")
