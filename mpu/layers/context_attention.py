@@ -99,7 +99,8 @@ class ContextAttention:
             q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
         documents = rows[0] if whole else packed.lengths
         held = batch_shards(self.cp.size, rows[:1] if whole else rows)
-        y = self.attend(q, k, v, held, None if whole else packed, documents, window).flatten(2)
+        within = None if whole else packed
+        y = self.attend(q, k, v, held, packed=within, documents=documents, window=window).flatten(2)
         return y if whole else y.view(b, s, -1).transpose(0, 1)
 
     def attend(
@@ -108,6 +109,7 @@ class ContextAttention:
         k: Tensor,
         v: Tensor,
         held: tuple[Ranges, ...],
+        *,
         packed: PackedSeqParams | None,
         documents: tuple[int, ...],
         window: int,
