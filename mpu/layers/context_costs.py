@@ -7,7 +7,7 @@ the workspace of a kernel. Traffic is the bytes that leave a rank. docs/long_con
 a table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -56,10 +56,8 @@ class AttentionSizes:
     def exchanged(self, ranks: int) -> "AttentionSizes":
         """Return the sizes after an all-to-all over `ranks`: fewer heads, more tokens."""
         g = max(self.g, ranks)  # replicated where there are fewer
-        return AttentionSizes(
-            self.cp // ranks, self.s * ranks, self.b, self.a // ranks, g // ranks, self.d,
-            self.bytes, self.wide,
-        )  # fmt: skip
+        cp, s, a = self.cp // ranks, self.s * ranks, self.a // ranks
+        return replace(self, cp=cp, s=s, a=a, g=g // ranks)
 
 
 def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:

@@ -64,8 +64,9 @@ def cost_lines(config: Config, in_units: Callable[[float], str]) -> list[str]:
     heads, groups = m.num_attention_heads, m.num_query_groups or m.num_attention_heads
     sizes = AttentionSizes(
         p.context_parallel_size, m.seq_length // p.context_parallel_size,
-        config.batch.micro_batch_size, heads // t, max(1, groups // t),
-        m.kv_channels or m.hidden_size // heads, dtype.itemsize, max(4, dtype.itemsize),
+        config.batch.micro_batch_size, a=heads // t, g=max(1, groups // t),
+        d=m.kv_channels or m.hidden_size // heads, bytes=dtype.itemsize,
+        wide=max(4, dtype.itemsize),
     )  # fmt: skip
     near, found = (p.hierarchical_context_parallel_sizes or (1,))[0], []
     for kind in dict.fromkeys(comm_type_of(config, i) for i in range(m.num_layers)):
