@@ -63,11 +63,15 @@ def own_plan(plans: Plans, flags: str) -> Plans:
     if p.zero > 1:
         raise PlanError(f"--why does not know ZeRO stage {p.zero}: 0 and 1")
     each = Layout(
-        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_stages,
-        p.data_parallel_size, b.micro_batch_size,
-        b.global_batch_size // (b.micro_batch_size * p.data_parallel_size), p.zero,
-        "full" if p.recompute_granularity == "full" else "none",
-    )  # fmt: skip
+        tp=p.tensor_model_parallel_size,
+        pp=p.pipeline_model_parallel_size,
+        virtual=p.virtual_stages,
+        dp=p.data_parallel_size,
+        micro_batch=b.micro_batch_size,
+        micro_batches=b.global_batch_size // (b.micro_batch_size * p.data_parallel_size),
+        zero=p.zero,
+        recompute="full" if p.recompute_granularity == "full" else "none",
+    )
     return search.told(plans.model, plans.cluster, [each])
 
 

@@ -99,8 +99,9 @@ class ContextAttention:
             q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
         documents = rows[0] if whole else packed.lengths
         held = batch_shards(self.cp.size, rows[:1] if whole else rows)
-        within = None if whole else packed
-        y = self.attend(q, k, v, held, packed=within, documents=documents, window=window).flatten(2)
+        y = self.attend(
+            q, k, v, held, packed=None if whole else packed, documents=documents, window=window
+        ).flatten(2)
         return y if whole else y.view(b, s, -1).transpose(0, 1)
 
     def attend(
@@ -109,7 +110,6 @@ class ContextAttention:
         k: Tensor,
         v: Tensor,
         held: tuple[Ranges, ...],
-        *,
         packed: PackedSeqParams | None,
         documents: tuple[int, ...],
         window: int,

@@ -7,7 +7,7 @@ the workspace of a kernel. Traffic is the bytes that leave a rank. docs/long_con
 a table.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -56,8 +56,16 @@ class AttentionSizes:
     def exchanged(self, ranks: int) -> "AttentionSizes":
         """Return the sizes after an all-to-all over `ranks`: fewer heads, more tokens."""
         g = max(self.g, ranks)  # replicated where there are fewer
-        cp, s, a = self.cp // ranks, self.s * ranks, self.a // ranks
-        return replace(self, cp=cp, s=s, a=a, g=g // ranks)
+        return AttentionSizes(
+            cp=self.cp // ranks,
+            s=self.s * ranks,
+            b=self.b,
+            a=self.a // ranks,
+            g=g // ranks,
+            d=self.d,
+            bytes=self.bytes,
+            wide=self.wide,
+        )
 
 
 def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:

@@ -78,7 +78,17 @@ def entries_of(
         how = getattr(param, "float8_rows", None)
         rows, scales = (how.nbytes, how.count) if how else (0, 0)
         chunk, matrix = chunk_of(name), param.dim() > 1
-        found.append(ParamEntry(name, param.numel(), chunk, axes, rows, scales, matrix))
+        found.append(
+            ParamEntry(
+                name=name,
+                numel=param.numel(),
+                chunk=chunk,
+                axes=axes,
+                rows=rows,
+                scales=scales,
+                matrix=matrix,
+            )
+        )
     return found
 
 

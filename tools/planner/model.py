@@ -145,10 +145,14 @@ def _unit(flags: tuple[str, ...], tp: int, recompute: str, sequence: int) -> Uni
     layer = more["activations"] - few["activations"]
     layer_numbers = numbers[1] - numbers[0]
     return Unit(
-        layer, few["activations"] - FEW * layer, few["logits"], few["working memory"],
-        two["working memory"] - few["working memory"], layer_numbers,
-        numbers[0] - FEW * layer_numbers,
-    )  # fmt: skip
+        layer=layer,
+        again=few["activations"] - FEW * layer,
+        logits=few["logits"],
+        working=few["working memory"],
+        working_more=two["working memory"] - few["working memory"],
+        layer_numbers=layer_numbers,
+        end_numbers=numbers[0] - FEW * layer_numbers,
+    )
 
 
 def _last(argv: list[str]) -> list[str]:

@@ -198,11 +198,18 @@ def _playbook(line: Line) -> Row:
         "cut": cut,
     }  # fmt: skip
     return Row(
-        line.number, "ultrascale", "nanotron_h100", model,
-        f"{model} {math.ceil(gpus / PLAYBOOK_NODE)} nodes", record,
-        tokens / rate if rate else math.nan, line.number_of("mem_gb"),
-        "crash" in status or "oom" in status or "fail" in status, 80e9 / GIB, 1.0,
-    )  # fmt: skip
+        line=line.number,
+        source="ultrascale",
+        profile="nanotron_h100",
+        model=model,
+        group=f"{model} {math.ceil(gpus / PLAYBOOK_NODE)} nodes",
+        record=record,
+        seconds=tokens / rate if rate else math.nan,
+        memory=line.number_of("mem_gb"),
+        crashed="crash" in status or "oom" in status or "fail" in status,
+        limit=80e9 / GIB,
+        filled=1.0,
+    )
 
 
 def _vtrain(line: Line) -> Row:
@@ -225,10 +232,18 @@ def _vtrain(line: Line) -> Row:
         "cut": even_cut(layers, pp),
     }  # fmt: skip
     return Row(
-        line.number, "vtrain", "megatron-deepspeed_a100", f"{hidden}x{layers}",
-        f"{gpus} GPUs hidden {hidden} layers {layers}", record,
-        line.number_of("iteration time (ms)") / 1e3, math.nan, False, 80e9 / GIB, 1.0,
-    )  # fmt: skip
+        line=line.number,
+        source="vtrain",
+        profile="megatron-deepspeed_a100",
+        model=f"{hidden}x{layers}",
+        group=f"{gpus} GPUs hidden {hidden} layers {layers}",
+        record=record,
+        seconds=line.number_of("iteration time (ms)") / 1e3,
+        memory=math.nan,
+        crashed=False,
+        limit=80e9 / GIB,
+        filled=1.0,
+    )
 
 
 def _device(line: Line) -> str:
@@ -284,8 +299,15 @@ def _several(line: Line) -> Row:
     rate = line.number_of("tokens_s_gpu") * gpus
     seconds = line.number_of("step_time_s", batch * sequence / rate if rate else math.nan)
     return Row(
-        line.number, framework, f"{framework}_{device}", line.text("model"),
-        line.text("model"), record, seconds, line.number_of("mem_gib"), False,
-        line.number_of("gpu_mem_gb", MEMORY[device]) * 1e9 / GIB,
-        batch / (mbs * dp * accumulated),
-    )  # fmt: skip
+        line=line.number,
+        source=framework,
+        profile=f"{framework}_{device}",
+        model=line.text("model"),
+        group=line.text("model"),
+        record=record,
+        seconds=seconds,
+        memory=line.number_of("mem_gib"),
+        crashed=False,
+        limit=line.number_of("gpu_mem_gb", MEMORY[device]) * 1e9 / GIB,
+        filled=batch / (mbs * dp * accumulated),
+    )

@@ -109,7 +109,16 @@ def layouts(model: Model, cluster: Cluster, batch: int) -> Iterator[Layout]:
                     continue
                 if pp * virtual > m.num_layers:
                     continue
-                yield Layout(tp, pp, virtual, dp, b, count, int(dp > 1), recompute)
+                yield Layout(
+                    tp=tp,
+                    pp=pp,
+                    virtual=virtual,
+                    dp=dp,
+                    micro_batch=b,
+                    micro_batches=count,
+                    zero=int(dp > 1),
+                    recompute=recompute,
+                )
 
 
 def cut_of(model: Model, pp: int, virtual: int, costs: tuple[float, float, float]) -> list[int]:
@@ -200,4 +209,12 @@ def told(model: Model, cluster: Cluster, found: list[Layout], float8: bool = Fal
     runs = runs_of(model, cluster, found, float8)
     limit = read_device(cluster.device)["memory"] * POOL - OVERHEAD
     timed = times(profile(f"weft_{cluster.device}"), runs)
-    return Plans(model, cluster, found, runs, timed, memory_of(model, found, runs), limit)
+    return Plans(
+        model=model,
+        cluster=cluster,
+        layouts=found,
+        runs=runs,
+        times=timed,
+        bytes=memory_of(model, found, runs),
+        limit=limit,
+    )

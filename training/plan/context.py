@@ -63,11 +63,15 @@ def cost_lines(config: Config, in_units: Callable[[float], str]) -> list[str]:
     t, dtype = p.tensor_model_parallel_size, config.run.dtype
     heads, groups = m.num_attention_heads, m.num_query_groups or m.num_attention_heads
     sizes = AttentionSizes(
-        p.context_parallel_size, m.seq_length // p.context_parallel_size,
-        config.batch.micro_batch_size, a=heads // t, g=max(1, groups // t),
-        d=m.kv_channels or m.hidden_size // heads, bytes=dtype.itemsize,
+        cp=p.context_parallel_size,
+        s=m.seq_length // p.context_parallel_size,
+        b=config.batch.micro_batch_size,
+        a=heads // t,
+        g=max(1, groups // t),
+        d=m.kv_channels or m.hidden_size // heads,
+        bytes=dtype.itemsize,
         wide=max(4, dtype.itemsize),
-    )  # fmt: skip
+    )
     near, found = (p.hierarchical_context_parallel_sizes or (1,))[0], []
     for kind in dict.fromkeys(comm_type_of(config, i) for i in range(m.num_layers)):
         sent, most = traffic(kind, sizes, near), memory(kind, sizes, near)
