@@ -144,45 +144,42 @@ def make_buckets(
     groups: list[list[ParamEntry]] = []
     apart: dict[tuple[str, ...], list[ParamEntry]] = {}
     latest: dict[str, list[ParamEntry]] = {}  # the group that a kind of parameters adds to
-    kinds = kinds_of(entries) if by_block else {e.name: "rows" for e in entries if e.scales}
+    whole = whole_beside(entries) if by_block else set()
     ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
     for entry in ordered:
         if entry.axes:
             apart.setdefault(entry.axes, []).append(entry)
             continue
-        kind = kinds.get(entry.name, "")
+        kind = "whole" if entry.name in whole else "rows" if entry.scales and not by_block else ""
         group = latest.get(kind, [])
-        block = by_block and kind != "whole" and group
         other = group and group[-1].chunk != entry.chunk
-        other = other or (block and block_of(group[-1].name) != block_of(entry.name))
+        if by_block and kind != "whole":
+            other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
             latest[kind] = []
             groups.append(latest[kind])
         latest[kind].append(entry)
     at = {entry.name: i for i, entry in enumerate(ordered)}
     groups.sort(key=lambda group: at[group[-1].name])  # a bucket leaves with its last parameter
-    whole = [any(kinds.get(entry.name) == "whole" for entry in group) for group in groups]
-    laid = [_layout_of(group, ranks, keep) for group, keep in zip(groups, whole, strict=True)]
+    laid = [_layout_of(group, ranks, group[0].name in whole) for group in groups]
     return laid + [_layout_of(apart[axes], ranks) for axes in sorted(apart, key=_tp_last)]
 
 
-def kinds_of(entries: Sequence[ParamEntry]) -> dict[str, str]:
-    """Return "rows" or "whole" for the parameters of blocks that have weights in float8.
+def whole_beside(entries: Sequence[ParamEntry]) -> set[str]:
+    """Return the vectors beside weights in float8, which stay whole at stage 3.
 
-    "whole": vectors beside such weights, which stay whole at stage 3. Raises ValueError where a
-    plain matrix stands beside them: it would be gathered alone, and free the others meanwhile.
+    Raises ValueError where a plain matrix stands beside them: it would be gathered alone, and free
+    the others meanwhile.
     """
     blocks = {block_of(entry.name) for entry in entries if entry.scales}
-    kinds = {}
-    for entry in entries:
-        if block_of(entry.name) in blocks and not entry.axes:
-            if entry.matrix and not entry.scales:
-                raise ValueError(
-                    f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
-                    "other weights of its block are; leave the flag out, or take a lower stage"
-                )
-            kinds[entry.name] = "rows" if entry.scales else "whole"
-    return kinds
+    beside = [e for e in entries if block_of(e.name) in blocks and not e.axes and not e.scales]
+    for entry in beside:
+        if entry.matrix:
+            raise ValueError(
+                f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
+                "other weights of its block are; leave the flag out, or take a lower stage"
+            )
+    return {entry.name for entry in beside}
 
 
 def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:

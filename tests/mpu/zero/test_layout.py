@@ -39,3 +39,44 @@ def test_gaps_are_all_that_no_parameter_fills():
     assert layout.length == 6 * BLOCK  # 4 blocks, rounded up to 3 ranks
     assert layout.params == (("c", 0, 1), ("b", BLOCK, BLOCK + 5), ("a", 3 * BLOCK, BLOCK))
     assert gaps(layout) == [(1, BLOCK), (2 * BLOCK + 5, 3 * BLOCK), (4 * BLOCK, 6 * BLOCK)]
+
+
+def coded(name):
+    """A weight that travels in float8."""
+    return ParamEntry(name, BLOCK, rows=2000, scales=8, matrix=True)
+
+
+LLAMA = [
+    ParamEntry("embedding.weight", BLOCK, matrix=True),
+    *(
+        entry
+        for i in range(2)
+        for entry in (
+            ParamEntry(f"layers.{i}.norm", 5), coded(f"layers.{i}.up"), coded(f"layers.{i}.down")
+        )
+    ),
+    ParamEntry("norm", 5),
+    ParamEntry("head.weight", BLOCK, matrix=True),
+]  # fmt: skip
+
+
+def test_weights_in_float8_have_buckets_of_their_own():
+    """At stage 3 a block's; norms beside them stay whole. A bucket leaves with its last weight."""
+    layouts = make_buckets(LLAMA, 1, 2, 3)
+    assert names(layouts) == [
+        ["head.weight", "norm"],
+        ["layers.1.down", "layers.1.up"],
+        ["layers.0.down", "layers.0.up"],
+        ["layers.1.norm", "layers.0.norm"],
+        ["embedding.weight"],
+    ]
+    assert [layout.whole for layout in layouts] == [False, False, False, True, False]
+    assert [(layout.rows, layout.scales) for layout in layouts][1:3] == [(4000, 16)] * 2
+    at_one = make_buckets(LLAMA, 10**9, 2, 1)
+    assert [layout.scales for layout in at_one] == [32, 0]
+    assert not any(layout.scales for layout in make_buckets(LLAMA, 10**9, 1, 0))
+
+
+def test_a_plain_matrix_beside_weights_in_float8_is_refused():
+    with pytest.raises(ValueError, match="layers.0.own is not in float8, and other weights"):
+        make_buckets([*LLAMA, ParamEntry("layers.0.own", 9, matrix=True)], 1, 2, 3)
