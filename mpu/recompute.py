@@ -79,11 +79,8 @@ class Recompute:
             )
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
         self.offload = offload
-
-    @property
-    def runs_blocks(self) -> bool:
-        """Return whether a model runs its blocks by `blocks`, instead of one after another."""
-        return self.granularity == "full" or self.offload is not None
+        # whether a model runs its blocks by `blocks`, instead of one after another
+        self.runs_blocks = granularity == "full" or offload is not None
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `run` (core attention), recomputed in backward if the granularity is selective."""

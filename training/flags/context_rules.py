@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how the ranks share the sequence: the flags of context parallelism, the size of the world."""
+"""Check how ranks share the sequence: context parallelism's flags, and the size of the world."""
 
 from collections.abc import Iterator
 from math import prod
