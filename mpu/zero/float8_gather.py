@@ -38,13 +38,13 @@ class WeightRows(Protocol):
 
 def of_buckets(
     buckets: Sequence[ParamAndGradBucket], shard: Axis, tp: Axis, gatherer: Any
-) -> Callable[[], None]:
-    """Return what is to be called when weights changed; nothing happens then without float8.
+) -> Callable[[], None] | None:
+    """Return what is to be called when weights changed; None where nothing travels in float8.
 
     gatherer: that of stage 3 (mpu/zero/weights.py), which then gathers in float8; or None.
     """
     if not any(bucket.layout.scales for bucket in buckets):
-        return lambda: None
+        return None
     made = Float8Gather(buckets, shard, tp, at_once=gatherer is None)
     if gatherer is not None:
         gatherer.float8 = made

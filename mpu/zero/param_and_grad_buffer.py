@@ -113,7 +113,8 @@ class ParamAndGradBuffer(GradientSink):
             )
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(held, bucket)
-        self.requantise = of_buckets(self.buckets, self.shard, self.grid.tp, self.gatherer)
+        again = of_buckets(self.buckets, self.shard, self.grid.tp, self.gatherer)
+        self.requantise = again or self.requantise
 
     def fill(self) -> Iterator[set[str]]:
         """Yield the names of parameters that may be written until the next names are asked for.
