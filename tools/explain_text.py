@@ -35,8 +35,8 @@ BEFORE = (
     "way, and the order of uses is known."
 )
 AXES = (
-    "tp: the parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
-    "dp_cp (dp x cp): copies of the model; "
+    "tp: parts of a layer; tp_kv: ranks that share a key/value head; cp: parts of the rows; "
+    "dp_cp (dp x cp): model copies; "
 )
 PIPELINE_AXES = (
     "pp: the pipeline, messages to higher ranks; pp_back: to lower ranks; embd: its first rank and "
@@ -203,7 +203,11 @@ def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "ra
         lines += ["", f"{key[0]:<6} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
         for row, n, size in applied:
             if (row.axis, row.verb) == key:
-                lines.append(f"    {row.what:<36} {row.count:<15} = {n:<4,} {row.bytes} = {size:,}")
+                counts, each = f"    {row.what:<36} {row.count:<15} = {n:<4,}", f"{row.bytes} = {size:,}"
+                if len(counts) + 1 + len(each) <= WIDTH:
+                    lines.append(f"{counts} {each}")
+                else:
+                    lines += [counts.rstrip(), f"      bytes: {each}"]
     lines += ["", f"DIFFERENT: {', '.join(differ)}" if differ else "All equal."]
     return lines
 

@@ -43,7 +43,8 @@ def test_prints_the_numbers_and_draws(tmp_path, capsys):
         "   0    18  10.0%           2           1     2",
         "   1    18  10.0%           1           2     2",
     ]
-    assert "\n".join(said[5:]) == table(build("zb-h1", 2, 3))
+    assert said[5] == f"drawn: {picture}"
+    assert "\n".join(said[6:]) == table(build("zb-h1", 2, 3))
     assert len(boxes_of(picture)) == 2 * 3 * 3
 
 

@@ -166,6 +166,7 @@ def test_what_a_user_is_told(tmp_path, inputs):
 
     refused("--workers 0 must be at least 1", inputs, workers=0)
     refused("--input .*nothing.txt: cannot be read", [str(tmp_path / "nothing.txt")])
+    (tmp_path / "a.csv").write_text("a,b")
     refused("a.csv: neither .txt nor .jsonl", [str(tmp_path / "a.csv")])
     refused("line 1, byte 0: no JSON object with a text 'body'", inputs, json_keys=["body"])
     (tmp_path / "empty.txt").write_text("")

@@ -18,7 +18,7 @@ def test_reads_every_form_of_a_file_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_bytes(TEXTS[0].encode())
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
     for name in ("a.jsonl", "a.jsonl.gz"):
-        assert list(documents(tmp_path / name, key="body")) == TEXTS
+        assert list(documents(tmp_path / name, key="body")) == [text for text in TEXTS if text]
     for name in ("a.txt", "a.txt.gz"):
         assert list(documents(tmp_path / name)) == TEXTS[:1]
 
@@ -26,10 +26,14 @@ def test_reads_every_form_of_a_file_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', "a.jsonl, line 2: no JSON object with a text"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": 1}\n',
+            "a.jsonl, line 2, byte 14: no JSON object with a text",
+        ),
         ("a.jsonl", b"[]\n", "line 1"),
         ("a.jsonl", b"{\n", "line 1"),
-        ("a.txt", b"caf\xe9", "a.txt: not UTF-8"),
+        ("a.txt", b"caf\xe9", "a.txt, line 1, byte 3: not UTF-8"),
         ("a.txt.gz", b"not gzip", "a.txt.gz: cannot be read"),
         ("a.md", b"text", "a.md: neither .txt nor .jsonl"),
     ],

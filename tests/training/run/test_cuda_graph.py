@@ -18,7 +18,7 @@ import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.gradients import use
 from mpu.grid import Grid
-from mpu.layers import cross_entropy, fused
+from mpu.layers import attention, cross_entropy, fused
 from training.data.batch import DocumentRules, make_batch
 from training.flags.parse import parse
 from training.run.cuda_graph import Graphs, eager
@@ -110,6 +110,7 @@ def operations_of_torch(monkeypatch):
     """Let no operation pass torch's dispatcher by, as none does on a GPU."""
     monkeypatch.setattr(fused, "fits", lambda *args, **kwargs: False)
     monkeypatch.setattr(cross_entropy, "fits", lambda *args, **kwargs: False)
+    monkeypatch.setattr(attention, "_native", lambda *args: False)
 
 
 def build(more=""):
