@@ -203,7 +203,8 @@ def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "ra
         lines += ["", f"{key[0]:<6} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
         for row, n, size in applied:
             if (row.axis, row.verb) == key:
-                counts, each = f"    {row.what:<36} {row.count:<15} = {n:<4,}", f"{row.bytes} = {size:,}"
+                counts = f"    {row.what:<36} {row.count:<15} = {n:<4,}"
+                each = f"{row.bytes} = {size:,}"
                 if len(counts) + 1 + len(each) <= WIDTH:
                     lines.append(f"{counts} {each}")
                 else:

@@ -34,8 +34,8 @@ def same(world, size: int, cases: list[dict], steps: int) -> None:
 @pytest.mark.parametrize(
     "dp, m, dtype, ways",
     [
-        (2, 3, "float32", WAYS[:4]),
-        (2, 1, "bfloat16", WAYS[::2]),
+        (2, 3, "float32", WAYS[:3]),
+        (2, 1, "bfloat16", WAYS[::3]),
         *(
             pytest.param(dp, m, dtype, WAYS, marks=pytest.mark.prove)
             for dp, m in ((2, 1), (2, 3), (4, 1), (4, 3))

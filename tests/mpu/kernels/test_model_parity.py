@@ -60,6 +60,7 @@ def test_a_sample_in_fp64(interpreted, twins):  # noqa: F811
     compare(interpreted, twins, 2, one(4))
 
 
+@pytest.mark.prove
 def test_a_sample_in_fp32(interpreted):
     compare_narrow(interpreted, 2, one(5))
 

@@ -207,7 +207,7 @@ def every_layout(comm, t: int, recipes: list, every: int = 1) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_are_the_same_bytes_in_every_layout(world, size):
-    world(size).run(every_layout, size, [(s, "hybrid") for s in BLOCKS], 3)
+    world(size).run(every_layout, size, [(s, "hybrid") for s in BLOCKS], 5)
 
 
 @pytest.mark.prove
