@@ -116,7 +116,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 SHORT = (
     "kill: in a save",
     "disk: ENOSPC under a checkpoint",
-    "signal: a storm of SIGTERM",
     "checkpoint: bit flipped",
 )
 

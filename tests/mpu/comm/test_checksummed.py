@@ -136,7 +136,7 @@ def test_every_flipped_bit_is_found_and_its_sender_named(world: Any, size: int, 
 
 
 LAYOUTS = [
-    "--pipeline-model-parallel-size 2",
+    pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.prove),
     pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.prove),
     pytest.param("--zero-stage 3 --bf16", marks=pytest.mark.prove),
     pytest.param("--zero-stage 1 --async-save", marks=pytest.mark.prove),

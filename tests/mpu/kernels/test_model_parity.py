@@ -56,6 +56,7 @@ def one(seed: int) -> list[dict]:
     return [random.Random(seed).choice([c for c in layouts(2) if c["m"] == 1 and c["tp"] == 2])]
 
 
+@pytest.mark.prove
 def test_a_sample_in_fp64(interpreted, twins):  # noqa: F811
     compare(interpreted, twins, 2, one(4))
 

@@ -197,6 +197,7 @@ def run_path(comm, shapes):
     return same
 
 
+@pytest.mark.prove
 def test_the_path_over_the_kernels(interpreted):
     """Integers, so that every bit counts; rows of a size that is no multiple of 16 bytes, too."""
     for same in interpreted(4).run(run_path, [(3, 2, 8, 4), (5, 1, 7, 3)]):

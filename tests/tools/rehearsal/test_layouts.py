@@ -88,6 +88,7 @@ def of_all_ranks(layout, file):
     assert (json.loads(file.read_text())["findings"], done.returncode) == ([], 0)
 
 
+@pytest.mark.prove
 def test_the_ranks_of_a_pipeline_match(tmp_path):
     of_all_ranks(LAYOUTS[23], tmp_path / "report.json")
 
