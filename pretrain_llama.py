@@ -77,6 +77,7 @@ from training.run.output import say
 from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
+from training.run.sample import draw_sample
 from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
@@ -234,7 +235,7 @@ def train(
         gc.disable()
         gc.collect()
     slow = SlowRanks(run.grid, run.device, log)
-    with Profile(config, run.grid, run.engine, run.sink, agreement) as profile, slow:
+    with Profile(config, run.grid, run.engine, run.sink, agreement, log.note) as profile, slow:
         while guard.goes_on(total):
             begin = time.perf_counter()
             run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
@@ -283,7 +284,8 @@ def train(
             if guard.check_replicas(decision.save or keep):
                 continue
             if decision.evaluate and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid))
+                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
+            draw_sample(run, loaders, log)
             for line in overlap.unmeasured():
                 log.note(line)
             if guard.saves(decision):
@@ -294,7 +296,7 @@ def train(
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid))
+                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
             if decision.stop:
                 if run.iteration < total:
                     done = f"iteration {run.iteration} of {total}"
@@ -388,7 +390,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
         if loaders.test and config.run.eval_interval and run.iteration == total:
-            log.validation(run.iteration, evaluate(run, loaders.test), name="test")
+            log.validation(run.iteration, evaluate(run, loaders.test), loaders.test, name="test")
+        log.finished(run.iteration)
 
 
 if __name__ == "__main__":

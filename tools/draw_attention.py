@@ -19,11 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from mpu.layers.context_shards import balance, context_blocks, pairs, shards
-from mpu.pipeline.draw import INK, LEGEND, QUIET, RULE, STYLE
+from mpu.pipeline.draw import LEGEND
 from tools.command_line import Parser, told
+from tools.drawing import PALETTE, RULE, STYLE, check_name, save, write_title
 
-# distinct under the common colour blindnesses; more ranks take lighter shades of the same
-COLOURS = ("#1d4f91", "#d26a14", "#4a9a78", "#8d3b72", "#c9a227", "#5b8db8", "#a94438", "#6b6b6b")
 MOST = 1 << 14  # tokens of a row: a picture shows no more
 DOCS = {"causal": (64,), "documents": (37, 1, 16, 10)}  # the pictures of docs/long_context.md
 
@@ -33,8 +32,7 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
 
     Raises ValueError for another suffix, and where the row does not divide over the ranks.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{path}: a picture is a .png or an .svg")
+    check_name(path)
     held, size = shards(cp, documents), sum(documents)
     import matplotlib
     from matplotlib.figure import Figure
@@ -64,16 +62,14 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
         shares = _shares(cp, documents, window)
         legend = [Patch(**_look(r), label=f"rank {r}  {shares[r]:.1%}") for r in range(cp)]
         figure.legend(handles=legend, **(LEGEND | {"loc": "center right"}), fontsize=8)
-        figure.text(0.06, 0.95, heading(cp, documents, window), fontsize=11, color=INK)
-        figure.text(0.06, 0.915, caption(cp, documents, window), fontsize=8.5, color=QUIET)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        still = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=still)
+        asked = (cp, documents, window)
+        write_title(figure, 0.06, 0.3, heading(*asked), caption(*asked))
+        save(figure, path)
 
 
 def _look(rank: int) -> dict[str, Any]:
-    alpha = max(0.25, 1.0 - 0.25 * (rank // len(COLOURS)))
-    return {"facecolor": COLOURS[rank % len(COLOURS)], "edgecolor": "white", "alpha": alpha}
+    alpha = max(0.25, 1.0 - 0.25 * (rank // len(PALETTE)))
+    return {"facecolor": PALETTE[rank % len(PALETTE)], "edgecolor": "white", "alpha": alpha}
 
 
 def _corners(q: range, kv: range, part: str) -> list[tuple[float, float]]:

@@ -153,6 +153,11 @@ def per_rank(numbers: Summary) -> str:
 DRAWN = Path("runs/schedules")  # where a picture goes that nobody names
 
 
+def axis_of(costs: Sequence[float]) -> str:
+    """Return the unit of a simulated time: what F, B and W of a micro-batch cost is in it."""
+    return "1 is a forward of one micro-batch" if costs[0] == 1 else "in the units of --costs"
+
+
 def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send: float) -> str:
     """Draw every schedule into a folder, all to one scale; return a table of their numbers."""
     drawn = []
@@ -163,7 +168,8 @@ def draw_all(folder: Path, p: int, m: int, v: int, costs: Sequence[float], send:
     until = max(numbers.step for _, _, numbers in drawn)
     lines = []
     for schedule, timeline, numbers in drawn:
-        draw(timeline, schedule, folder / f"{schedule.name}.svg", until=until)
+        picture = folder / f"{schedule.name}.svg"
+        draw(timeline, schedule, picture, axis=axis_of(costs), until=until)
         step, bubble, peak = numbers.step, numbers.bubble, max(numbers.peak)
         times = [f"{step:.4g}", f"{bubble:.4g}", f"{bubble / step:.1%}"]
         lines.append([schedule.name, *times, str(peak), f"{peak / usual_peak(schedule):.0%}"])
@@ -179,12 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.profile:
             schedule, timeline, step = measured(args.profile, args.iteration)
-            title, unit = f"{heading(schedule)}, measured in step {step}", "ms"
+            title, unit, axis = f"{heading(schedule)}, measured in step {step}", "ms", "ms"
         else:
             v = args.v or CHUNKS.get(args.schedule, 1)
             schedule = build(args.schedule, args.p, args.m, v, args.group)
             timeline = simulated(schedule, args.costs, args.send)
-            title, unit = heading(schedule), ""
+            title, unit, axis = heading(schedule), "", axis_of(args.costs)
         numbers = summary(rows(timeline, schedule))
         out = args.out
         if out is None and not args.table:
@@ -192,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             out = args.profile / "schedule.svg" if args.profile else out
             out.parent.mkdir(parents=True, exist_ok=True)
         if out:
-            draw(timeline, schedule, out, title=title, unit=unit)
+            draw(timeline, schedule, out, title=title, unit=unit, axis=axis)
         print(title, caption(numbers, unit), per_rank(numbers), sep="\n")
         if out:
             print(f"drawn: {out}")

@@ -25,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config
-from mpu.comm.collectives import all_gather
-from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -37,40 +35,12 @@ from training.checkpoint.huggingface import BY_NAME
 from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet
+from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
 from training.untrusted import printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
-
-
 PARAMETERS_A_THREAD = 30_000_000
-
-
-def gather_logits(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """Gather the last position's logits: [n, b, V/t] -> [b, V], without the padding of V."""
-    last = logits[-1].t().contiguous()  # [V/t, b]
-    return all_gather(last, tp)[0].t()[:, :vocab_size]  # [b, V]
-
-
-def pick(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """Choose the next token of each row: logits [b, V] -> [b].
-
-    Temperature 0 takes the likeliest. Otherwise the CPU draws from softmax(logits / temperature) of
-    the top_k likeliest (0: all), and of those from the fewest whose probabilities reach top_p.
-    """
-    logits = logits.to("cpu", torch.float64)
-    if temperature == 0:
-        return logits.argmax(-1)
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    p = (logits.gather(-1, order) / temperature).softmax(-1)
-    if top_k:
-        p[:, top_k:] = 0
-    p = p / p.sum(-1, keepdim=True)
-    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
-    drawn = torch.multinomial(p, 1, generator=generator)
-    return order.gather(-1, drawn)[:, 0]
 
 
 @torch.inference_mode()

@@ -1,46 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the loss of a run from its --log-json file, as a picture one would put in a README.
+"""Draw the losses of runs from their --log-json files, as a picture one would put in a README.
 
     python tools/plot_loss.py runs/quickstart/tp2/log.jsonl --output loss.png \\
         --reference 5.9 "unigram entropy" --title "Llama, 3.4 M parameters, TP 2"
+    python tools/plot_loss.py base/log.jsonl wide/log.jsonl --names base wide --axis tokens \\
+        --output both.svg
+
+A run has one colour: its training loss is a line, its validation loss the dots on a line. Each
+curve ends in its name and its last value, so no legend has to be looked up.
 """
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told
+from tools.drawing import GRID, PALETTE, QUIET, RULE, STYLE, check_name, save, write_title
 from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
-Curve = list[tuple[int, float]]
+AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}
+APART = 13  # points between two labels, at least
+Curve = list[tuple[float, float]]
 
 
-def read_log(path: Path) -> dict[str, Curve]:
-    """Return the curves {"loss": [(iteration, loss)], "validation_loss": ...} of a run as it went.
+@dataclass
+class Run:
+    """What a log says: {"loss": {iteration: value}, ...}, and where its iterations lie.
+
+    at: {iteration: (tokens consumed, seconds of steps)}.
+    """
+
+    curves: dict[str, dict[int, float]]
+    at: dict[int, tuple[float, float]]
+
+    def curve(self, name: str, axis: str = "iterations") -> Curve:
+        """Return the points of a curve, over --axis."""
+        points = sorted(self.curves[name].items())
+        if axis == "iterations":
+            return [(float(i), value) for i, value in points]
+        places = sorted(self.at.items())
+        return [(self._place(places, i)[axis == "time"], value) for i, value in points]
+
+    def _place(
+        self, places: list[tuple[int, tuple[float, float]]], i: int
+    ) -> tuple[float, float]:
+        """Return tokens and hours at an iteration, which may lie between two lines of the log."""
+        before, (tokens, seconds) = 0, (0.0, 0.0)
+        for end, (more, later) in places:
+            if i <= end:
+                share = (i - before) / (end - before)
+                tokens += share * (more - tokens)
+                return tokens, (seconds + share * (later - seconds)) / 3600
+            before, tokens, seconds = end, more, later
+        return tokens, seconds / 3600
+
+
+def read_log(path: Path) -> Run:
+    """Return the losses of a run as it went.
 
     Where a resumed run repeats iterations, the later line counts and what it replaces is dropped.
     """
     curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
+    at: dict[int, tuple[float, float]] = {}
     last = 0
     for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
         try:
             record = parse_json(line, "")
             iteration = int(record["iteration"])
-            values = {name: record[name] for name in curves if record.get(name) is not None}
-            if not all(type(value) in (int, float) for value in values.values()):
+            found: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in curves}
+            found["loss"] |= {int(i): value for i, value in record.get("step_losses") or ()}
+            values = [v for each in found.values() for v in each.values() if v is not None]
+            speed = [record.get("tokens_per_second") or 0.0, record.get("step_seconds") or 0.0]
+            if not all(type(value) in (int, float) for value in (*values, *speed)):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
-        if iteration < last:
+        first = min(found["loss"])
+        if first < last or iteration < last:
             for curve in curves.values():
-                for late in [i for i in curve if i >= iteration]:
+                for late in [i for i in curve if i >= first]:
                     del curve[late]
+            at = {i: place for i, place in at.items() if i < first}
+        before = max(at, default=0)
+        if "step_seconds" in record and iteration > before:
+            tokens, seconds = at.get(before, (0.0, 0.0))
+            took = (iteration - before) * speed[1]
+            tokens = record.get("consumed_tokens", tokens + took * speed[0])
+            at[iteration] = tokens, seconds + took
         last = iteration
-        for name, value in values.items():
-            curves[name][iteration] = value
-    return {name: sorted(curve.items()) for name, curve in curves.items()}
+        for name, points in found.items():
+            curves[name] |= {i: v for i, v in points.items() if v is not None}
+    return Run(curves, at)
 
 
 def smooth(curve: Curve, share: float = 0.04) -> Curve:
@@ -50,74 +105,109 @@ def smooth(curve: Curve, share: float = 0.04) -> Curve:
     """
     half = round(share * len(curve) / 2)
     out = []
-    for i, (iteration, _) in enumerate(curve):
+    for i, (x, _) in enumerate(curve):
         reach = min(half, i, len(curve) - 1 - i)
         window = [value for _, value in curve[i - reach : i + reach + 1]]
-        out.append((iteration, sum(window) / len(window)))
+        out.append((x, sum(window) / len(window)))
+    return out
+
+
+def spread(places: Sequence[float], apart: float) -> list[float]:
+    """Return places, each moved as little as leaves all of them `apart`, in their order."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    groups: list[tuple[float, list[int]]] = []  # (middle, members) of labels that touch
+    for i in order:
+        groups.append((places[i], [i]))
+        while len(groups) > 1:
+            (low, below), (high, above) = groups[-2:]
+            if high - low >= apart * (len(below) + len(above)) / 2:
+                break
+            both = below + above
+            groups[-2:] = [(sum(places[j] for j in both) / len(both), both)]
+    out = [0.0] * len(places)
+    for middle, members in groups:
+        for k, j in enumerate(members):
+            out[j] = middle + apart * (k - (len(members) - 1) / 2)
     return out
 
 
 def draw(
-    curves: dict[str, Curve], output: Path, title: str, references: list[tuple[float, str]]
+    runs: dict[str, Run],
+    output: Path,
+    title: str,
+    references: list[tuple[float, str]],
+    axis: str = "iterations",
 ) -> None:
-    """Draw the curves and write the picture to `output`."""
+    """Draw the curves of {name: run} to `output`, a .png or .svg by its suffix."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context(
-        {
-            "font.size": 11,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": "#888888",
-            "axes.grid": True,
-            "grid.color": "#e6e6e6",
-            "axes.axisbelow": True,
-        }
-    ):
-        figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
-        blue, orange = "#1f5fa8", "#d9691b"
-        loss, validation = curves["loss"], curves["validation_loss"]
-        axes.plot(*zip(*loss, strict=True), color=blue, alpha=0.25, linewidth=0.8)
-        axes.plot(*zip(*smooth(loss), strict=True), color=blue, linewidth=1.8, label="train")
-        if validation:
-            label = f"validation, {validation[-1][1]:.2f} at the end"
-            axes.plot(
-                *zip(*validation, strict=True),
-                "o-",
-                color=orange,
-                markersize=5,
-                label=label,
-                clip_on=False,
-                zorder=3,
-            )
+    with matplotlib.rc_context(STYLE | {"font.size": 10}):
+        figure = Figure(figsize=(8, 4.5), dpi=150)
+        axes = figure.add_axes((0.085, 0.12, 0.68, 0.74))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(RULE)
+        axes.tick_params(color=RULE, labelcolor=QUIET, length=3)
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        labels: list[tuple[float, str, str]] = []  # height, text, colour
+        end = 0.0
+        for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
+            loss, held_out = (run.curve(c, axis) for c in ("loss", "validation_loss"))
+            prefix = f"{name}, " if name else ""
+            axes.plot(*zip(*loss, strict=True), color=colour, alpha=0.25, linewidth=0.7)
+            smoothed = smooth(loss)
+            axes.plot(*zip(*smoothed, strict=True), color=colour, linewidth=1.7)
+            labels.append((smoothed[-1][1], f"{prefix}train {smoothed[-1][1]:.2f}", colour))
+            if held_out:
+                of_one = PALETTE[1] if len(runs) == 1 else colour
+                dots: dict[str, Any] = {"markersize": 4.5, "clip_on": False, "zorder": 3}
+                axes.plot(*zip(*held_out, strict=True), "o-", color=of_one, linewidth=1, **dots)
+                last = held_out[-1][1]
+                labels.append((last, f"{prefix}validation {last:.2f}", of_one))
+            end = max(end, loss[-1][0])
         for value, name in references:
-            axes.axhline(value, color="#666666", linewidth=1.2, linestyle=(0, (5, 4)))
-            axes.annotate(
-                f"{name}, {value:.2f}",
-                (loss[-1][0], value),
-                xytext=(0, 5),
-                textcoords="offset points",
-                ha="right",
-                color="#444444",
-            )
-        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
-        axes.set_xlabel("iteration")
-        axes.set_ylabel("loss (nats a token)")
-        axes.set_xlim(0, loss[-1][0])
-        axes.legend(frameon=False, loc="center right")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
-        pyplot.close(figure)
+            axes.axhline(value, color=QUIET, linewidth=1, linestyle=(0, (5, 4)))
+            labels.append((value, f"{name} {value:.2f}", QUIET))
+        axes.set_xlim(0, end)
+        _write_labels(axes, labels)
+        write_title(figure, 0.085, 0.32, title)
+        axes.set_xlabel(AXES[axis], color=QUIET)
+        axes.set_ylabel("loss, nats a token", color=QUIET)
+        save(figure, output)
+
+
+def _write_labels(axes: Any, labels: list[tuple[float, str, str]]) -> None:
+    """Write each curve's name at the right edge, at the height of its end."""
+    per_point = axes.figure.dpi / 72
+    low, high = axes.get_ylim()
+    top, bottom = (axes.transData.transform((0, y))[1] / per_point for y in (high, low))
+    scale = (top - bottom) / (high - low)
+    places = [(value - low) * scale for value, _, _ in labels]
+    for place, moved, (value, text, colour) in zip(
+        places, spread(places, APART), labels, strict=True
+    ):
+        axes.annotate(
+            text,
+            (1, value),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(7, moved - place),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontsize=8.5,
+        )
 
 
 def main() -> None:
-    """Read the log and draw it."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("log", type=Path, help="the file given to --log-json")
-    parser.add_argument("--output", type=Path, required=True, help="the .png to write")
+    """Read the logs and draw them."""
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="files of --log-json")
+    parser.add_argument(
+        "--names", nargs="+", metavar="NAME", help="of the runs (left out: their folders' names)"
+    )
+    parser.add_argument("--axis", choices=AXES, default="iterations", help="what runs across")
+    parser.add_argument("--output", type=Path, required=True, help="the .png or .svg to write")
     parser.add_argument("--title", default="Loss", help="title of the picture")
     parser.add_argument(
         "--reference",
@@ -130,12 +220,27 @@ def main() -> None:
     args = parser.parse_args()
     try:
         references = [(float(value), name) for value, name in args.reference]
-        curves = read_log(args.log)
-        if not curves["loss"]:
-            raise ValueError(f"{args.log}: holds no loss yet")
-        draw(curves, args.output, args.title, references)
+        names = args.names or names_of(args.logs)
+        check_name(args.output)
+        if len(names) != len(args.logs) or len(set(names)) < len(names):
+            raise ValueError(f"--names: {len(args.logs)} different names are needed, one a run")
+        if len(names) > len(PALETTE):
+            raise ValueError(f"{len(names)} runs: a picture shows at most {len(PALETTE)}")
+        runs = {name: read_log(log) for name, log in zip(names, args.logs, strict=True)}
+        for log, run in zip(args.logs, runs.values(), strict=True):
+            if not run.curves["loss"]:
+                raise ValueError(f"{log}: holds no loss yet")
+        draw(runs, args.output, args.title, references, args.axis)
     except (ValueError, OSError) as error:
         sys.exit(told("plot_loss.py", error))
+
+
+def names_of(logs: Sequence[Path]) -> list[str]:
+    """Return a name for each log: none for one, else its folder's, or its path."""
+    if len(logs) == 1:
+        return [""]
+    folders = [log.resolve().parent.name for log in logs]
+    return folders if len(set(folders)) == len(logs) else [str(log) for log in logs]
 
 
 if __name__ == "__main__":

@@ -257,13 +257,13 @@ _NOT_MATHEMATICS = {"batch.micro_batch_size", "data.num_workers", "data.data_cac
 _NOT_MATHEMATICS |= {"data.data_timeout"}
 _NOT_MATHEMATICS |= {"model.model_file"}  # a path
 # Settings that may differ between the ranks of a run: places that are local to a node.
-_LOCAL = {"log.log_json", "log.tensorboard_dir"}
+_LOCAL = {"log.log_json", "log.tensorboard_dir", "log.memory_snapshot_path"}
 _LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. Rank 0 prints `notes` first; `extra` holds a fork's own flags."""
+    """Every setting of a run; `notes`: to print; `extra`: of a fork; `given`: flags as typed."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -279,6 +279,7 @@ class Config:
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+    given: tuple[str, ...] = field(default=(), compare=False)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""
@@ -287,7 +288,7 @@ class Config:
             value = getattr(self, part.name)
             if part.name == "extra":
                 out |= {f"extra.{k}": v for k, v in value}
-            elif part.name != "notes":
+            elif part.name not in ("notes", "given"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         return {k: _plain(v) for k, v in out.items()}
 

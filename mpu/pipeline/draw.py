@@ -25,14 +25,8 @@ KINDS = {
     "B": "B, gradient of the input",
     "W": "W, gradient of the weights",
 }
-TITLES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved 1F1B",
-    "zb-h1": "ZB-H1",
-    "zb-v": "ZB-V",
-    "v-half": "V-Half",
-}
+TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
+TITLES |= {"zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half"}
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Arial"],
@@ -71,12 +65,14 @@ def draw(
     title: str | None = None,
     subtitle: str | None = None,
     unit: str = "",
+    axis: str = "",
     until: float | None = None,
 ) -> None:
     """Draw a timeline of a schedule to a .png or an .svg, by the path's suffix.
 
-    title, subtitle: replace `heading` and `caption`. unit: of the times. until: where the time axis
-    ends, so that pictures can share a scale. Raises ValueError for another suffix or no actions.
+    title, subtitle: replace `heading` and `caption`. unit: of the times. axis: what the time axis
+    counts, in words. until: the length of the longest picture of a row that shares one scale; this
+    one is as wide as its own step. Raises ValueError for another suffix or no actions.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a picture is a .png or an .svg")
@@ -96,7 +92,8 @@ def draw(
         page.draw_waits(arrows)
         page.draw_legends(with_arrows=bool(arrows))
         said = caption(page.numbers, unit) if subtitle is None else subtitle
-        page.write(title or heading(schedule), said, f"time ({unit})" if unit else "time")
+        named = f"time ({axis or unit})" if axis or unit else "time"
+        page.write(title or heading(schedule), said, named)
         path.parent.mkdir(parents=True, exist_ok=True)
         page.figure.savefig(
             path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None
@@ -135,6 +132,7 @@ class _Page:
         short, typical = lengths[len(lengths) // 4], lengths[len(lengths) // 2]
         inside = min(22.0, max(7.6, 0.05 * (end - self.first) / typical))
         self.points = 72 * inside / (end - self.first)  # how wide a unit of time is
+        own = inside * (self.last - self.first) / (end - self.first)
         per_point = DIGIT * len(str(schedule.micro_batches - 1))  # a number's width over its font
         self.number = 0.0  # its font; 0 where numbers do not fit
         if self.points * typical > 5.0 * per_point:
@@ -146,11 +144,12 @@ class _Page:
         self.stages = [_stages(schedule, rank) for rank in range(len(ranks))]
         self.left = zoom * (0.25 + 0.055 * max(9, *map(len, self.stages)))
         self.right, bottom, tall = 0.85 * zoom, 0.82 * zoom, len(ranks) * rows
-        self.width, self.height = self.left + inside + self.right, 0.72 * zoom + tall + bottom
+        self.width, self.height = self.left + own + self.right, 0.72 * zoom + tall + bottom
         self.figure = Figure(figsize=(self.width, self.height), dpi=200)
-        across, up = inside / self.width, tall / self.height
+        across, up = own / self.width, tall / self.height
         place = (self.left / self.width, bottom / self.height, across, up)
-        self.axes = self.figure.add_axes(place, xlim=(self.first, end), ylim=(tall, 0), yticks=[])
+        limits: dict[str, Any] = {"xlim": (self.first, self.last), "ylim": (tall, 0)}
+        self.axes = self.figure.add_axes(place, yticks=[], **limits)
         self.axes.spines[["left", "right", "top"]].set_visible(False)
         self.axes.spines["bottom"].set_color(RULE)
         self.axes.tick_params(color=RULE, labelcolor=QUIET, labelsize=7.5 * zoom, length=3)
@@ -235,16 +234,23 @@ class _Page:
             )
 
     def draw_waits(self, arrows: Sequence[Wait]) -> None:
-        """Draw the messages that idle ranks waited for, from box to box, behind other boxes."""
+        """Draw the messages that idle ranks waited for, from box to box.
+
+        Between neighbours an arrow lies behind the boxes; one that passes other ranks lies on them,
+        in a white edge, and is whole.
+        """
+        from matplotlib.patheffects import withStroke
+
+        edge = [withStroke(linewidth=2.2, foreground="white")]
         for sender, sent, taker, begun in arrows:
-            down = taker > sender
+            down, far = taker > sender, abs(taker - sender) > 1
             self.axes.annotate(
                 "",
                 (begun, taker * self.pitch + (0 if down else self.box)),
                 (sent, sender * self.pitch + (self.box if down else 0)),
-                arrowprops=ARROW,
+                arrowprops=ARROW | ({"path_effects": edge} if far else {}),
                 annotation_clip=False,
-                zorder=2,
+                zorder=5 if far else 2,
             )
 
     def draw_legends(self, with_arrows: bool) -> None:

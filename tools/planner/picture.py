@@ -5,12 +5,14 @@ from html import escape
 
 import numpy as np
 
+from tools.drawing import GRID, INK, PALETTE, QUIET, RULE, STYLE
 from tools.planner.search import Plans
 from tools.planner.table import TERMS, breakdown
 
-WIDTH, HEIGHT, LEFT, TOP = 900, 560, 70, 50
+WIDTH, HEIGHT, LEFT, TOP = 900, 580, 70, 64
 PLOT_W, PLOT_H, BAR = 780, 350, 34
-COLOURS = ("#2b6cb0", "#c05621", "#718096", "#b7791f", "#6b46c1", "#2f855a")
+POINT, FRONT, LIMIT = PALETTE[0], PALETTE[2], PALETTE[6]
+FONT = ", ".join(STYLE["font.sans-serif"]) + ", sans-serif"
 
 
 def pareto(plans: Plans) -> list[int]:
@@ -34,44 +36,64 @@ def svg(plans: Plans) -> str:
         return float(x), float(TOP + PLOT_H * (1 - gb[n] / most))
 
     limit = TOP + PLOT_H * (1 - plans.limit / 1e9 / most)
+    fits = f"{int(plans.fits.sum()):,} of {len(plans.layouts):,} layouts fit; filled: it fits"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
+        f'font-family="{FONT}" font-size="11" fill="{INK}">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="24" font-size="15">{escape(plans.model.name)} on '
-        f"{plans.cluster.gpus:,} GPUs: seconds of a step (across), GB of a GPU (up)</text>",
-        f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="#c53030"'
-        ' stroke-dasharray="5 4"/>',
-        f'<text x="{LEFT + 4}" y="{limit - 4:.1f}" fill="#c53030">'
-        f"{plans.limit / 1e9:.1f} GB</text>",
+        f'<text x="{LEFT}" y="24" font-size="16" font-weight="bold">{escape(plans.model.name)} on '
+        f"{plans.cluster.gpus:,} GPUs</text>",
+        f'<text x="{LEFT}" y="43" fill="{QUIET}">{fits}; the line: none is faster with less'
+        "</text>",
+        *_axes(low, high, most),
+        f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{limit:.1f}" y2="{limit:.1f}" '
+        f'stroke="{LIMIT}" stroke-dasharray="5 4"/>',
+        f'<text x="{LEFT + PLOT_W}" y="{limit - 4:.1f}" fill="{LIMIT}" text-anchor="end">'
+        f"a GPU has {plans.limit / 1e9:.1f} GB</text>",
     ]
     for n in range(len(plans.layouts)):
         if seconds[n] <= high and gb[n] <= most:
             x, y = place(n)
-            fill = "#2b6cb0" if plans.fits[n] else "none"
+            fill = POINT if plans.fits[n] else "none"
             parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="#2b6cb0">'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{POINT}">'
                 f"<title>{escape(plans.layouts[n].flags())}: {seconds[n]:.2f} s, {gb[n]:.1f} GB"
                 "</title></circle>"
             )
     front = [place(n) for n in pareto(plans) if seconds[n] <= high and gb[n] <= most]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="#2f855a" stroke-width="1.5"/>')
-    for share in (0.0, 0.5, 1.0):
-        at = low * (high / low) ** share
-        parts.append(f'<text x="{LEFT + PLOT_W * share:.0f}" y="{TOP + PLOT_H + 18}" '
-                     f'text-anchor="middle">{at:.3g} s</text>')  # fmt: skip
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
     order = plans.order()
     if len(order):
-        parts += _bar(plans, int(order[0]), TOP + PLOT_H + 50)
+        parts += _bar(plans, int(order[0]), TOP + PLOT_H + 68)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _axes(low: float, high: float, most: float) -> list[str]:
+    """Return grid, ticks with their units, and what each axis counts."""
+    parts, bottom = [], TOP + PLOT_H
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, y = LEFT + PLOT_W * share, bottom - PLOT_H * share
+        colour = RULE if share == 0 else GRID
+        parts += [
+            f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{y:.0f}" y2="{y:.0f}" stroke="{colour}"/>',
+            f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end" fill="{QUIET}">'
+            f"{most * share:.0f} GB</text>",
+            f'<text x="{x:.0f}" y="{bottom + 16}" text-anchor="middle" fill="{QUIET}">'
+            f"{low * (high / low) ** share:.3g} s</text>",
+        ]
+    across = "seconds of a step, on a logarithmic axis"
+    parts.append(f'<text x="{LEFT + PLOT_W}" y="{bottom + 32}" text-anchor="end" fill="{QUIET}">'
+                 f"{across}</text>")  # fmt: skip
+    parts.append(f'<text x="{LEFT}" y="{TOP - 8}" fill="{QUIET}">memory of a GPU</text>')
+    return parts
 
 
 def _bar(plans: Plans, n: int, y: float) -> list[str]:
     told = breakdown(plans, n)
     parts = [f'<text x="{LEFT}" y="{y - 8:.0f}">the best step, {told.step:.2f} s</text>']
     x = float(LEFT)
-    for row, (colour, key) in enumerate(zip(COLOURS, TERMS, strict=True)):
+    for row, (colour, key) in enumerate(zip(PALETTE, TERMS, strict=False)):
         width = PLOT_W * told.seconds[key] / told.step
         parts.append(f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{BAR}" '
                      f'fill="{colour}"><title>{TERMS[key]}</title></rect>')  # fmt: skip

@@ -92,7 +92,10 @@ def rehearsable(config: Config, steps: int) -> Config:
         config.checkpoint, save=None, load=None, pretrained_checkpoint=None, save_interval=None
     )
     run = replace(config.run, exit_interval=steps, eval_interval=None)
-    log = replace(config.log, log_interval=1, tensorboard_dir=None, log_json=None)
+    log = replace(
+        config.log, log_interval=1, tensorboard_dir=None, log_json=None, sample_interval=None,
+        record_memory_history=False,
+    )  # fmt: skip
     fault = replace(config.fault, peer_checkpoint=None)
     # graphs are not captured here: the eager steps show whether they could be
     gpu = replace(config.gpu, cuda_graph_warmup_steps=max(steps, 3))

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpu import native
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
+from training.data.bytes_per_token import bytes_per_token
 from training.data.cache import IndexCache
 from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
@@ -35,6 +37,7 @@ class Loaders:
     train: Loader
     valid: Loader | None
     test: Loader | None
+    tokenizer: "Tokenizer | None" = None  # of all three
 
     @property
     def digest(self) -> str:
@@ -61,6 +64,7 @@ def build_loaders(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     datasets = build_datasets(config, tokenizer, report)
+    samples = config.run.eval_iters * config.batch.global_batch_size  # of an evaluation
 
     def load(dataset: Dataset | None) -> Loader | None:
         if dataset is None:
@@ -76,12 +80,13 @@ def build_loaders(
             context=context,
             timeout=data.data_timeout,
             report=report,
+            bytes_per_token=partial(bytes_per_token, dataset, tokenizer, rules, samples),
         )
 
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split holds no document: check --split and the data paths")
-    return Loaders(train, load(datasets["valid"]), load(datasets["test"]))
+    return Loaders(train, load(datasets["valid"]), load(datasets["test"]), tokenizer)
 
 
 def build_datasets(

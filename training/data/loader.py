@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cache
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Loader:
     made when asked for, and with None as many are started as the reads are measured to need, which
     `report` tells. An error in a worker is raised by the call that needs its batch, a batch that is
     not there after `timeout` seconds (0: never) by DataError. context: this rank among its
-    context-parallel ranks, and their number.
+    context-parallel ranks, and their number. bytes_per_token: counts the text behind a token.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Loader:
         context: tuple[int, int] = (0, 1),
         timeout: float = 0.0,
         report: Callable[[str], None] = lambda line: None,
+        bytes_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
@@ -58,6 +60,7 @@ class Loader:
         self._measured = workers is None
         self._timeout = timeout
         self._report = report
+        self.bytes_per_token = cache(bytes_per_token)
         self._returned = 0.0  # when the last batch was handed out
         self._pool: Workers[Batch] | None = None
         self._ahead: deque[Future[Batch]] = deque()

@@ -507,9 +507,9 @@ REFUSED = (
         """,
     ),
     (
-        "use --profile, which writes a torch trace; this version keeps no memory history",
+        "use --profile, which writes a torch trace",
         """
---pytorch-profiler-collect-chakra --record-memory-history --memory-snapshot-path
+--pytorch-profiler-collect-chakra
         """,
     ),
     (

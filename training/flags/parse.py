@@ -66,7 +66,10 @@ def parse(
     `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. Raises UsageError naming
     the flag, its value and the rule; `--help` prints and exits.
     """
-    given, notes, own = _read(sys.argv[1:] if argv is None else argv, extra)
+    argv = sys.argv[1:] if argv is None else argv
+    words = (word.partition("=")[0] for word in argv)
+    names = tuple(dict.fromkeys(word for word in words if word.startswith("--")))
+    given, notes, own = _read(argv, extra)
     if "--use-checkpoint-args" in given:
         assert of_checkpoint is not None
         given = model_sizes.from_checkpoint(given, of_checkpoint)
@@ -77,7 +80,7 @@ def parse(
     rules.check(made)
     said = [*made.notes, *rules.idle(given), *zero_rules.notes(given, made)]
     said += context_rules.notes(given, made)
-    return replace(made, notes=tuple(dict.fromkeys(said)))
+    return replace(made, notes=tuple(dict.fromkeys(said)), given=names)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -81,12 +81,14 @@ def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
 def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
     log, cache = config.log, config.parallel.tp_comm_overlap_cache
+    history = log.memory_snapshot_path
     directories = {
         "--save": config.checkpoint.save,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": config.data.data_cache_path,
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
         "--tp-comm-overlap-cache": cache and os.path.dirname(os.path.abspath(cache)),
+        "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),
     }
     for flag, path in directories.items():
         if path:

@@ -79,7 +79,8 @@ IDLE = (
     ("--rope-scaling-factor", "--use-rope-scaling"),
     ("--profile-step-start", "--profile"),
     ("--profile-step-end", "--profile"),
-    ("--profile-ranks", "--profile"),
+    ("--memory-snapshot-path", "--record-memory-history"),
+    ("--sample-prompt", "--sample-interval"),
     ("--manual-gc-interval", "--manual-gc"),
     ("--wandb-exp-name", "--wandb-project"),
     ("--decoupled-min-lr", "--decoupled-lr"),
@@ -141,6 +142,8 @@ def check_given(given: dict[str, Any]) -> None:
 
 def idle(given: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each given flag that has nothing to act on."""
+    if "--profile-ranks" in given and not {"--profile", "--record-memory-history"} & given.keys():
+        yield "--profile-ranks has nothing to act on without --profile"
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
@@ -266,14 +269,20 @@ def _run(config: Config) -> None:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
-    if log.profile:
-        if log.profile_step_start >= log.profile_step_end:
+    if log.profile and log.profile_step_start >= log.profile_step_end:
+        raise UsageError(
+            f"--profile-step-end {log.profile_step_end} must be more than "
+            f"--profile-step-start {log.profile_step_start}"
+        )
+    for rank in log.profile_ranks if log.profile or log.record_memory_history else ():
+        if rank >= config.parallel.world_size:
             raise UsageError(
-                f"--profile-step-end {log.profile_step_end} must be more than "
-                f"--profile-step-start {log.profile_step_start}"
+                f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
-        for rank in log.profile_ranks:
-            if rank >= config.parallel.world_size:
-                raise UsageError(
-                    f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
-                )
+    device = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if log.record_memory_history and device == "cpu" and not config.run.dry_run:
+        raise UsageError(
+            "--record-memory-history needs --device cuda: it records CUDA's allocator, and memory "
+            "of a CPU has no such record; --dry-run counts a rank's memory by kind, and --rehearse "
+            "predicts a GPU's peak"
+        )

@@ -152,10 +152,14 @@ LIVE = """
 --wandb-project | text | name; off: left out | report to this project of Weights & Biases
 --wandb-exp-name | text | name; default: W&B's own | name of the run there
 --log-params-norm | switch | off: left out | log the norm of the parameters
+--sample-interval | int>=1 | steps; off: left out | steps between two samples: print how the model goes on with a text (ours, not Megatron's)
+--sample-prompt | text | text; off: left out, the start of a held-out sample | text that --sample-interval goes on with (ours, not Megatron's)
 --profile | switch | off: left out | write a trace of the torch profiler
 --profile-step-start | int>=0 | step | first step of the trace
 --profile-step-end | int>=0 | step | first step after the trace
---profile-ranks | ints | global ranks | ranks that write a trace
+--profile-ranks | ints | global ranks | ranks that write a trace or a memory snapshot
+--record-memory-history | switch | off: left out | record what CUDA's allocator does, and write it at the end of the run or when it fails, for pytorch.org/memory_viz
+--memory-snapshot-path | text | file; off: left out, memory_rank0.pickle beside the profile | where --record-memory-history writes; each rank puts its number before the ending
 [run] The run
 --seed | int>=0 | no unit | seed of the initial weights and of the sample order
 --bf16 | switch | off: left out, fp32 | weights and activations in bfloat16, fp32 masters and gradients

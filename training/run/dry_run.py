@@ -6,11 +6,11 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 """
 
 import os
-from dataclasses import replace
+import re
+from functools import partial
 
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
-from training.flags import zero_rules
 from training.flags.megatron import DIFFERENCES
 from training.plan import (
     activations,
@@ -25,8 +25,8 @@ from training.plan.activations import Held
 from training.plan.model_profile import ModelProvider, model_profile
 from training.plan.rank_memory import Shapes
 from training.plan.traffic import Traffic
+from training.run.fit import fit_lines
 
-GPU_BYTES = 80e9  # memory of an H100 or A100
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
     "tokenizer is here; give --vocab-size"
@@ -35,6 +35,7 @@ REHEARSAL = (
     "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
+SOURCE = "training/flags/megatron.py"
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
@@ -51,14 +52,32 @@ def report(config: Config, provider: ModelProvider) -> str:
     sections += [
         ("Rehearsal", [REHEARSAL]),
         ("Notes on the flags", list(config.notes)),
-        (
-            "Differs from Megatron-LM",
-            [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES],
-        ),
+        ("Differs from Megatron-LM", _differences(config)),
     ]
     return "\n\n".join(
         "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
     )
+
+
+def _differences(config: Config) -> list[str]:
+    """Return the differences that flags of this command line touch, and how many others there are.
+
+    An entry of several flags counts where one of them is given, with "with" between them where all
+    are; --lr-* stands for every flag that begins so.
+    """
+
+    def touched(flags: str) -> bool:
+        names = re.findall(r"--[\w-]+\*?", flags)
+        found = [
+            any(each == name or name[-1] == "*" and each.startswith(name[:-1]) for each in given)
+            for name in names
+        ]
+        return all(found) if " with " in flags else any(found)
+
+    given = config.given
+    lines = [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES if touched(f)]
+    rest = len(DIFFERENCES) - len(lines)
+    return [*lines, f"{rest} more of flags that are not given: DIFFERENCES in {SOURCE}"]
 
 
 def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, list[str]]]:
@@ -210,11 +229,13 @@ def _memory(
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
-    if total > GPU_BYTES:
-        lines.append(
-            f"does NOT fit a GPU of {in_units(GPU_BYTES)}{_advice(config, provider, held)}"
-        )
-    return lines
+    return lines + fit_lines(config, total, partial(peak, provider=provider), in_units)
+
+
+def peak(config: Config, provider: ModelProvider) -> int:
+    """Return the bytes of the rank that needs most."""
+    held = activations.held(config, provider)
+    return max(sum(memory(config, provider, rank, own).values()) for rank, own in enumerate(held))
 
 
 def shared_kinds(config: Config) -> list[str]:
@@ -223,25 +244,6 @@ def shared_kinds(config: Config) -> list[str]:
     since = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
     own = [] if acc > config.run.dtype.itemsize else ["masters"]
     return [kind for kind, first in since.items() if zero >= first and kind not in own]
-
-
-def _advice(config: Config, provider: ModelProvider, held: list[Held]) -> str:
-    """Return advice: the lowest higher --zero-stage that fits, or else the one that needs least."""
-    p, found = config.parallel, {}
-    if p.gradient_ranks == 1:
-        return "; with one data-parallel rank --zero-stage has no one to share with"
-    for level in range(p.zero + 1, 4):
-        other = replace(config, parallel=replace(p, zero_stage=level))
-        kinds = [memory(other, provider, rank, own) for rank, own in enumerate(held)]
-        found[level] = max(sum(kind.values()) for kind in kinds)
-    ranks = f", over {p.gradient_ranks} {zero_rules.sharers(config)}"
-    for level, size in found.items():
-        if size <= GPU_BYTES:
-            return f"; with --zero-stage {level}{ranks}: {in_units(size)}"
-    if not found:
-        return ""
-    best = min(found, key=lambda level: found[level])
-    return f", nor with any --zero-stage; least with {best}{ranks}: {in_units(found[best])}"
 
 
 def _batch(config: Config) -> list[str]:

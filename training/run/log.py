@@ -8,13 +8,12 @@ another rank. Rank 0 writes; on any other rank every method returns at once.
 
 import json
 import math
-import os
 import resource
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ import torch
 from torch import Tensor
 
 from training.run import cuda_memory
-from training.run.output import hushed, say, write_line, write_scalars
+from training.run.log_line import duration, finite_or_none, flops, step_line
+from training.run.log_outputs import open_json, open_tensorboard, open_wandb
+from training.run.output import say, write_line, write_scalars
 from training.run.peak_flops import peak_flops
-from training.untrusted import owner_only, printable, private
+from training.untrusted import printable
 
 # each output: the flag that asked for it, and how it is closed
 OUTPUTS = {
@@ -66,6 +67,10 @@ class Log:
         self.total_iterations, self.total_samples = total_iterations, total_samples
         self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
         self.recent: deque[float] = deque(maxlen=10)
+        self.losses: dict[int, Tensor] = {}  # of the steps since the last line, by iteration
+        self.mean_loss, self.began, self.trained = math.nan, time.monotonic(), False
+        self.saved_in = (run_config or {}).get("checkpoint.save")
+        self.length = (run_config or {}).get("model.seq_length", 0)
         self.last_samples = 0
         self.json = self.tensorboard = self.wandb = self.bar = None
         if not self.writes:
@@ -88,11 +93,24 @@ class Log:
 
     def values(
         self, iteration: int, loss: Tensor, norm: Tensor, lr: float, params: Callable[[], Tensor]
-    ) -> dict[str, float]:
-        """Return a step's numbers, {} unless due; waits for the device. params: gives its norm."""
+    ) -> dict[str, Any]:
+        """Return a step's numbers, {} unless due; waits for the device. params: gives its norm.
+
+        Where lines are some steps apart, mean_loss is the mean of the steps since the last one, and
+        step_losses has (iteration, loss) of each.
+        """
+        for stale in [i for i in self.losses if i >= iteration]:  # the run went back
+            del self.losses[stale]
+        self.losses[iteration] = loss.detach()
         if not self.due(iteration):
             return {}
-        values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+        few = len(self.losses) == 1
+        losses = [loss.item()] if few else torch.stack(list(self.losses.values())).tolist()
+        values: dict[str, Any] = {"loss": losses[-1], "grad_norm": norm.item(), "lr": lr}
+        if len(losses) > 1:
+            values["mean_loss"] = math.fsum(losses) / len(losses)
+            values["step_losses"] = [list(pair) for pair in zip(self.losses, losses, strict=True)]
+        self.losses = {}
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 
     def step(
@@ -106,13 +124,14 @@ class Log:
         loss: float = math.nan,
         grad_norm: float = math.nan,
         lr: float = math.nan,
-        **more: float,
+        **more: Any,
     ) -> None:
         """Count one step; every --log-interval iterations, write what was counted since.
 
         loss, grad_norm and lr belong to this very step, not to the interval, and are read only
         where due(iteration). step_seconds and data_wait_seconds are means over the steps of the
-        interval; tokens_per_second counts all ranks.
+        interval; tokens_per_second counts all ranks. more: mean_loss and step_losses of `values`,
+        and other numbers.
         """
         if not self.writes:
             return
@@ -129,6 +148,7 @@ class Log:
         record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
+            **({"consumed_tokens": consumed_samples * self.length} if self.length else {}),
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
@@ -142,6 +162,7 @@ class Log:
             **more,
         }
         self.recent.append(record["step_seconds"])
+        self.trained, self.mean_loss = True, more.get("mean_loss", loss)
         self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
         self.print(step_line(record, self.total_iterations, self.time_left(done, samples)))
         self.write(record)
@@ -156,15 +177,34 @@ class Log:
         return max(0, total - done) / a_step * sum(self.recent) / len(self.recent)
 
     def validation(
-        self, iteration: int, loss: float, *, name: str = "validation", **more: float
+        self, iteration: int, loss: float, loader: Any = None, *, name: str = "validation"
     ) -> None:
-        """Write the loss on held-out data, under the key {name}_loss."""
-        if self.writes:
-            perplexity = math.exp(min(loss, 700.0))
-            self.print(
-                f"{name} at iteration {iteration} | loss {loss:.4f} | perplexity {perplexity:.2f}"
-            )
-            self.write({"iteration": iteration, f"{name}_loss": loss, **more})
+        """Write the loss on held-out data, under the key {name}_loss.
+
+        loader: of that data, which knows how many bytes of text a token is (bytes_per_token).
+        """
+        if not self.writes:
+            return
+        line = f"{name} at iteration {iteration} | loss {loss:.4f}"
+        line += f" | perplexity {math.exp(min(loss, 700.0)):.2f}"
+        record = {"iteration": iteration, f"{name}_loss": loss}
+        if loader is not None and (size := loader.bytes_per_token()):
+            record[f"{name}_bits_per_byte"] = bits = loss / math.log(2) / size
+            line += f" | {bits:.3f} bits per byte"
+        self.print(line)
+        self.write(record)
+
+    def finished(self, iteration: int) -> None:
+        """Say that the run is over, where it is, and where its result lies."""
+        if not self.writes or iteration < self.total_iterations:
+            return
+        where = f"; saved in {self.saved_in}" if self.saved_in else "; nothing is saved: no --save"
+        if self.trained:
+            took = duration(time.monotonic() - self.began)
+            loss = f"loss {self.mean_loss:.4f}"
+            self.print(f"finished: {iteration} iterations, {loss}, {took}{where}")
+        else:
+            self.print(f"nothing to do: iteration {iteration} of {iteration} was reached before")
 
     def note(self, text: str) -> None:
         """Print a line, above the live bar where there is one."""
@@ -185,6 +225,11 @@ class Log:
         numbers = {key: value for key, value in record.items() if key != "iteration"}
         step = record["iteration"]
         self._try("json", lambda file: write_line(file, json.dumps(finite, allow_nan=False)))
+        for i, value in numbers.pop("step_losses", [])[:-1]:  # the last is this record's own
+            self._plot({"loss": value}, i)
+        self._plot(numbers, step)
+
+    def _plot(self, numbers: dict[str, Any], step: int) -> None:
         self._try("tensorboard", lambda writer: write_scalars(writer, numbers, step))
         self._try("wandb", lambda run: run.log(numbers, step=step))
 
@@ -247,83 +292,9 @@ class Bar:
         self.progress.stop()
 
 
-def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
-    """Return the line of one log step."""
-    parts = [
-        f"iteration {record['iteration']:>{len(str(total))}}/{total}",
-        f"loss {record['loss']:.4f}",
-        f"grad norm {record['grad_norm']:.3f}",
-        f"lr {record['lr']:.2e}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"{record['step_seconds'] * 1e3:.1f} ms (data {record['data_wait_seconds'] * 1e3:.1f})",
-        f"{flops(record['model_flops_per_second'])} MFU {record['mfu']:.1%}",
-        f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
-        f"samples {record['consumed_samples']:,}",
-        f"ETA {'?' if left is None else timedelta(seconds=round(min(left, 8e12)))}",
-    ]
-    if "params_norm" in record:
-        parts.insert(3, f"params norm {record['params_norm']:.3f}")
-    return " | ".join(parts)
-
-
-def flops(value: float) -> str:
-    """Return FLOP/s as text, in TFLOP/s or GFLOP/s."""
-    return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
-
-
-def finite_or_none(value: Any) -> Any:
-    """Return the value, or None for an infinity or NaN, which JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def peak_memory(device: torch.device) -> int:
     """Return this rank's peak bytes: the allocator's on CUDA, the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def open_json(path: Path) -> Any:
-    """Open the JSON log to append, dropping a last line that a killed run left torn."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            content = path.read_bytes()
-            last = content.rfind(b"\n") + 1
-            if last < len(content):
-                os.truncate(path, last)
-        return open(path, "a", encoding="utf-8", opener=private)
-    except OSError as error:
-        raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
-
-
-def open_tensorboard(directory: str, start_iteration: int) -> Any:
-    """Open TensorBoard's writer, hiding events after the iteration that the run resumes from."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            f"--tensorboard-dir {directory}: the package tensorboard is not installed;"
-            " pip install tensorboard, or leave the flag out"
-        ) from None
-    try:
-        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        purge = start_iteration + 1 if start_iteration else None
-        with owner_only():
-            return hushed(lambda: SummaryWriter(directory, purge_step=purge))
-    except OSError as error:
-        raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
-
-
-def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None) -> Any:
-    """Start a Weights & Biases run."""
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(
-            f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
-            " or leave the flag out"
-        ) from None
-    with owner_only():
-        return wandb.init(project=project, name=name, config=run_config)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what --profile asks for: torch's trace, and a timeline of each pipeline rank's actions.
 
-`python tools/draw_schedule.py --profile DIR` draws the timelines.
+`python tools/draw_schedule.py --profile DIR` draws the timelines. --record-memory-history writes
+what CUDA's allocator did, for torch's viewer, https://pytorch.org/memory_viz.
 """
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,31 @@ from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
+from training.run.output import say
 from training.run.stop import Agreement
+
+EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
+VIEWER = "https://pytorch.org/memory_viz"
+
+
+def folder_of(config: Config) -> Path:
+    """Return where a run's profile goes: --tensorboard-dir, or a folder of the run's own files.
+
+    That is `profile` in --save, else beside --log-json, else here.
+    """
+    if config.log.tensorboard_dir:
+        return Path(config.log.tensorboard_dir)
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save) / "profile"
+    return Path(config.log.log_json or "").parent / "profile"
+
+
+def snapshot_of(config: Config, rank: int) -> Path | None:
+    """Return where a rank's --record-memory-history goes, None where it writes none."""
+    if not config.log.record_memory_history or rank not in config.log.profile_ranks:
+        return None
+    path = Path(config.log.memory_snapshot_path or folder_of(config) / "memory.pickle")
+    return path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
 
 
 class Profile:
@@ -24,7 +50,8 @@ class Profile:
 
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
     pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
-    --tensorboard-dir, or ./profile. A context manager; without --profile it does nothing.
+    `folder_of` the run. note: called where they are written, with a line. A context manager;
+    without its flags it does nothing.
 
     torch's profiler frees its events when it stops. A collective of gloo that ends later writes
     into its event all the same: into memory that is in use again. So what is in flight between two
@@ -39,9 +66,13 @@ class Profile:
         engine: Engine,
         sink: ParamAndGradBuffer,
         agreement: Agreement,
+        note: Callable[[str], None] = say,
     ) -> None:
         log = config.log
-        self._folder, self._steps = Path(log.tensorboard_dir or "profile"), 0
+        self._folder, self._steps, self._note_line = folder_of(config), 0, note
+        self._told = not log.profile
+        self._ranks = ", ".join(map(str, log.profile_ranks))
+        self._snapshot = snapshot_of(config, grid.rank)
         self._first, self._end = log.profile_step_start, log.profile_step_end
         first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.dp_cp.rank == 0
         self._engine = engine if log.profile and first_pipeline else None
@@ -63,6 +94,8 @@ class Profile:
             )
 
     def __enter__(self) -> "Profile":
+        if self._snapshot is not None:
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
         self._measure()
         if self._trace is not None:
             self._trace.__enter__()
@@ -74,6 +107,13 @@ class Profile:
             self._trace.__exit__(*error)
         if self._recorded:  # also where the run ended before --profile-step-end
             self._write()
+        if error[0] is None and self._steps > self._first:
+            self._tell()
+        if self._snapshot is not None:  # also after an error, such as no memory left
+            self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._note_line(f"memory history: {self._snapshot}; open it at {VIEWER}")
 
     def step(self) -> None:
         """Count one training step."""
@@ -85,6 +125,18 @@ class Profile:
         if self._engine is not None and self._engine.spans is not None:
             self._note(self._engine)
         self._measure()
+
+        if self._steps == self._end:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say once where the profile is."""
+        if not self._told:
+            self._told, last = True, min(self._steps, self._end) - 1
+            self._note_line(
+                f"profile: steps {self._first} to {last} of this start, in {self._folder} (torch's "
+                f"traces of rank {self._ranks}: `tensorboard --logdir`, or ui.perfetto.dev)"
+            )
 
     def _settle(self) -> None:
         for wait in self._in_flight:

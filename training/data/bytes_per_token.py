@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the bytes of text behind a token, so that losses compare over tokenizers."""
+
+from typing import Any
+
+import numpy as np
+
+from training.data.batch import DocumentRules
+from training.data.dataset import Dataset
+
+MOST = 1 << 18  # tokens that are decoded
+
+
+def bytes_per_token(
+    dataset: Dataset, tokenizer: Any, rules: DocumentRules, samples: int
+) -> float | None:
+    """Return the bytes of text of a token whose loss counts, over the first so many samples.
+
+    At most MOST tokens are decoded, sample by sample, so a tokenizer that drops the space at the
+    begin of a text drops a byte a sample. The end of a document has no text. None where tokens
+    stand for no text (NullTokenizer).
+    """
+    if tokenizer.name == "NullTokenizer":
+        return None
+    size = tokens = 0
+    for i in range(max(1, min(samples, MOST // dataset.seq_length))):
+        row = dataset.sample(i)
+        labels: np.ndarray = row[1:]
+        if rules.eod_mask_loss:
+            labels = labels[row[:-1] != rules.eod]
+        tokens += len(labels)
+        text = tokenizer.decode(labels[labels != tokenizer.eod].tolist())
+        size += len(text.encode("utf-8", "replace"))
+    return size / tokens if size else None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say whether a run fits a GPU, and if not, which flag by itself would make it fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from training.config import Config, UsageError
+from training.flags import rules, zero_rules
+
+GPU_BYTES = 80e9  # memory of an H100 or A100
+
+
+def fit_lines(
+    config: Config, total: float, peak: Callable[[Config], float], in_units: Callable[[float], str]
+) -> list[str]:
+    """Return "fits", or what each measure saves. total: bytes of the fullest rank; peak: the same
+    of another config; in_units: writes bytes.
+    """
+    if config.parallel.device == "cpu":
+        return []
+    gpu = in_units(GPU_BYTES)
+    if total <= GPU_BYTES:
+        return [f"fits a GPU of {gpu}, with {in_units(GPU_BYTES - total)} to spare"]
+    rows = []
+    for name, other in measures(config):
+        try:
+            rules.check(other)
+        except UsageError:
+            continue  # it does not go with this run's other flags
+        if (size := peak(other)) < total:
+            rows.append((size, name, f"saves {in_units(total - size)}"))
+    if not rows:
+        return [f"does NOT fit a GPU of {gpu}, and no measure of this program alone saves memory"]
+    enough = [size for size, _, _ in rows if size <= GPU_BYTES]
+    which = "each of these, by itself" if enough else "none of these, by itself, is enough"
+    lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - GPU_BYTES)} too much; {which}:"]
+    width = max(len(name) for _, name, _ in rows)
+    for size, name, saves in rows:
+        told = f"fits, {in_units(size)}" if size <= GPU_BYTES else f"{in_units(size)}, too much"
+        lines.append(f"  {name:<{width}}  {saves}: {told}")
+    if enough and len(enough) < len(rows):
+        lines[0] = lines[0].replace("each of these, by itself", "by itself")
+    if config.parallel.gradient_ranks == 1:
+        lines.append("  with one data-parallel rank --zero-stage has no one to share with")
+    return lines
+
+
+def measures(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield (flags, the config with them) of what saves memory and is not in use yet."""
+    p, b, g = config.parallel, config.batch, config.gpu
+    over = f" (over {p.gradient_ranks} {zero_rules.sharers(config)})"
+    for stage in range(p.zero + 1, 4) if p.gradient_ranks > 1 else ():
+        yield f"--zero-stage {stage}{over}", replace(config, parallel=replace(p, zero_stage=stage))
+    if p.recompute_granularity is None:
+        less = replace(p, recompute_granularity="selective")
+        yield "--recompute-granularity selective", replace(config, parallel=less)
+    if p.recompute_granularity != "full":
+        less = replace(p, recompute_granularity="full", recompute_method="uniform",
+                       recompute_num_layers=1)  # fmt: skip
+        yield "--recompute-granularity full", replace(config, parallel=less)
+    if not p.fused_linear_cross_entropy:
+        less = replace(p, fused_linear_cross_entropy=True)
+        yield "--fused-linear-cross-entropy", replace(config, parallel=less)
+    if not p.optimizer_cpu_offload:
+        less = replace(p, optimizer_cpu_offload=True)
+        yield "--optimizer-cpu-offload", replace(config, parallel=less)
+    if not g.cpu_offload_activations:
+        more = replace(g, cpu_offload_activations=True)
+        yield "--cpu-offload-activations", replace(config, gpu=more)
+    if b.micro_batch_size > 1:
+        yield "--micro-batch-size 1", replace(config, batch=replace(b, micro_batch_size=1))

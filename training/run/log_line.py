@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the line of a log step, in at most WIDTH columns."""
+
+import math
+from datetime import timedelta
+from typing import Any
+
+WIDTH = 100  # columns
+
+
+def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
+    """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
+
+    record: as `Log.step` makes it. left: seconds to the end, None where unknown. Where numbers are
+    so long that the line would not fit, the bars and the first word go.
+    """
+    norm = f"norm {short(record['grad_norm'])}"
+    if "params_norm" in record:
+        norm += f" (params {short(record['params_norm'])})"
+    parts = [
+        f"iteration {record['iteration']:>{len(str(total))}}/{total}",
+        f"loss {_loss(record.get('mean_loss', record['loss']))}",
+        f"lr {record['lr']:.2e}",
+        norm,
+        f"{rounded(record['tokens_per_second'])} tokens/s",
+        f"MFU {record['mfu']:.1%}",
+        f"ETA {'?' if left is None else duration(left)}",
+    ]
+    line = " | ".join(parts)
+    return line if len(line) <= WIDTH else "  ".join(parts).removeprefix("iteration ")
+
+
+def short(value: float) -> str:
+    """Return a number in three digits: 0.0123, 1.23, 123, 1.2e+06."""
+    if math.isfinite(value) and abs(value) >= 1e5:
+        return f"{value:.1e}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if not abs(value) >= 1e3 else f"{value:.2e}"
+
+
+def rounded(value: float) -> str:
+    """Return a rate without needless digits: 812, 12,345, 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as 0:12:34, or in days and hours from two days on."""
+    seconds = round(min(seconds, 8e12))
+    if seconds < 2 * 86400:
+        return str(timedelta(seconds=seconds)).replace("1 day, ", "1 d ")
+    return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+
+
+def flops(value: float) -> str:
+    """Return FLOP/s as text, in TFLOP/s or GFLOP/s."""
+    return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value, or None for an infinity or NaN, which JSON cannot hold."""
+    if isinstance(value, list):
+        return [finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
