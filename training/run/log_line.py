@@ -12,7 +12,7 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
 
     record: as `Log.step` makes it. left: seconds to the end, None where unknown. Where numbers are
-    so long that the line would not fit, the bars and the first word go.
+    so long that the line would not fit, its first word goes, then the bars, then MFU.
     """
     norm = f"norm {short(record['grad_norm'])}"
     if "params_norm" in record:
@@ -26,14 +26,16 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
         f"MFU {record['mfu']:.1%}",
         f"ETA {'?' if left is None else duration(left)}",
     ]
-    line = " | ".join(parts)
-    return line if len(line) <= WIDTH else "  ".join(parts).removeprefix("iteration ")
+    bare = " | ".join(parts).removeprefix("iteration ")
+    close = bare.replace(" | ", "  ")
+    lines = [" | ".join(parts), bare, close, close.replace(f"  {parts[5]}", "")]
+    return next((line for line in lines if len(line) <= WIDTH), lines[-1][:WIDTH])
 
 
 def short(value: float) -> str:
-    """Return a number in three digits: 0.0123, 1.23, 123, 1.2e+06."""
-    if math.isfinite(value) and abs(value) >= 1e5:
-        return f"{value:.1e}"
+    """Return a number in three digits: 0.0123, 1.23, 123, 12,345, 1.2e+06."""
+    if math.isfinite(value) and abs(value) >= 1e3:
+        return f"{value:,.0f}" if abs(value) < 1e5 else f"{value:.1e}"
     return f"{value:#.3g}".rstrip(".")
 
 

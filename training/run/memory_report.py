@@ -17,8 +17,25 @@ from training.config import Config, UsageError
 from training.plan import buffers, rank_memory
 from training.plan.model_profile import ModelProvider
 
+EQUAL = ", equal to the formula"
+
 
 def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
+    """Measure this rank; return one line where all is as the formulas state, else `in_full`."""
+    return brief(in_full(config, provider, optimizer))
+
+
+def brief(report: list[str]) -> list[str]:
+    """Return the report as one line where every kind is equal to its formula."""
+    buckets, *kinds = report
+    if not all(line.endswith(EQUAL) for line in kinds):
+        return report
+    sizes = [line.removesuffix(f" bytes{EQUAL}").rpartition(" ") for line in kinds]
+    shown = ", ".join(f"{kind.strip()} {size}" for kind, _, size in sizes if size != "0")
+    return [f"{buckets}; bytes, as the formulas state them: {shown}"]
+
+
+def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank and return the lines: the buckets, then one a kind of memory.
 
     Call it after a run's second step: in the first, ZeRO stage 3 still learns the order of its
@@ -75,7 +92,7 @@ def lines(
 def _line(kind: str, found: int, said: int, why: str) -> str:
     text = f"{kind:<25} {found:>15,} bytes"
     if found == said:
-        return f"{text}, equal to the formula"
+        return f"{text}{EQUAL}"
     more = f"{abs(found - said):,} {'more' if found > said else 'fewer'}"
     return f"{text}, {more} than the formula's {said:,}: {why}"
 

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from training.run.log import Log
+from training.run.log_line import step_line
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops, table_peak
 
 OFF = {
     "log_interval": 1,
+    "log_params_norm": False,
     "log_json": None,
     "tensorboard_dir": None,
     "wandb_project": None,
@@ -90,19 +92,79 @@ def test_line_names_everything_a_person_watches(capsys):
     first, line = capsys.readouterr().out.splitlines()
     assert first.startswith("MFU is held against") and "a rank x 2" in first
     assert "a matmul measured on this CPU in float32" in first
-    for part in (
-        "iteration 2/4",
-        "loss 0.3333",
-        "grad norm 3.142",
-        "lr 1.00e-03",
-        "2,000 tokens/s",
-        "500.0 ms (data 125.0)",
-        "2.0 GFLOP/s MFU",
-        "GiB",
-        "samples 16",
-        "ETA 0:00:01",
-    ):
-        assert part in line
+    mfu = f"MFU {2e9 / log.peak:.1%}"
+    parts = ["iteration 2/4", "loss 0.3333", "lr 1.00e-03", "norm 3.14", "2,000 tokens/s", mfu]
+    assert line.split(" | ") == [*parts, "ETA 0:00:01"]
+
+
+RECORD = {"iteration": 7, "loss": 2.5, "lr": 3e-4, "grad_norm": 1.5, "tokens_per_second": 1.0}
+LONG = {"iteration": 999_999, "loss": 12.3456, "grad_norm": 9999.0, "tokens_per_second": 123e6}
+
+
+LINES = {
+    "short": ({"mean_loss": 2.75}, 100, None, "iteration   7/100 | loss 2.7500 | lr 3.00e-04 | "),
+    "long": (LONG, 10**6, 3600.0, " 999999/1000000  loss 12.3456  lr 3.00e-04  norm 9,999  "),
+    "longer": (LONG, 10**7, 1e6, "  999999/10000000  loss 12.3456  lr 3.00e-04  norm 9,999  "),
+    "longest": (LONG | {"params_norm": 1.5}, 10**6, 8e12, " 999999/1000000  loss 12.3456  lr "),
+    "nan": ({"loss": math.nan, "grad_norm": math.inf}, 9, 9.0, "iteration 7/9 | loss nan | lr "),
+}
+
+
+@pytest.mark.parametrize(("record", "total", "left", "starts"), LINES.values(), ids=LINES)
+def test_a_line_has_100_columns_at_most(record, total, left, starts):
+    line = step_line(RECORD | {"mfu": 1.0} | record, total, left)
+    assert line.startswith(starts) and len(line) <= 100, (len(line), line)
+
+
+def test_the_line_has_the_mean_of_its_steps_and_the_files_have_each(tmp_path, capsys):
+    """After a resume, of the steps since; a step that is done again replaces what it was."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = tmp_path / "log.json"
+
+    def train(log, steps):
+        for iteration, loss in steps:
+            one = torch.tensor(float(loss))
+            step(log, iteration, **log.values(iteration, one, one, 1e-3, None))
+
+    with make(log_json=str(path), tensorboard_dir=str(tmp_path), log_interval=4, total=8) as log:
+        train(log, [(1, 10), (2, 20), (3, 90), (3, 30), (4, 40)])
+    with make(log_json=str(path), log_interval=4, total=8, start_iteration=6) as log:
+        train(log, [(7, 1), (8, 2)])
+        log.finished(8)
+    first, second = records(path)
+    assert (first["loss"], first["mean_loss"]) == (40.0, 25.0)
+    assert first["step_losses"] == [[1, 10.0], [2, 20.0], [3, 30.0], [4, 40.0]]
+    assert (second["mean_loss"], second["step_losses"]) == (1.5, [[7, 1.0], [8, 2.0]])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    each = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert each == [(1, 10), (2, 20), (3, 30), (4, 40)]
+    lines = capsys.readouterr().out.splitlines()
+    assert "iteration 4/8 | loss 25.0000" in lines[1] and "iteration 8/8 | loss 1.5000" in lines[3]
+    assert lines[4] == "finished: 8 iterations, loss 1.5000, 0:00:00; nothing is saved: no --save"
+
+
+def test_a_run_that_has_nothing_to_do_says_so(capsys):
+    with make(total=4, start_iteration=4) as log:
+        log.finished(3)
+        log.finished(4)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "nothing to do: iteration 4 of 4 was reached before"
+    ]
+
+
+def test_validation_has_bits_per_byte_where_a_token_is_text(tmp_path, capsys):
+    """A loss of 2 ln 2 nats a token, of four bytes each, is half a bit a byte."""
+    path = tmp_path / "log.json"
+    loader = SimpleNamespace(bytes_per_token=lambda: 4.0)
+    with make(log_json=str(path)) as log:
+        log.validation(1, 2 * math.log(2), loader)
+        log.validation(1, 1.0, SimpleNamespace(bytes_per_token=lambda: None), name="test")
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    said = "validation at iteration 1 | loss 1.3863 | perplexity 4.00"
+    assert first == f"{said} | 0.500 bits per byte"
+    assert second == "test at iteration 1 | loss 1.0000 | perplexity 2.72"
+    assert [r.get("validation_bits_per_byte") for r in records(path)] == [pytest.approx(0.5), None]
 
 
 def test_last_iteration_is_written_whatever_the_interval(tmp_path):
@@ -211,7 +273,7 @@ def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monke
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     out = capsys.readouterr().out
     assert out.count(f"--tensorboard-dir {tmp_path}: File too large; it ends here") == 1
-    assert iteration < 1999 and f"iteration {iteration:>4}/2000" in out
+    assert iteration < 1999 and f"{iteration:>4}/2000 " in out
     assert not traces
 
 

@@ -62,7 +62,7 @@ def reported(comm, case: dict) -> list[str]:
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     for step in range(2):
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
-    return memory_report.of(config, model_provider, run.optimizer)
+    return memory_report.in_full(config, model_provider, run.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,17 @@ def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
         run.model, run.sink, grid, parameter_group, cpu_offload=True
     )
     config = replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=True))
-    lines = memory_report.of(config, model_provider, optimizer)
+    lines = memory_report.in_full(config, model_provider, optimizer)
     assert all("equal to the formula" in line for line in lines[1:]), lines
     assert f" {memory(optimizer)['moments'] // 2:,} bytes" in lines[3]
+
+
+def test_where_all_is_equal_it_is_one_line():
+    """Else every kind has its own."""
+    sizes = {"parameters": 610304, "masters": 0, "gathered weights, at most": 8}
+    kinds = [f"{k:<25} {size:>15,} bytes, equal to the formula" for k, size in sizes.items()]
+    (line,) = memory_report.brief(["rank 0 has its weights in 1 bucket", *kinds])
+    said = "rank 0 has its weights in 1 bucket; bytes, as the formulas state them: "
+    assert line == f"{said}parameters 610,304, gathered weights, at most 8"
+    differs = [*kinds, "moments 3 bytes, 1 more than the formula's 2: why"]
+    assert memory_report.brief(["b", *differs]) == ["b", *differs]
