@@ -2,7 +2,8 @@
 """Lay the ranks out on axes: a rank's tensor-, context-, data- and pipeline-parallel peers.
 
 The whole layout is ONE reshape: `arange(world).reshape(pp, dp, cp, tp)`. tp is fastest, so that its
-ranks sit on one node. An axis is a row of that array, a product axis a plane. Further axes:
+ranks sit on one node. `order` (--rank-order) names another nesting, fastest first. An axis is a row
+of that array, a product axis a plane, its ranks ascending. Further axes:
 
     dp_cp            product of dp and cp; gradients are summed over it
     dp_cp_shard      ranks of dp_cp that share one instance of the distributed optimizer
@@ -32,15 +33,16 @@ from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
 from mpu.launch import Launch, bind_loopback
 
-NAMES = ("pp", "dp", "cp", "tp")  # slowest to fastest
+ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 
 
 @dataclass
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
-    query_groups: key/value heads of the model; 0: no fewer than tp. Raises ValueError where tp x cp
-    x pp do not divide the world, `instances` not dp_cp, or fewer `query_groups` not tp.
+    query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
+    Raises ValueError where tp x cp x pp do not divide the world, `instances` not dp_cp, or fewer
+    `query_groups` not tp.
     """
 
     world_size: int = 1
@@ -52,6 +54,7 @@ class Grid:
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
     hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
+    order: tuple[str, ...] = ORDER
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -61,6 +64,7 @@ class Grid:
                 f"{self.tp_size} x context {self.cp_size} x pipeline {self.pp_size} "
                 f"(= {parts} ranks a model copy)"
             )
+        assert sorted(self.order) == sorted(ORDER), self.order
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # of this rank, on every axis
         self.rank = self.launch.rank
@@ -101,28 +105,35 @@ class Grid:
             first, last = self.pp.ranks[0], self.pp.ranks[-1]
             self.embd = Axis("embd", int(self.pp.rank > 0), 2, (first, last))
         self.pp_back = replace(self.pp, name="pp_back")
-        self.world = self._axis("world", *NAMES)
+        self.world = self._axis("world", *ORDER)
         self.background = replace(self.world, name="background")
 
-    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return every row of the axis "tp", "cp", "dp" or "pp", not this rank's alone."""
-        return tuple(self._planes((name,)))
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """Return every row of the (product) axis of "tp", "cp", "dp", "pp", not this rank's alone.
 
-    def _planes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Cut arange(world) into the rank lists of the (product) axis `names`."""
-        array = np.arange(self.world_size).reshape(
-            self.pp_size, self.dp_size, self.cp_size, self.tp_size
-        )
-        kept = [i for i, n in enumerate(NAMES) if n not in names]
-        moved = array.transpose(*kept, *[i for i, n in enumerate(NAMES) if n in names])
-        size = prod(array.shape[NAMES.index(n)] for n in names)
-        return [tuple(row) for row in moved.reshape(-1, size).tolist()]
+        Rows come in the order of the ranks along the other axes, the fastest one last.
+        """
+        array = self._array()
+        nesting = self.order[::-1]
+        kept = [i for i, name in enumerate(nesting) if name not in names]
+        moved = array.transpose(*kept, *[i for i, name in enumerate(nesting) if name in names])
+        size = prod(array.shape[nesting.index(name)] for name in names)
+        return tuple(tuple(row) for row in moved.reshape(-1, size).tolist())
+
+    def _array(self) -> Any:
+        """Return the ranks of the world as an array of four dimensions, the slowest axis first."""
+        sizes = (getattr(self, f"{name}_size") for name in self.order[::-1])
+        return np.arange(self.world_size).reshape(*sizes)
 
     def _axis(self, name: str, *names: str) -> Axis:
-        for ranks in self._planes(names):
-            if self.rank in ranks:
-                return Axis(name, ranks.index(self.rank), len(ranks), ranks)
-        raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
+        array = self._array()
+        here = np.unravel_index(self.rank, array.shape)
+        along = zip(self.order[::-1], here, strict=True)
+        row = array[tuple(slice(None) if axis in names else at for axis, at in along)]
+        ranks = tuple(row.reshape(-1).tolist())
+        return Axis(name, ranks.index(self.rank), len(ranks), ranks)
 
     def _parts_of_cp(self) -> tuple[Axis, Axis]:
         if self.hierarchical is None:
@@ -250,4 +261,4 @@ class Grid:
         return (
             f"TP {self.tp_size} x CP {self.cp_size} x DP {self.dp_size} x PP {self.pp_size} "
             f"= {self.world_size} ranks"
-        )
+        ) + ("" if self.order == ORDER else f", in the order {'-'.join(self.order)}")

@@ -52,24 +52,25 @@ class Comm:
         memory: bool = False,
         query_groups: int = 0,
         hierarchical: tuple[int, ...] | None = None,
+        order: tuple[str, ...] = ("tp", "cp", "dp", "pp"),
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
         memory: its ranks share memory, as those of a run on one host do. hierarchical: the parts of
-        cp.
+        cp. order: the axes, fastest first.
         """
         from mpu.connect import share
         from mpu.grid import Grid
         from mpu.launch import Launch
 
         query_groups = query_groups if query_groups < tp else 0
-        key = (tp, cp, pp, instances, memory, query_groups, hierarchical)
+        key = (tp, cp, pp, instances, memory, query_groups, hierarchical, order)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
             grid = Grid(
-                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical
+                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical, order
             )
             grid.add_groups(torch.device("cpu"), wait)
             if memory:

@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
 from mpu.comm.collectives import gather_bytes
-from mpu.grid import Grid
+from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8_rows import BLOCKS
@@ -220,6 +220,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="of attention")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
+    parser.add_argument("--rank-order", default="-".join(ORDER), help="of the axes, fastest first")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="of the pipeline")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO level")
     parser.add_argument("--layers", type=int, help="transformer layers; 2, or one a stage")
@@ -239,7 +240,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
             f"{sizes} is {world} processes on this machine: at most {MOST_RANKS}; the order of the "
             "collectives is the same with 2 a side"
         )
-    more = ["--cp-comm-type", a.cp_comm_type]
+    more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
     if a.cp_comm_type == "a2a+p2p":
         more += ["--hierarchical-context-parallel-sizes", str(a.cp // 2 or 1), str(min(a.cp, 2))]
     if a.recompute_granularity:

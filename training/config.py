@@ -77,6 +77,7 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] = ("p2p",)  # of every layer, or one for each of the model's
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None  # a2a, p2p of "a2a+p2p"
     pipeline_model_parallel_size: int = 1
+    rank_order: str = "tp-cp-dp-pp"  # how ranks count along the axes, the fastest first
     pipeline_schedule: str | None = None  # None: 1f1b, or interleaved with virtual stages
     num_layers_per_virtual_pipeline_stage: int | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None  # None: 1, or 2 in V-shaped schedules

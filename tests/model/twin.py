@@ -63,6 +63,7 @@ def config_of(case: dict) -> Config:
             world_size=tp * dp * pp * cp,
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
+            rank_order=case.get("order", ParallelConfig.rank_order),
             cp_comm_type=case.get("comm", ("p2p",)),
             hierarchical_context_parallel_sizes=case.get("levels"),
             pipeline_model_parallel_size=pp,
@@ -155,6 +156,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     grid = comm.grid(
         case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
         query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
+        order=tuple(config.parallel.rank_order.split("-")),
     )  # fmt: skip
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest

@@ -2,6 +2,7 @@
 """The grid is one reshape: ranks are where the docstring says, and products of axes are planes."""
 
 from datetime import timedelta
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import mpu.grid as grid_module
 from mpu.comm.collectives import all_gather, group_of
-from mpu.grid import Grid
+from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 
 
@@ -45,6 +46,30 @@ def test_ranks_in_a_row_share_a_key_value_head():
         Grid(4, 4, query_groups=3)
 
 
+def test_another_order_of_the_axes():
+    order = ("tp", "cp", "pp", "dp")  # Megatron's --use-tp-pp-dp-mapping
+    grids = [Grid(8, 2, 1, 2, Launch(r, 8), order=order) for r in range(8)]
+    assert {g.tp.ranks for g in grids} == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert {g.pp.ranks for g in grids} == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    assert {g.dp.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert str(grids[0]).endswith("= 8 ranks, in the order tp-cp-pp-dp")
+    assert grids[0].groups("tp", "cp", "dp") == ((0, 1, 4, 5), (2, 3, 6, 7))  # stage by stage
+
+
+@pytest.mark.parametrize("order", list(permutations(ORDER)))
+def test_every_order_has_one_rank_at_each_place(order):
+    """Ranks ascend along every axis, as torch sorts a group's; all four sizes differ."""
+    grids = [Grid(120, 2, 3, 5, Launch(r, 120), order=order) for r in range(120)]
+    places = {tuple(getattr(g, name).rank for name in order): g.rank for g in grids}
+    assert [places[place] for place in sorted(places, key=lambda p: p[::-1])] == list(range(120))
+    for g in grids:
+        for name in ("tp", "cp", "dp", "pp", "dp_cp", "world"):
+            axis = getattr(g, name)
+            assert list(axis.ranks) == sorted(axis.ranks) and axis.ranks[axis.rank] == g.rank
+        assert [getattr(g, name).size for name in ("tp", "cp", "dp", "pp")] == [2, 3, 4, 5]
+        assert g.dp_cp.ranks in g.groups("dp", "cp") and g.pp.ranks in g.groups("pp")
+
+
 @pytest.mark.parametrize(
     "world, tp, cp, pp", [(6, 2, 1, 2), (4, 3, 1, 1), (2, 4, 1, 1), (4, 0, 1, 1)]
 )
@@ -53,8 +78,8 @@ def test_a_world_that_does_not_factor_is_refused(world, tp, cp, pp):
         Grid(world, tp, cp, pp)
 
 
-def _gather_names(comm, tp, cp, pp):
-    grid = comm.grid(tp, cp, pp)
+def _gather_names(comm, tp, cp, pp, order=ORDER):
+    grid = comm.grid(tp, cp, pp, order=order)
     mine = torch.tensor([comm.rank])
     return {
         n: (getattr(grid, n).ranks, all_gather(mine, getattr(grid, n))[0].tolist())
@@ -65,6 +90,14 @@ def _gather_names(comm, tp, cp, pp):
 def test_groups_connect_the_ranks_of_their_axis(world):
     for layout in ((2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 1, 2)):
         for seen in world(4).run(_gather_names, *layout):
+            for ranks, gathered in seen.values():
+                assert gathered == list(ranks)
+
+
+@pytest.mark.parametrize("order", [("pp", "dp", "cp", "tp"), ("dp", "tp", "pp", "cp")])
+def test_groups_of_another_order_connect_their_ranks(world, order):
+    for layout in ((2, 1, 2), (1, 2, 1), (2, 2, 1)):
+        for seen in world(4).run(_gather_names, *layout, order):
             for ranks, gathered in seen.values():
                 assert gathered == list(ranks)
 

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a cluster file: nodes, GPUs of a node, the device, and each GPU's share of the network."""
+"""Read a cluster file: nodes, GPUs of a node, the device, and one to four levels of links.
 
+A level joins blocks of `gpus` neighbours (0: all of the cluster), the inner levels first: NVLink in
+a node, rails of several nodes, a spine, sites. A file without "levels" has two: its device's links
+in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tools.planner.constants import DEVICES
+from tools.rehearsal.device_file import read_device
 from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-KEYS = {"name", "device", "nodes", "gpus_per_node", "network_gbps_per_gpu", "oversubscription",
-        "source"}  # fmt: skip
+SHARED = {"name", "device", "nodes", "gpus_per_node", "source"}
+NETWORK = {"network_gbps_per_gpu", "oversubscription"}
+LEVEL = {"name", "gpus", "gbps_per_gpu", "latency_us", "oversubscription"}
+MOST_LEVELS = 4
+GBPS = 1e9 / 8  # bytes a second
 
 
 class ClusterError(ValueError):
@@ -17,18 +28,46 @@ class ClusterError(ValueError):
 
 
 @dataclass(frozen=True)
+class Level:
+    """Links that join blocks of `gpus` ranks in a row (0: all), each made of the level below.
+
+    bandwidth: bytes a second of a GPU, one direction. latency: seconds of a small message.
+    oversubscription: what the blocks below can send together, over what the links carry.
+    """
+
+    name: str
+    gpus: int
+    bandwidth: float
+    latency: float
+    oversubscription: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Return the bytes a second of a GPU while all of them send."""
+        return self.bandwidth / self.oversubscription
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """nodes of `node` GPUs. network: bytes a second of a GPU across nodes, one direction."""
+    """nodes of `node` GPUs each, and the levels that join them, the inner ones first."""
 
     name: str
     device: str
     nodes: int
     node: int
-    network: float
+    levels: tuple[Level, ...]
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.node
+
+    @property
+    def network(self) -> float:
+        """Return a GPU's bytes a second across nodes: of the slowest level that the nodes use."""
+        inside = [level for level in self.levels if 0 < level.gpus < max(self.gpus, self.node + 1)]
+        used = self.levels[: len(inside) + 1]
+        beyond = [level.share for level in used if not 0 < level.gpus <= self.node]
+        return min(beyond or [used[-1].share])
 
     def of(self, nodes: int) -> "Cluster":
         """Return the same with another number of nodes."""
@@ -42,20 +81,87 @@ def read_cluster(name: str) -> Cluster:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise ClusterError(f"{name}: no cluster file {path.name}; known by name are {known}")
     content = read_json(path)
-    if not isinstance(content, dict) or content.keys() != KEYS:
-        raise ClusterError(f"{path}: must be an object with {', '.join(sorted(KEYS))}")
+    kinds = (SHARED | NETWORK, SHARED | {"levels"})
+    if not isinstance(content, dict) or content.keys() not in kinds:
+        either = " and ".join(sorted(NETWORK))
+        raise ClusterError(
+            f"{path}: must be an object with {', '.join(sorted(SHARED))}, and with levels or with "
+            f"{either}"
+        )
     if content["device"] not in DEVICES:
         raise ClusterError(f"{path}: device is {content['device']!r}, not of {', '.join(DEVICES)}")
     if not isinstance(content["source"], str) or len(content["source"]) < 10:
         raise ClusterError(f"{path}: names no source")
-    for key, least, whole in (("nodes", 1, True), ("gpus_per_node", 1, True),
-                              ("network_gbps_per_gpu", 0.01, False),
-                              ("oversubscription", 1, False)):  # fmt: skip
-        value = content[key]
-        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not right or not least <= value < 1e6:
-            kind = "a whole number" if whole else "a number"
-            raise ClusterError(f"{path}: {key} is {value!r}, not {kind} of at least {least}")
-    rate = content["network_gbps_per_gpu"] / content["oversubscription"] / 8 * 1e9
-    return Cluster(str(content["name"]), content["device"], content["nodes"],
-                   content["gpus_per_node"], rate)  # fmt: skip
+    for key in ("nodes", "gpus_per_node"):
+        _number(path, key, content[key], 1, whole=True)
+    node = content["gpus_per_node"]
+    levels = _levels(path, content["levels"], node) if "levels" in content else _two(path, content)
+    return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels)
+
+
+def _two(path: Path, content: dict[str, Any]) -> tuple[Level, ...]:
+    """Return the levels of a file that names one network: the device's own, then that."""
+    _number(path, "network_gbps_per_gpu", content["network_gbps_per_gpu"], 0.01)
+    _number(path, "oversubscription", content["oversubscription"], 1)
+    inner, *outer = read_device(content["device"]).levels
+    node = Level("node", content["gpus_per_node"], inner.bandwidth, inner.step_seconds[-1])
+    rate = content["network_gbps_per_gpu"] * GBPS
+    network = Level(
+        "network", 0, rate, (outer or [inner])[0].step_seconds[-1], content["oversubscription"]
+    )
+    return (node, network) if node.gpus > 1 else (network,)
+
+
+def _levels(path: Path, found: Any, node: int) -> tuple[Level, ...]:
+    """Return the levels that a file lists. Raises ClusterError."""
+    if not isinstance(found, list) or not 1 <= len(found) <= MOST_LEVELS:
+        raise ClusterError(f"{path}: levels must be a list of 1 to {MOST_LEVELS}")
+    levels, below = [], 1
+    for n, entry in enumerate(found):
+        where = f"levels[{n}]"
+        if not isinstance(entry, dict) or entry.keys() != LEVEL:
+            raise ClusterError(f"{path}: {where} must be an object with {', '.join(sorted(LEVEL))}")
+        for key, least, whole in (
+            ("gpus", 0, True), ("gbps_per_gpu", 1e-6, False), ("latency_us", 0, False),
+            ("oversubscription", 1, False),
+        ):  # fmt: skip
+            _number(path, f"{where}.{key}", entry[key], least, whole)
+        gpus, last = entry["gpus"], n == len(found) - 1
+        if last != (gpus == 0):
+            raise ClusterError(
+                f"{path}: {where}.gpus is {gpus}: the last level has 0, which is all GPUs, and no "
+                "other has"
+            )
+        if gpus and (gpus <= below or gpus % below or (gpus % node and node % gpus)):
+            raise ClusterError(
+                f"{path}: {where}.gpus is {gpus}: must be a multiple of {below}, the block below, "
+                f"and whole nodes of {node} GPUs or an equal part of one"
+            )
+        below = gpus
+        rate = entry["gbps_per_gpu"] * GBPS
+        levels.append(Level(str(entry["name"]), gpus, rate, entry["latency_us"] * 1e-6,
+                            entry["oversubscription"]))  # fmt: skip
+    return tuple(levels)
+
+
+def content_of(
+    name: str, device: str, nodes: int, node: int, levels: Sequence[Level], source: str
+) -> dict[str, Any]:
+    """Return a cluster file's content, as read_cluster takes it."""
+    return {
+        "name": name, "device": device, "nodes": nodes, "gpus_per_node": node,
+        "levels": [
+            {"name": level.name, "gpus": level.gpus, "gbps_per_gpu": level.bandwidth / GBPS,
+             "latency_us": level.latency * 1e6, "oversubscription": level.oversubscription}
+            for level in levels
+        ],
+        "source": source,
+    }  # fmt: skip
+
+
+def _number(path: Path, key: str, value: Any, least: float, whole: bool = False) -> None:
+    """Raise ClusterError unless a value of the file is a number of at least so much."""
+    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not right or not least <= value < 1e6:
+        kind = "a whole number" if whole else "a number"
+        raise ClusterError(f"{path}: {key} is {value!r}, not {kind} of at least {least:g}")

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from mpu.grid import ORDER
 from mpu.layers.context_attention import COMM_TYPES
 from training.config import Config, ParallelConfig, UsageError
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
+RANKS = "--rank-order"
 LEVELS = "--hierarchical-context-parallel-sizes"
 
 
@@ -26,6 +28,17 @@ def check_world(layout: ParallelConfig) -> None:
             f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
             "needs that many ranks"
         )
+
+
+def rank_order(text: str) -> str:
+    """Return --rank-order as the names of the four axes, fastest first. Raises UsageError."""
+    names = [name for name in text.split("-") if name != "ep"]  # Megatron's; there are no experts
+    if sorted(names) != sorted(ORDER):
+        raise UsageError(
+            f"{RANKS} {text}: must name each of {', '.join(ORDER)} once, the fastest first, "
+            f"as in {'-'.join(ORDER)}"
+        )
+    return "-".join(names)
 
 
 def check(config: Config) -> None:
@@ -89,5 +102,14 @@ def _heads(config: Config, kind: str, ranks: int, by: str) -> None:
 def notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield a line for each given flag without effect. given: {flag: value}."""
     p = config.parallel
+    cp, dp = p.context_parallel_size, p.data_parallel_size
+    sizes = (p.tensor_model_parallel_size, cp, dp, p.pipeline_model_parallel_size)
+    if RANKS in given and sum(size > 1 for size in sizes) < 2:
+        yield f"{RANKS} has nothing to act on: ranks lie along one axis"
+    elif min(cp, dp) > 1 and p.rank_order.index("dp") < p.rank_order.index("cp"):
+        yield (
+            f"{RANKS} {p.rank_order}: gradients are summed over dp and cp in the order of the "
+            "ranks, so the bits are not those of an order with cp before dp"
+        )
     if LEVELS in given and p.context_parallel_size > 1 and "a2a+p2p" not in p.cp_comm_type:
         yield f"{LEVELS} has nothing to act on without {COMM} a2a+p2p"

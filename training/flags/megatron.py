@@ -43,7 +43,7 @@ CHECKED = """
 --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs | switch | any | ! overlap has no switch for each collective, the numbers are the same without: --tp-comm-overlap auto leaves out what does not pay, none all of it
 --tp-comm-overlap-rs-dgrad | switch | any | dgrad's reduce-scatter always runs during the weight gradient, whatever --tp-comm-overlap says
 --no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce | switch | any | picks an implementation with the same numbers
---use-tp-pp-dp-mapping | switch | any | ! the order of ranks is always tensor, data, pipeline: the same numbers, other neighbours
+--use-tp-pp-dp-mapping | switch | any | = --rank-order tp-cp-pp-dp
 --ddp-pad-buckets-for-high-nccl-busbw | switch | any | ! buckets are not padded: the same numbers
 --use-nccl-ub --disable-symmetric-registration --use-sharp | switch | any | ! NCCL buffer registration and SHARP are not used: the same numbers
 --high-priority-stream-groups | texts | any | ! every group uses a plain stream: the same numbers

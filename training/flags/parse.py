@@ -229,6 +229,8 @@ def _assemble(
     if "--group-query-attention" in given and "--num-query-groups" not in given:
         model["num_query_groups"] = 1
     parallel["world_size"] = world_size
+    if "rank_order" in parallel:
+        parallel["rank_order"] = context_rules.rank_order(parallel["rank_order"])
     strategy = parallel.pop("data_parallel_sharding_strategy", STRATEGIES[0])
     if parallel.pop("use_megatron_fsdp", False):  # it turns use_distributed_optimizer on
         parallel |= {"zero_stage": STRATEGIES.index(strategy), "use_distributed_optimizer": False}

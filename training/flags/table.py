@@ -48,6 +48,7 @@ LIVE = """
 --cp-comm-type | texts | p2p, all_gather, a2a, a2a+p2p; one, or one for each layer | how attention's keys and values reach the ranks of --context-parallel-size: round a ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of groups
 --hierarchical-context-parallel-sizes | ints | ranks, ranks; off: left out | sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups (p2p); their product is --context-parallel-size
 --pipeline-model-parallel-size | int>=1 | ranks; off: 1 | cut the layers into stages over this many ranks, p
+--rank-order | text | axes, the fastest first; default: tp-cp-dp-pp | count the ranks along the axes in this order: ranks that are near in it share a node (ours; Megatron has tp-cp-dp-pp, and tp-cp-pp-dp as --use-tp-pp-dp-mapping)
 --pipeline-schedule | one of gpipe,1f1b,interleaved,zb-h1,zb-v,v-half | default: 1f1b, or interleaved with virtual stages | order of a pipeline's forwards and backwards (ours, not Megatron's)
 --num-virtual-stages-per-pipeline-rank | int[1,1024] | stages; off: 1; default: 2 with zb-v and v-half | stages that each pipeline rank holds, v
 --num-layers-per-virtual-pipeline-stage | int[1,1024] | layers; off: left out | put exactly this many layers on every stage, which gives v

@@ -162,15 +162,16 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
+        order=tuple(p.rank_order.split("-")),
     )  # fmt: skip
 
 
 def grid_of(config: Config, pp_rank: int) -> Grid:
     """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
     p = config.parallel
-    a_stage = p.tensor_model_parallel_size * p.gradient_ranks
     one = replace(config, parallel=replace(p, num_distributed_optimizer_instances=1))
-    return make_grid(one, Launch(pp_rank * a_stage, p.world_size))
+    first = make_grid(one, Launch(0, p.world_size))
+    return make_grid(one, Launch(first.pp.ranks[pp_rank], p.world_size))
 
 
 def rank_model(

@@ -7,9 +7,11 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from training.config import Config
+from training.config import Config, ParallelConfig
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
 from training.plan import (
@@ -22,7 +24,7 @@ from training.plan import (
     traffic,
 )
 from training.plan.activations import Held
-from training.plan.model_profile import ModelProvider, model_profile
+from training.plan.model_profile import ModelProvider, grid_of, model_profile
 from training.plan.rank_memory import Shapes
 from training.plan.traffic import Traffic
 from training.run.fit import fit_lines
@@ -121,20 +123,23 @@ def _layout(config: Config) -> list[str]:
     if p.sequence_parallel:
         sp += f", overlap {p.tp_comm_overlap}"
         sp += ", measured at start-up" if p.tp_comm_overlap == "auto" else ""
+    grid = grid_of(config, 0)
     lines = [
         f"TP {t} x CP {cp} x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
-        f"tensor-parallel group of rank 0: {_few(range(t))}",
-        f"data-parallel group of rank 0: {_few(range(0, t * cp * dp, t * cp))}",
+        f"tensor-parallel group of rank 0: {_few(grid.tp.ranks)}",
+        f"data-parallel group of rank 0: {_few(grid.dp.ranks)}",
     ]
+    if p.rank_order != ParallelConfig.rank_order:
+        lines.insert(1, f"ranks count along the axes in the order {p.rank_order}, fastest first")
     if cp > 1:
-        lines.insert(2, f"context-parallel group of rank 0: {_few(range(0, t * cp, t))}")
+        lines.insert(-1, f"context-parallel group of rank 0: {_few(grid.cp.ranks)}")
         lines += context.lines(config) + context.cost_lines(config, in_units)
     if pp > 1:
-        lines.append(f"pipeline group of rank 0: {_few(range(0, p.world_size, t * cp * dp))}")
+        lines.append(f"pipeline group of rank 0: {_few(grid.pp.ranks)}")
     return lines
 
 
-def _few(ranks: range) -> str:
+def _few(ranks: Sequence[int]) -> str:
     names = [str(r) for r in ranks]
     return ", ".join(names if len(names) <= 9 else [*names[:4], "...", names[-1]])
 

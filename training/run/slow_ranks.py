@@ -69,8 +69,7 @@ class Layout:
     @classmethod
     def of(cls, grid: Grid) -> "Layout":
         """Return a grid's."""
-        a_stage = grid.world_size // grid.pp_size
-        stages = tuple(tuple(range(i, i + a_stage)) for i in range(0, grid.world_size, a_stage))
+        stages = grid.groups("tp", "cp", "dp")
         groups = {name: grid.groups(name) for name in LINKS if getattr(grid, name).size > 1}
         return cls(stages, groups)
 

@@ -34,6 +34,7 @@ LIVE = """
 --num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
 --hang-timeout --hierarchical-context-parallel-sizes
+--rank-order
 --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
 --log-json --log-params-norm
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
@@ -71,7 +72,8 @@ OURS = set(
     "--check-replicas --hang-timeout --on-replica-mismatch --checksum-messages --on-spike "
     "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
-    "--allow-change --data-timeout --device --dry-run --fp64 --ignore-flags --keep-last-k "
+    "--rank-order --allow-change --data-timeout --device --dry-run --fp64 --ignore-flags "
+    "--keep-last-k "
     "--log-json --model-file "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "

@@ -228,12 +228,11 @@ def test_every_batch_size_of_the_run_is_held_against_the_schedule():
 def test_what_is_not_as_megatron_says_is_noted():
     notes = "\n".join(
         read(
-            "--no-overlap-p2p-communication --use-tp-pp-dp-mapping "
+            "--no-overlap-p2p-communication "
             "--pipeline-model-parallel-comm-backend nccl --use-ring-exchange-p2p"
         ).notes
     )
     assert "--no-overlap-p2p-communication: pipeline messages always travel while" in notes
-    assert "--use-tp-pp-dp-mapping: the order of ranks is always tensor, data, pipeline" in notes
     assert "--pipeline-model-parallel-comm-backend: pipeline messages go through --dist" in notes
     assert "--use-ring-exchange-p2p: pipeline messages go from one rank to the other" in notes
     with pytest.raises(UsageError, match="--pipeline-model-parallel-comm-backend ucc: only nccl"):
