@@ -8,7 +8,6 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from training.config import Config, ParallelConfig
