@@ -224,6 +224,7 @@ SMALL = (
 ).split()
 
 
+@pytest.mark.prove
 def test_a_job_that_is_told_that_its_time_is_over_saves_and_comes_back(queue, free_port):
     """The whole way of a job: script, ranks by srun, SIGUSR1, SIGTERM upon it, requeue, resume."""
     script = ["examples/cpu_two_nodes.slurm", *SMALL, "--train-iters"]

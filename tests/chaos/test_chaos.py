@@ -115,8 +115,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 SHORT = (
     "kill: in a save",
-    "disk: ENOSPC under a checkpoint",
-    "checkpoint: bit flipped",
+    pytest.param("disk: ENOSPC under a checkpoint", marks=pytest.mark.prove),
+    pytest.param("checkpoint: bit flipped", marks=pytest.mark.prove),
 )
 
 

@@ -49,7 +49,7 @@ def twin_of(case: dict) -> tuple[Twin, float, float]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_sample_of_the_matrix(world, size):
-    compare(world, twin_of, size, random.Random(size).sample(cases(size), 8))
+    compare(world, twin_of, size, random.Random(size).sample(cases(size), 5))
 
 
 @pytest.mark.prove
@@ -64,7 +64,12 @@ def test_the_matrix_has_all_six_schedules_everywhere():
     assert sum(len(cases(size)) for size in (2, 4, 8)) > 500
 
 
-@pytest.mark.parametrize("schedule", CHUNKS)
+IN_CI = ("1f1b", "zb-v")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(c, marks=[] if c in IN_CI else pytest.mark.prove) for c in CHUNKS]
+)
 def test_masks_recomputation_and_odd_layouts(world, schedule):
     """Document masks and uneven loss masks; recomputed blocks; stages without any layer."""
     some = [
@@ -145,7 +150,6 @@ DEFERRED = [
 SOME = [  # schedule, tied, recompute, sp, zero
     ("1f1b", True, None, True, None),
     ("interleaved", False, "full", True, None),
-    ("interleaved", True, None, False, 2),
     ("1f1b", False, "full", False, 3),
 ]
 

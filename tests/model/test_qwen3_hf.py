@@ -199,6 +199,7 @@ def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, 
     assert (mine - wanted).norm() < 1e-5 * wanted.norm()
 
 
+@pytest.mark.prove
 def test_a_run_takes_up_a_hugging_face_directory(launcher, tmp_path):
     """--use-checkpoint-args finds the model's file; without it a Llama refuses the weights."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16}

@@ -94,6 +94,7 @@ def follow(world, dp: int, ways: list[dict], rel: float, steps: int = 20) -> lis
     return every
 
 
+@pytest.mark.prove
 def test_twenty_steps_follow_the_twin(world):
     ways = [dict(zero=z, gather=g) for z, g in ((1, False), (1, True), (2, True), (3, True))]
     follow(world, 2, ways, rel=1e-10)

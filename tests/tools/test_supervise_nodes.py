@@ -75,6 +75,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(nodes: Nodes, tmp_path: Path
     assert [words[:3] for words in three[2].starts()] == [["1", "1", "2"]]
 
 
+@pytest.mark.prove
 def test_without_a_spare_the_run_waits_for_the_node_then_ends(nodes: Nodes) -> None:
     two = nodes.start(2, "--node-wait 1", plan={"": "wait"})
     two[1].until("0 1 2 ")
@@ -85,6 +86,7 @@ def test_without_a_spare_the_run_waits_for_the_node_then_ends(nodes: Nodes) -> N
     )
 
 
+@pytest.mark.prove
 def test_a_node_that_comes_back_is_taken(nodes: Nodes) -> None:
     two = nodes.start(2, "--node-wait 60", plan={"0.0": "wait", "0.1": "wait"})
     two[1].until("0 1 2 ")

@@ -19,13 +19,13 @@ def parts(report, key="count"):
 @pytest.mark.parametrize(
     "recipe, world, flags",
     [
-        ("tensorwise", 2, SPLIT),
+        pytest.param("tensorwise", 2, SPLIT, marks=pytest.mark.prove),
         ("rowwise", 1, ""),
         pytest.param(
             "rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1", marks=pytest.mark.prove
         ),
         pytest.param("blockwise", 2, SPLIT, marks=pytest.mark.prove),
-        ("mxfp8", 2, f"{SPLIT} --rehearse-device b200"),
+        pytest.param("mxfp8", 2, f"{SPLIT} --rehearse-device b200", marks=pytest.mark.prove),
     ],
 )
 def test_nothing_is_found_and_the_flops_are_those_of_bf16(rehearse, recipe, world, flags):

@@ -21,7 +21,7 @@ LAYOUTS = {  # name: (ranks, flags, micro-batches)
     "interleaved": (2, f"{PP} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2", 8),
     "ZB-H1": (2, f"{PP} --pipeline-schedule zb-h1", 8),
 }  # fmt: skip
-IN_CI = ("1F1B",)
+IN_CI = ("full",)
 # Llama 3 8B's layers on an H100; of --offload-modules what the link can carry under a layer
 REAL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --num-layers 8 --hidden-size 4096

@@ -278,7 +278,7 @@ def make(root: Path, step: int, good: bool) -> None:
         flip(root / step_name(step))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.integers(0, 12), st.booleans(), max_size=6),
     st.one_of(st.none(), st.integers(1, 4)),

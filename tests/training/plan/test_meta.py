@@ -86,6 +86,7 @@ def test_attention_keeps_no_square():
     assert sorted(map(len, kept)) == [3, 4, 4, 4, 4] and (2, 4, 64) in kept
 
 
+@pytest.mark.prove
 def test_flops_need_no_symbolic_algebra():
     """Torch imports one for its own answers: a second, and more, at the start of every run."""
     code = (
