@@ -202,6 +202,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] = ()
     split: str | None = None  # "969,30,1": train, validation, test shares of data_path
     data_cache_path: str | None = None
+    data_local_copy: str | None = None  # a directory of this host; None: read where the data is
     mock_data: bool = False
     num_workers: int | None = None  # as many as the reads are measured to need
     data_timeout: float = 300.0  # seconds; 0: none
@@ -255,11 +256,11 @@ class RunConfig:
 # The settings that define a run's numbers. Layout, output paths and logging do not.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = {"batch.micro_batch_size", "data.num_workers", "data.data_cache_path"}
-_NOT_MATHEMATICS |= {"data.data_timeout"}
+_NOT_MATHEMATICS |= {"data.data_timeout", "data.data_local_copy"}
 _NOT_MATHEMATICS |= {"model.model_file"}  # a path
 # Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir", "log.memory_snapshot_path"}
-_LOCAL |= {"data.data_cache_path", "parallel.tp_comm_overlap_cache"}
+_LOCAL |= {"data.data_cache_path", "data.data_local_copy", "parallel.tp_comm_overlap_cache"}
 
 
 @dataclass(frozen=True)

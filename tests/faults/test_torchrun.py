@@ -84,6 +84,8 @@ def test_under_torchrun_the_cause_is_said_before_the_launcher_ends_the_others(
         assert f": rank {rank} failed first" in line
     if how == "raise":
         assert "RuntimeError: broken on purpose" in said
+    last = said.splitlines()[-1]
+    assert last.startswith("pretrain_llama.py: ") and (how == "raise" or f"rank {rank} " in last)
 
 
 @pytest.mark.prove
@@ -96,7 +98,8 @@ def test_under_torchrun_a_mistake_is_said_once_and_last(
     assert code != 0
     lines = said.splitlines()
     assert sum(line.startswith(f"pretrain_llama.py: {says}") for line in lines) == 1
-    assert says in lines[-2] and lines[-1].startswith("====")  # the end of torchrun's report
+    assert lines[-1].startswith(f"pretrain_llama.py: {says}")
+    assert lines[-2].startswith("====") and says in lines[-3]  # the end of torchrun's report
     assert "exitcode  : 2" in said and not (tmp_path / "saved").exists()
 
 

@@ -5,11 +5,13 @@ import json
 import struct
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from tools.plot_loss import read_log, smooth
+from tools.plot_loss import main, read_log, smooth, spread
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,13 +25,42 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     first = [{"iteration": i, "loss": float(i)} for i in (1, 2, 3)]
     first.append({"iteration": 3, "validation_loss": 9.0})
     again = [{"iteration": 2, "loss": 20.0}, {"iteration": 2, "validation_loss": 5.0}]
-    curves = read_log(write(tmp_path / "log", [*first, *again]))
-    assert curves == {"loss": [(1, 1.0), (2, 20.0)], "validation_loss": [(2, 5.0)]}
+    run = read_log(write(tmp_path / "log", [*first, *again]))
+    assert run.curve("loss") == [(1, 1.0), (2, 20.0)]
+    assert run.curve("validation_loss") == [(2, 5.0)]
 
 
 def test_a_loss_that_was_not_finite_leaves_a_gap(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": None}, {"iteration": 2, "loss": 1.0}])
-    assert read_log(log)["loss"] == [(2, 1.0)]
+    assert read_log(log).curve("loss") == [(2, 1.0)]
+
+
+def test_every_step_is_a_point_and_an_axis_may_be_tokens_or_time(tmp_path):
+    """Half of a line's steps lie in its middle; what is done again takes the place of what was."""
+    speed = {"step_seconds": 1800.0, "tokens_per_second": 0.001}
+    records = [
+        {"iteration": 2, "loss": 8.0, "step_losses": [[1, 9.0], [2, 8.0]], **speed},
+        {"iteration": 4, "loss": 6.0, "step_losses": [[3, 7.0], [4, 6.0]], **speed},
+        {"iteration": 4, "validation_loss": 6.5},
+    ]
+    run = read_log(write(tmp_path / "log", records))
+    assert run.curve("loss") == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0)]
+    hours, tokens = (run.curve("loss", axis) for axis in ("time", "tokens"))
+    assert [x for x, _ in hours] == [0.5, 1.0, 1.5, 2.0]
+    assert [x for x, _ in tokens] == pytest.approx([1.8, 3.6, 5.4, 7.2])
+    assert run.curve("validation_loss", "time") == [(2.0, 6.5)]
+    known = [{**record, "consumed_tokens": 100 * record["iteration"]} for record in records[:2]]
+    again = {"iteration": 4, "loss": 1.0, "step_losses": [[3, 2.0], [4, 1.0]], **speed}
+    run = read_log(write(tmp_path / "log", [*known, again | {"consumed_tokens": 800}]))
+    assert run.curve("loss", "tokens") == [(100, 9.0), (200, 8.0), (500, 2.0), (800, 1.0)]
+
+
+def test_labels_keep_apart_and_in_their_order():
+    assert spread([10.0, 30.0], 5) == [10.0, 30.0]
+    assert spread([11.0, 10.0, 12.0], 6) == [11.0, 5.0, 17.0]
+    moved = spread([0.0, 1.0, 50.0, 50.5, 51.0, 3.0], 10)
+    assert all(abs(a - b) >= 10 for a, b in combinations(moved, 2))
+    assert sorted(range(6), key=moved.__getitem__) == [0, 1, 5, 2, 3, 4]
 
 
 def test_smoothing_keeps_a_straight_line_and_evens_out_a_saw():
@@ -53,6 +84,29 @@ def test_draws_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     head = png.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 675)
+
+
+def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, monkeypatch):
+    for name, end in (("base", 3.0), ("wide", 3.01)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "log", [{"iteration": i, "loss": end + 1 / i} for i in (1, 2)])
+    logs, svg = [tmp_path / "base" / "log", tmp_path / "wide" / "log"], tmp_path / "a.svg"
+
+    def drawn(*more):
+        monkeypatch.setattr(sys, "argv", ["plot_loss.py", *map(str, logs), *more])
+        main()
+        root = ElementTree.parse(svg).getroot()
+        words = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("}text")]
+        return words, [e.get("id", "") for e in root.iter()]
+
+    words, ids = drawn("--output", str(svg), "--axis", "tokens")
+    assert {"base, train 3.50", "wide, train 3.51", "tokens", "loss, nats a token"} <= set(words)
+    assert not any(name.startswith("legend") for name in ids)
+    assert "b, train 3.51" in drawn("--output", str(svg), "--names", "a", "b")[0]
+    with pytest.raises(SystemExit, match="--names: 2 different names are needed, one a run"):
+        drawn("--output", str(svg), "--names", "a")
+    with pytest.raises(SystemExit, match="a.pdf: a picture is a .png or an .svg"):
+        drawn("--output", "a.pdf")
 
 
 @pytest.mark.parametrize(

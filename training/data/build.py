@@ -18,6 +18,7 @@ from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
+from training.data.local_copy import local_copy
 from training.data.mock import MockDataset
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 
@@ -105,7 +106,9 @@ def build_datasets(
             "give the data either by --data-path (cut by --split) or by --train-data-path, "
             "--valid-data-path and --test-data-path, or ask for --mock-data"
         )
-    opener = _Opener(data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report)
+    opener = _Opener(
+        data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report, data.data_local_copy
+    )
     if data.data_path:
         shares = parse_split(data.split or DEFAULT_SPLIT)
         return {
@@ -127,8 +130,9 @@ class _Opener:
         seed: int,
         vocab_size: int,
         report: Callable[[str], None],
+        local: str | None = None,
     ) -> None:
-        self._cache_path = cache_path
+        self._cache_path, self._local = cache_path, local
         self._seq_length = seq_length
         self._seed = seed
         self._vocab_size = vocab_size
@@ -145,7 +149,8 @@ class _Opener:
         kept: list[float] = []
         for i, prefix in enumerate(prefixes):
             if prefix not in self._files:
-                self._files[prefix] = IndexedTokens(prefix, self._cache(prefix))
+                at = local_copy(prefix, self._local, self._report) if self._local else prefix
+                self._files[prefix] = IndexedTokens(at, self._cache(at))
                 self._files[prefix].check_vocabulary(self._vocab_size)
             file = self._files[prefix]
             cut = split_documents(shares, len(file))[split] if shares else range(len(file))

@@ -598,7 +598,7 @@ REFUSED = (
     (
         "give prefixes to --data-path or to the --train-, --valid- and --test-data-path flags",
         """
---data-args-path --per-split-data-args-path --per-dataset-sequences-path
+--per-split-data-args-path --per-dataset-sequences-path
 --object-storage-cache-path --enable-msc
         """,
     ),

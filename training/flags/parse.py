@@ -27,6 +27,7 @@ from training.flags import (
     zero_rules,
 )
 from training.flags.help import USAGE, epilog, help_of, metavar
+from training.flags.path_rules import shard_list
 from training.flags.table import Flag
 from training.float8_config import Float8Config
 from training.gpu_config import GpuConfig
@@ -285,6 +286,8 @@ def _assemble(
     vocab_file = data.pop("vocab_file", None)
     if data.get("tokenizer_type") == "GPT2BPETokenizer":
         data["tokenizer_model"] = vocab_file  # as there, --tokenizer-model is not read
+    if listed := data.pop("data_args_path", None):
+        data["data_path"] = shard_list(listed, run.get("dry_run", False))
     if data.get("split"):
         data["split"] = data["split"].strip(" '\"")
     if data.get("data_path"):

@@ -6,10 +6,12 @@ only the form of the flags.
 """
 
 import os
+import shlex
 
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
+from training.untrusted import SETTINGS, read_plain
 
 
 def check(config: Config) -> None:
@@ -61,6 +63,25 @@ def _split(text: str) -> tuple[float, float, float]:
         raise UsageError(str(error)) from None
 
 
+def shard_list(path: str, dry: bool) -> tuple[str, ...]:
+    """Return the words of --data-args-path. dry: without the file its name stands for them."""
+    try:
+        lines = read_plain(path, SETTINGS).decode().splitlines()
+    except OSError as error:
+        if dry:
+            return (path,)
+        raise UsageError(f"--data-args-path {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--data-args-path {path}: it is no list of names ({error})") from None
+    try:
+        words = tuple(word for line in lines for word in shlex.split(line, comments=True))
+    except ValueError as error:
+        raise UsageError(f"--data-args-path {path}: {error}") from None
+    if not words:
+        raise UsageError(f"--data-args-path {path}: it names no data")
+    return words
+
+
 def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
     """Refuse a blend that cannot be parsed, or a prefix without its two files."""
     try:
@@ -86,6 +107,7 @@ def _directories(config: Config) -> None:
         "--save": config.checkpoint.save,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": config.data.data_cache_path,
+        "--data-local-copy": config.data.data_local_copy,
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
         "--tp-comm-overlap-cache": cache and os.path.dirname(os.path.abspath(cache)),
         "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),

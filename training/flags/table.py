@@ -115,11 +115,13 @@ LIVE = """
 --clip-grad | float>=0 | global norm; off: 0 | scale the gradients down to at most this norm
 [data] Data and tokenizer
 --data-path | texts | prefixes of .bin/.idx pairs, or "weight prefix ..."; off: left out | data sets to mix by weight, cut by --split
+--data-args-path | text | file; off: left out | file that holds what --data-path would: a shard list, by lines or spaces, # begins a remark
 --train-data-path | texts | as --data-path; off: left out | data sets to mix for training
 --valid-data-path | texts | as --data-path; off: left out | data sets to mix for validation
 --test-data-path | texts | as --data-path; off: left out | data sets to mix for testing
 --split | text | shares; default: 969,30,1 | training, validation, test shares of --data-path
 --data-cache-path | text | directory; default: beside the data | where index files are kept
+--data-local-copy | text | directory; off: left out | copy the data there first, once a host, and read the copy (ours, not Megatron's)
 --mock-data | switch | off: left out | train on made-up tokens and read no data file
 --num-workers | int[0,256] | threads; off: 0, read when needed; default: by measurement, at most 32 | threads of each rank that read data ahead
 --data-timeout | float>=0 | seconds; off: 0 | stop a run whose data is not read by then, with file and byte (ours, not Megatron's)

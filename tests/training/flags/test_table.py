@@ -21,6 +21,7 @@ LIVE = """
 --cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
 --cuda-graph --cuda-graph-warmup-steps
 --context-parallel-size --cp-comm-type --cross-entropy-fusion-impl
+--data-args-path --data-local-copy
 --data-cache-path --data-parallel-sharding-strategy --data-path --data-timeout --ddp-bucket-size
 --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
@@ -36,7 +37,8 @@ LIVE = """
 --hang-timeout --hierarchical-context-parallel-sizes
 --rank-order
 --ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
---log-json --log-params-norm
+--log-json --log-params-norm --sample-interval --sample-prompt
+--record-memory-history --memory-snapshot-path
 --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
 --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
@@ -74,7 +76,7 @@ OURS = set(
     "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
     "--rank-order --allow-change --data-timeout --device --dry-run --fp64 --ignore-flags "
     "--keep-last-k "
-    "--log-json --model-file "
+    "--data-local-copy --log-json --model-file --sample-interval --sample-prompt "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --tp-comm-overlap-cache --zero-reduce-each-microbatch "
     "--zero-stage --fp8-wgrad-bf16 --fp8-auto".split()

@@ -2,12 +2,14 @@
 """The dry run: what it prints, and what it advises."""
 
 import base64
+import re
 
 import pytest
 
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, SMALL, read
 from training.config import UsageError
+from training.flags.megatron import DIFFERENCES
 from training.plan import activations, rank_memory
 from training.run import dry_run
 
@@ -72,11 +74,10 @@ def test_the_report_of_a_large_run():
         "10 steps, 10,240 samples",
         "does NOT fit a GPU of 80 GB",
         "Korthikanti et al. 2022",
-        "Differs from Megatron-LM",
-        "--seed: the initial weights depend on tp and pp; here they do not",
     ):
         assert line in text
-    assert "does NOT fit" not in report(read())
+    assert "fits a GPU of 80 GB, with 80 GB to spare" in report(read())
+    assert "fits a GPU" not in report(read("--device cpu"))
     assert "none: one rank" in report(read())
 
 
@@ -85,6 +86,7 @@ def test_without_a_vocabulary_it_says_what_is_not_known():
     base = SMALL.replace("--vocab-size 300", "").replace("--mock-data", "")
     text = report(read("", 1, base))
     assert "Layout" in text and "Batch" in text and "Differs from Megatron-LM" in text
+    assert "GPU of" not in text
     assert "Not known\n  parameters, memory" in text and "give --vocab-size" in text
     assert "Memory of" not in text
     with pytest.raises(UsageError, match="--global-batch-size 3 is not a multiple"):
@@ -107,30 +109,56 @@ LLAMA_8B = (
 )
 
 
-@pytest.mark.parametrize(
-    "more,world,advice",
-    [
-        # 18 bytes x 8.03e9 = 144.5 GB at level 0, 6 + 12/2 = 12 bytes = 96.4 GB at level 1, over 4
-        # ranks 9 bytes = 72.3 GB
-        ("", 4, "; with --zero-stage 1, over 4 data-parallel ranks: 7"),
-        # 2 + 16/2 = 10 bytes = 80.3 GB and two buckets of gradients; at level 3 16/2 + 2/2 = 9
-        ("", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 79"),
-        ("--zero-stage 2", 2, "; with --zero-stage 3, over 2 data-parallel ranks: 79"),
-        # two micro-batches stage 4 bytes of gradients: 13 bytes
-        (
-            "--global-batch-size 4",
-            2,
-            ", nor with any --zero-stage; least with 1, over 2 data-parallel ranks: 99",
-        ),
-        ("--zero-stage 3 --global-batch-size 4", 2, ""),
-        ("", 1, "; with one data-parallel rank --zero-stage has no one to share with"),
-    ],
-)
-def test_what_does_not_fit_gets_the_lowest_level_that_does(more, world, advice):
-    text = report(read(f"{LLAMA_8B} {more}", world))
-    (line,) = [line for line in text.splitlines() if "does NOT fit" in line]
-    assert line.startswith(f"  does NOT fit a GPU of 80 GB{advice}")
-    assert advice or line.endswith("80 GB")
+def advice(more, world):
+    """Return what --dry-run says of the fit of a Llama 3 8B: its first line, {measure: rest}."""
+    lines = report(read(f"{LLAMA_8B} {more}", world)).splitlines()
+    at = next(i for i, line in enumerate(lines) if "fit a GPU" in line or "fits a GPU" in line)
+    rows = [re.split("  +", line.strip(), maxsplit=1) for line in lines[at + 1 :]]
+    return lines[at].strip(), dict(row for row in rows[: rows.index([""])] if len(row) == 2)
+
+
+def test_what_does_not_fit_gets_the_measures_that_do_alone():
+    # 18 bytes x 8.03e9 = 144.5 GB at stage 0, 6 + 12/2 = 12 bytes = 96.4 GB at stage 1, over 4
+    # ranks 9 bytes = 72.3 GB
+    first, found = advice("", 4)
+    assert first.startswith("does NOT fit a GPU of 80 GB: ") and first.endswith(" by itself:")
+    of_zero = {name: text for name, text in found.items() if "--zero" in name}
+    assert list(of_zero) == [f"--zero-stage {s} (over 4 data-parallel ranks)" for s in (1, 2, 3)]
+    assert all(re.match(r"saves \d+(\.\d+)? GB: fits, \d\d", text) for text in of_zero.values())
+    # masters and moments, 12 bytes, leave the device
+    assert re.match(r"saves 96.\d+ GB: fits, ", found["--optimizer-cpu-offload"])
+    assert re.match(r"saves .*, too much", found["--fused-linear-cross-entropy"])
+    assert not any("--recompute" in name or "--micro" in name for name in found), "in use already"
+
+
+def test_the_measures_that_are_told_are_those_that_help():
+    first, found = advice("--zero-stage 3 --global-batch-size 4 --optimizer-cpu-offload", 2)
+    assert first.startswith("fits a GPU of 80 GB, with ") and not found
+    plain = LLAMA_8B.replace("--recompute-granularity full", "")
+    text = report(read(f"{plain} --micro-batch-size 4 --tensor-model-parallel-size 4", 4))
+    shown = re.findall(r"^    (--\S+(?: \w+)?) .*saves", text, re.MULTILINE)
+    for flag in ("--recompute-granularity full", "--micro-batch-size 1"):
+        assert flag in shown, text
+    assert not any("--zero-stage" in flag for flag in shown)
+    assert "with one data-parallel rank --zero-stage has no one to share with" in text
+
+
+def test_only_the_differences_that_the_flags_touch():
+    """A list of flags counts by one of them, "with" by both."""
+
+    def told(more):
+        text = report(read(more)).split("Differs from Megatron-LM\n")[1].splitlines()
+        return [line.split(":")[0].strip() for line in text[:-1]], text[-1]
+
+    few, rest = told("")
+    assert few == ["--make-vocab-size-divisible-by", "--micro-batch-size"]
+    count = len(DIFFERENCES) - 2
+    assert rest == f"  {count} more of flags that are not given: DIFFERENCES in {dry_run.SOURCE}"
+    assert "--seed" in told("--seed=3")[0] and told("--seed 3")[1].startswith(f"  {count - 1} more")
+    with_schedule = "--train-iters with --step-batch-size-schedule"
+    assert with_schedule in told("--step-batch-size-schedule 0:4")[0]
+    decay = "--lr-decay-style, other --lr-* flags, --weight-decay"
+    assert decay in told("--lr-warmup-iters 2")[0]
 
 
 def test_the_memory_of_a_level():

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what reading data costs a step, and what it costs ranks to start.
+
+    python benchmarks/bench_data.py            # waits for data, with and without a slow disk
+    python benchmarks/bench_data.py --start    # 8 ranks of a world of 4,096
+
+The first trains a small Llama in this process, three times: on made-up tokens (--mock-data), on a
+file, and on that file with a delay before each sample, as a slow disk or network has it. It prints
+the share of the steps that waits for data (data_wait_seconds over step_seconds, of all steps after
+the first tenth), and the gap: how much longer a step on the file takes than one on made-up tokens.
+
+The second makes a corpus of a billion tokens with holes for tokens, which needs no disk, lets one
+rank build its index, and then starts 8 of 4,096 data-parallel ranks one by one, each in a process
+of its own: it prints the CPU seconds of their data's start, and of the whole processes up to there,
+most of which is the import of torch.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pretrain_llama
+from training.data import gpt
+from training.data.indexed import HEADER, IndexedWriter
+
+VOCABULARY = 1000
+MODEL = """
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --lr 1e-3
+    --micro-batch-size 2 --global-batch-size 8 --device cpu --log-interval 1
+    --tokenizer-type NullTokenizer
+"""
+RANKS, WORLD = 8, 4096
+SECONDS = 10.0  # of CPU, that RANKS ranks may take together
+SHARE = 0.01  # of a step, that may wait for data
+
+
+def corpus(prefix: Path, documents: int = 400, length: int = 500) -> str:
+    """Write a small corpus of random tokens; return its prefix."""
+    rng = np.random.default_rng(0)
+    with IndexedWriter(str(prefix), np.dtype(np.uint16)) as out:
+        for _ in range(documents):
+            out.add(rng.integers(0, VOCABULARY - 1, length))
+    return str(prefix)
+
+
+@contextlib.contextmanager
+def slow_samples(seconds: float) -> Any:
+    """Let every sample of a file take so much longer to read."""
+    sample = gpt.GPTDataset.sample
+
+    def later(self: Any, i: int) -> np.ndarray:
+        time.sleep(seconds)
+        return sample(self, i)
+
+    gpt.GPTDataset.sample = later  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        gpt.GPTDataset.sample = sample  # type: ignore[method-assign]
+
+
+def waits(flags: list[str], steps: int, delay: float = 0.0) -> tuple[float, float]:
+    """Train; return the share of the time that waits for data, and the median step in ms."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        argv = [*MODEL.split(), *flags, "--train-iters", str(steps), "--log-json", str(log)]
+        argv += ["--vocab-size", str(VOCABULARY)]
+        with slow_samples(delay), contextlib.redirect_stdout(io.StringIO()):
+            if pretrain_llama.main(argv):
+                raise SystemExit("bench_data.py: the run failed")
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [row for row in rows if "step_seconds" in row][max(3, steps // 10) :]
+    total = sum(row["step_seconds"] for row in rows)
+    wait = sum(row["data_wait_seconds"] for row in rows)
+    return wait / total, 1e3 * statistics.median(row["step_seconds"] for row in rows)
+
+
+def measure_waits(steps: int, delay: float) -> bool:
+    """Print the waits of a run on made-up tokens, on a file, on a slow file; return whether low."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = ["--data-path", corpus(Path(folder) / "corpus")]
+        mock, mock_ms = waits(["--mock-data"], steps)
+        fast, fast_ms = waits(path, steps)
+        slow, slow_ms = waits(path, steps, delay)
+        bare, bare_ms = waits([*path, "--num-workers", "0"], max(10, steps // 4), delay)
+    print(f"--mock-data                     {mock:7.3%} of a step waits for data; {mock_ms:.1f} ms")
+    print(f"a file                          {fast:7.3%}                           {fast_ms:.1f} ms")
+    late = f"{delay * 1e3:g} ms more a sample"
+    print(f"{late:<31} {slow:7.3%}                           {slow_ms:.1f} ms")
+    print(f"the same, --num-workers 0       {bare:7.3%}                           {bare_ms:.1f} ms")
+    gap, late_gap = fast_ms / mock_ms - 1, slow_ms / mock_ms - 1
+    print(f"--mock-data gap: {gap:+.2%}, with the delay {late_gap:+.2%}")
+    return max(fast, slow) <= SHARE
+
+
+def hollow(prefix: str, documents: int, length: int) -> None:
+    """Write a corpus whose tokens are a hole in a file: they read as zeros and take no disk."""
+    lengths = np.full(documents, length, "<i4")
+    starts = np.arange(documents, dtype="<i8") * (2 * length)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(2 * documents * length)
+    with IndexedWriter(f"{prefix}_one", np.dtype(np.uint16)) as out:
+        out.add(np.zeros(length, np.uint16))
+    head = Path(f"{prefix}_one.idx").read_bytes()[: HEADER.size]
+    fields = list(HEADER.unpack(head))
+    fields[-2:] = [documents, documents + 1]
+    every = np.arange(documents + 1, dtype="<i8")
+    body = lengths.tobytes() + starts.tobytes() + every.tobytes()
+    Path(f"{prefix}.idx").write_bytes(HEADER.pack(*fields) + body)
+
+
+START = """
+import json, os, sys, time
+import pretrain_llama
+from mpu.launch import Launch
+from training.data.build import build_loaders
+from training.data.tokenizer import tokenizer_for
+from training.flags.parse import parse
+rank, world, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+config = parse(argv, world)
+tokenizer = tokenizer_for(config)
+before = time.process_time()
+loaders = build_loaders(config, tokenizer, rank, world, report=lambda line: None)
+loaders.digest, loaders.train.dataset.corpus, loaders.train.dataset.sketch
+loaders.train.next_global_batch(0, config.batch.global_batch_size)
+print(json.dumps([time.process_time() - before, time.process_time()]))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def measure_start(tokens: int) -> bool:
+    """Print the CPU seconds that ranks of a large world take to start; return whether few."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/corpus"
+        hollow(prefix, tokens // 1000, 1000)
+        argv = [*MODEL.split(), "--data-path", prefix, "--train-iters", "10", "--vocab-size"]
+        argv += [str(VOCABULARY), "--global-batch-size", str(2 * WORLD)]
+        found = []
+        for rank in [0, *range(RANKS)]:  # the first builds the index
+            command = [sys.executable, "-c", START, str(rank), str(WORLD), *argv]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            found.append(json.loads(done.stdout))
+    data, whole = (sum(each) for each in zip(*found[1:], strict=True))
+    print(f"{tokens:,} tokens in {tokens // 1000:,} documents, world {WORLD}; CPU seconds")
+    first, process = found[0]
+    print(f"one rank, which builds the index     data {first:6.2f}  process {process:6.2f}")
+    print(f"{RANKS} ranks together, once it is built   data {data:6.2f}  process {whole:6.2f}")
+    return data <= SECONDS
+
+
+def main() -> int:
+    """Measure; return 1 where a limit is passed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--start", action="store_true", help="measure the start of many ranks")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run (200)")
+    parser.add_argument("--delay", type=float, default=5.0, help="ms more a sample (5)")
+    parser.add_argument("--tokens", type=int, default=10**9, help="of the corpus of --start")
+    args = parser.parse_args()
+    if args.start:
+        return 0 if measure_start(args.tokens) else 1
+    return 0 if measure_waits(args.steps, args.delay / 1e3) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

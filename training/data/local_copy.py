@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy a corpus to a disk of this host before it is read (--data-local-copy).
+
+The first process of a host that asks copies, and the others wait for it. A copy is whole or not
+there: it is written aside and renamed, and it is made anew where the original has another size or
+time. Nothing is removed: a folder of copies is the user's to empty.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from training.data.dataset import DataError
+from training.data.files import replacing
+from training.untrusted import open_plain
+
+BLOCK = 16 << 20  # bytes of one read
+QUIET = 5.0  # seconds before progress is told, and between two lines of it
+FLAG = "--data-local-copy"
+
+
+def local_copy(prefix: str, directory: str, report: Callable[[str], None] = print) -> str:
+    """Return the prefix of this host's copy of a .bin/.idx pair, once it is there.
+
+    Raises ValueError naming the flag where it cannot be made, DataError where the original changes
+    meanwhile.
+    """
+    try:
+        found = {end: os.stat(prefix + end) for end in (".idx", ".bin")}
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    facts = [os.path.abspath(prefix), *((s.st_size, s.st_mtime_ns) for s in found.values())]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    folder = os.path.join(directory, name)
+    copy = os.path.join(folder, os.path.basename(prefix))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it where its holder dies
+            missing = [end for end, s in found.items() if not _there(copy + end, s.st_size)]
+            room, needed = shutil.disk_usage(folder).free, sum(found[e].st_size for e in missing)
+            if needed > room:
+                raise ValueError(
+                    f"{FLAG} {directory}: a copy of {prefix} needs {needed:,} bytes and {room:,} "
+                    "are free"
+                )
+            for end in missing:
+                _copy(prefix + end, copy + end, report)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise ValueError(f"{FLAG} {directory}: {error.filename}: {error.strerror}") from error
+    return copy
+
+
+def _there(path: str, size: int) -> bool:
+    """Return whether a whole copy of this user's, or root's, is there."""
+    with suppress(FileNotFoundError):
+        found = os.lstat(path)
+        return found.st_size == size and found.st_uid in (0, os.geteuid())
+    return False
+
+
+def _copy(source: str, target: str, report: Callable[[str], None]) -> None:
+    """Copy a file, telling rate and time left where it takes long."""
+    with open_plain(source) as file, replacing(target) as out:
+        before = os.fstat(file.fileno())
+        size, done, began = before.st_size, 0, time.monotonic()
+        spoken = began
+        while block := file.read(BLOCK):
+            out.write(block)
+            done, now = done + len(block), time.monotonic()
+            if now - spoken >= QUIET:
+                spoken, rate = now, done / (now - began)
+                report(
+                    f"{source}: {done / max(size, 1):.0%} of {size:,} bytes copied to "
+                    f"{os.path.dirname(target)}, {rate / 1e9:.2f} GB/s, "
+                    f"{max(0, size - done) / rate:.0f} s left"
+                )
+        after = os.fstat(file.fileno())
+        if done != size or (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
+            raise DataError(f"{source} was changed while it was copied: {done} of {size} bytes")
