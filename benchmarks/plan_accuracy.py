@@ -20,7 +20,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plan_fit import Values, fit, read_rows  # noqa: E402
-from tools.planner.predict import Predictions, predict  # noqa: E402
+from tools.planner.predict import KINDS, Predictions, predict  # noqa: E402
 from tools.planner.published import Row  # noqa: E402
 from tools.planner.runs import stacked  # noqa: E402
 
@@ -89,7 +89,7 @@ def held_out(rows: Sequence[Row], part: Callable[[Row], str]) -> tuple[Predictio
 
     And the rates of a constant MFU, that of the other parts' median run.
     """
-    told = {name: np.zeros(len(rows)) for name in ("seconds", "rate", "gib", "fits", "crash")}
+    told = {name: np.zeros(len(rows)) for name in KINDS}
     constant = np.zeros(len(rows))
     measured = rates(rows)
     flops = full_flops(rows)

@@ -65,7 +65,7 @@ KEYS = {  # what the runs of a framework can tell
     "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
     "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden",
              "fsdp_least", "jitter", "matmul.float8"),
-    "nemo": ("matmul.float8", "memory_share", "attention", "host_layer", "host_layer_tp",
+    "nemo": ("matmul.float8", "memory_share", "host_layer", "host_layer_tp",
              "tp_backward", "network_share", "network_step", *PIPELINE, "host_stage", "link_share",
              "jitter"),
     "megatron": ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage",

@@ -40,7 +40,9 @@ def predict_file(runs: Path, out: Path) -> str:
     table_of_runs = read_table(runs)
     predicted = predict(table_of_runs.rows)
     write(out, table_of_runs, predicted)
-    return f"{len(table_of_runs.rows)} rows predicted, {int(predicted.fits.sum())} fit: {out}"
+    fit = int(predicted.fits.sum())
+    left = f", {len(table_of_runs.reasons)} not: predicted_reason" * bool(table_of_runs.reasons)
+    return f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"
 
 
 def plans_of(model: str, cluster: Cluster, asked: dict[str, int]) -> Plans:

@@ -83,8 +83,9 @@ STALL = {
     "stall_sum": Constant(0.8, 0, 5, "seconds of each step's sum of gradients"),
 }
 FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
+    # attention_ramp: tokens of a sequence at which attention reaches half of its share
     "tile_m": 128.0, "tile_n": 128.0, "ramp": 64.0, "kernel_seconds": 3e-6,
-    "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
+    "attention_ramp": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
@@ -107,7 +108,8 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     "nemo": dict(
         hidden_bytes=16, inner_bytes=8, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
-        act_hidden=7, act_ffn=2.5, logit_memory=10,
+        act_hidden=7, act_ffn=2.5, logit_memory=10, weight_bytes=4,  # gradients in bfloat16
+        attention=0.5, attention_ramp=512,  # cuDNN's kernels: devices/h100.json
     ),
     # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
     # 8,192 tokens of 8B); the host issues 30 launches a layer
@@ -130,6 +132,9 @@ MEMORY = {
 }  # fmt: skip
 CRASHES = {  # nothing but memory, where nothing was fitted
     "crash_base": 0.0, "crash_memory": 12.0, "crash_idle": 4.0, "crash_stall": 0.0,
+}  # fmt: skip
+NANOTRON = {  # what no other program shows: a host that waits beside messages of nodes
+    "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
 OF_DEVICE = ("matmul", "wave", "memory_share", "attention")
 
@@ -154,6 +159,7 @@ def defaults(framework: str, device: str) -> dict[str, float]:
         **MEMORY,
         **CRASHES,
         **fitted,
+        **(NANOTRON if framework != "nanotron" else {}),
         **FRAMEWORKS[framework],
         **device_constants(device),
     }

@@ -17,7 +17,7 @@ from tools.planner.step_time import odds, times
 
 COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
-    "predicted_crash",
+    "predicted_crash", "predicted_reason",
 )  # fmt: skip
 POOL = 0.9  # share of a GPU's memory that a run can count on: the allocator's pool breaks up
 
@@ -28,6 +28,7 @@ class Predictions:
 
     seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that memory
     is within POOL of a GPU's, and no pipeline rank is idle. crash: share of such runs that crash.
+    mfu: of the bfloat16 peak, attention counted as the run computes it.
     """
 
     seconds: Array
@@ -35,13 +36,17 @@ class Predictions:
     gib: Array
     fits: Array
     crash: Array
+    mfu: Array
+
+
+KINDS = ("seconds", "rate", "gib", "fits", "crash", "mfu")
 
 
 def predict(
     rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None
 ) -> Predictions:
     """Return predictions. constants: of profiles by name, instead of tools/planner/fitted."""
-    values = {name: np.zeros(len(rows)) for name in ("seconds", "rate", "gib", "fits", "crash")}
+    values = {name: np.zeros(len(rows)) for name in KINDS}
     for name in dict.fromkeys(row.profile for row in rows):
         c = (constants or {}).get(name) or profile(name)
         at = np.array([n for n, row in enumerate(rows) if row.profile == name])
@@ -53,6 +58,7 @@ def predict(
         gib = memory(c, runs, odds(c, runs) <= 0.5)
         values["seconds"][at] = seconds
         values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
+        values["mfu"][at] = values["rate"][at] * runs.flops / c["peak"]
         values["gib"][at] = gib
         values["fits"][at] = (gib <= POOL * limit) & (runs.idle == 0)
         values["crash"][at] = crash_odds(c, runs, gib, limit)
@@ -60,13 +66,20 @@ def predict(
 
 
 def write(path: Path, table: Table, told: Predictions) -> None:
-    """Write the table as it stood with COLUMNS at the end of each line."""
+    """Write the table as it stood with COLUMNS at the end of each line.
+
+    A line that is no run, or whose numbers give no finite prediction, has a reason instead.
+    """
+    found = dict(zip(table.places, range(len(table.rows)), strict=True))
     with path.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
         out.writerow([*table.columns, *COLUMNS])
-        for n, line in enumerate(table.lines):
-            out.writerow(
-                [*(line[column] for column in table.columns), f"{told.seconds[n]:.6g}",
-                 f"{told.rate[n]:.6g}", f"{told.gib[n]:.4g}",
-                 "yes" if told.fits[n] else "no", f"{told.crash[n]:.3f}"]
-            )  # fmt: skip
+        for at, line in enumerate(table.lines):
+            n, reason = found.get(at), table.reasons.get(at, "")
+            if n is not None and not np.isfinite([told.seconds[n], told.gib[n]]).all():
+                n, reason = None, "its sizes give no finite time or memory"
+            cells = [""] * (len(COLUMNS) - 1)
+            if n is not None:
+                cells = [f"{told.seconds[n]:.6g}", f"{told.rate[n]:.6g}", f"{told.gib[n]:.4g}",
+                         "yes" if told.fits[n] else "no", f"{told.crash[n]:.3f}"]  # fmt: skip
+            out.writerow([*(line[column] for column in table.columns), *cells, reason])

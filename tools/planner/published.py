@@ -8,33 +8,28 @@ more GPUs, values left out where the others tell them, runs that crashed.
 
 import csv
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.planner.csv_line import Line, RowError
+from tools.planner.known import (
+    DEVICES,
+    GIB,
+    GPT_VOCABULARY,
+    LLAMA,
+    NAMED,
+    NETWORK,
+    PLAYBOOK,
+    PLAYBOOK_NODE,
+    PLAYBOOK_SEQUENCE,
+    PLAYBOOK_VOCABULARY,
+    SCHEDULES,
+)
 from tools.planner.runs import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
-
-PLAYBOOK = {  # layers, hidden, heads, ffn: confirmed by the table's own FLOPs to 1 %
-    "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192),
-    "8B": (32, 4096, 32, 14336), "80B": (80, 8192, 64, 28672),
-}  # fmt: skip
-LLAMA = {  # other sizes by name: the Llama papers
-    "7B": (32, 4096, 32, 11008), "13B": (40, 5120, 40, 13824), "33B": (60, 6656, 52, 17920),
-    "65B": (80, 8192, 64, 22016), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248),
-}  # fmt: skip
-PLAYBOOK_NODE, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE = 8, 131072, 4096
-GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded: vTrain's, and where a table names none
-GIB = 2.0**30
-FRAMEWORKS = {"llm-foundry/FSDP": "fsdp", "nemo/megatron": "nemo", "megatron fork": "megatron"}
-SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-2p"}
-NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # Gb/s a GPU, unless said
-MEMORY = {"h100": 80.0, "h200": 141.0, "a100": 80.0, "b200": 180.0}  # GB, unless the row says
-
-
-class RowError(ValueError):
-    """A row that cannot be read: the text names the file, the line, the column and the value."""
 
 
 @dataclass(frozen=True)
@@ -61,55 +56,21 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a CSV, asked for by column."""
-
-    file: str
-    number: int
-    values: dict[str, str]
-
-    def wrong(self, column: str, rule: str) -> RowError:
-        value = self.values.get(column)
-        return RowError(f"{self.file}, line {self.number}, {column}: {value!r} {rule}")
-
-    def text(self, column: str) -> str:
-        value = (self.values.get(column) or "").strip()
-        return "" if value.lower() in ("nan", "none", "-", "na", "n/a") else value
-
-    def number_of(self, column: str, default: float = math.nan) -> float:
-        """Return a column's number, or the default where it is empty. Raises RowError."""
-        value = self.text(column)
-        if not value:
-            return default
-        try:
-            number = float(value)
-        except ValueError:
-            raise self.wrong(column, "is no number") from None
-        if not math.isfinite(number) or number < 0:
-            raise self.wrong(column, "must be a finite number of at least 0")
-        return number
-
-    def count(self, column: str, default: float = math.nan) -> int:
-        """Return a column's whole number of at least 1. Raises RowError, also where it is empty."""
-        number = self.number_of(column, default)
-        if math.isnan(number):
-            raise self.wrong(column, "is needed, and the other columns do not tell it")
-        if number != int(number) or number < 1:
-            raise self.wrong(column, "must be a whole number of at least 1")
-        return int(number)
-
-
-@dataclass(frozen=True)
 class Table:
-    """A CSV as it was read: its columns, its lines as they stood, and the runs they are."""
+    """A CSV as it was read: its columns, its lines as they stood, and the runs they are.
+
+    places: the line, counted from 0, of each run. reasons: of lines that are no run, the reason.
+    """
 
     columns: list[str]
     lines: list[dict[str, str]]
     rows: list[Row]
+    places: list[int]
+    reasons: dict[int, str]
 
 
 def read_table(path: Path) -> Table:
-    """Return a CSV's runs. Raises RowError where the header is unknown or a row cannot be read."""
+    """Return a CSV's runs. Raises RowError where the file or its header cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")
@@ -118,20 +79,34 @@ def read_table(path: Path) -> Table:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RowError(f"{path}: cannot be read as a CSV: {error}") from None
     read = _format(path, columns)
-    rows = []
-    for number, values in enumerate(lines, 2):
-        if None in values:
-            raise RowError(f"{path.name}, line {number}: has more values than the header columns")
-        rows.append(read(Line(path.name, number, values)))
-    return Table(columns, lines, rows)
+    table = Table(columns, lines, [], [], {})
+    for at, values in enumerate(lines):
+        try:
+            if None in values:
+                raise RowError(
+                    f"{path.name}, line {at + 2}: has more values than the header columns"
+                )
+            own = {_plain(column): value for column, value in values.items()}
+            row = read(Line(path.name, at + 2, own))
+        except RowError as error:
+            table.reasons[at] = str(error)
+            continue
+        table.rows.append(row)
+        table.places.append(at)
+    return table
+
+
+def _plain(column: str) -> str:
+    """Return a column's name as the readers ask for it: small letters, single blanks."""
+    return " ".join(column.lower().split())
 
 
 def _format(path: Path, columns: Sequence[str]) -> Callable[[Line], Row]:
-    have = set(columns)
+    have = {_plain(column) for column in columns}
     for needed, reader in (
-        ({"model", "nodes", "tp", "pp", "mbs", "zero"}, _playbook),
-        ({"# GPUs", "hidden size", "# layers", "tensor parallelism"}, _vtrain),
-        ({"framework", "gpu", "n_gpus", "layers", "hidden", "seq"}, _several),
+        ({"framework", "gpu", "n_gpus", "seq"}, _several),
+        ({"model", "tp", "pp", "mbs"}, _playbook),
+        ({"hidden size", "# layers", "tensor parallelism", "pipeline parallelism"}, _vtrain),
     ):
         if needed <= have:
             return reader
@@ -175,7 +150,7 @@ def _sizes(line: Line) -> tuple[int, int, int, int]:
 
 def _playbook(line: Line) -> Row:
     layers, hidden, heads, ffn = _sizes(line)
-    tp, pp = line.count("tp"), line.count("pp")
+    tp, pp = line.count("tp"), line.deep("pp")
     nodes = line.number_of("nodes")
     dp = line.count("dp", nodes * PLAYBOOK_NODE / (tp * pp))
     mbs = line.count("mbs")
@@ -183,8 +158,8 @@ def _playbook(line: Line) -> Row:
     accumulated = line.count("grad_acc", batch / (mbs * dp))
     cut, head, idle = playbook_cut(layers, hidden, ffn, PLAYBOOK_VOCABULARY, pp)
     tokens = dp * mbs * accumulated * PLAYBOOK_SEQUENCE
-    rate = line.number_of("tok_s_gpu") * tp * pp * dp
-    rate = line.number_of("tok_s", rate)
+    rate = line.measured("tok_s_gpu") * tp * pp * dp
+    rate = line.measured("tok_s", rate)
     status = line.text("status").lower()
     model = line.text("model").upper()
     gpus = tp * pp * dp
@@ -205,7 +180,7 @@ def _playbook(line: Line) -> Row:
         group=f"{model} {math.ceil(gpus / PLAYBOOK_NODE)} nodes",
         record=record,
         seconds=tokens / rate if rate else math.nan,
-        memory=line.number_of("mem_gb"),
+        memory=line.measured("mem_gb"),
         crashed="crash" in status or "oom" in status or "fail" in status,
         limit=80e9 / GIB,
         filled=1.0,
@@ -214,8 +189,8 @@ def _playbook(line: Line) -> Row:
 
 def _vtrain(line: Line) -> Row:
     tp = line.count("tensor parallelism")
-    pp = line.count("pipeline parallelism")
-    gpus = line.number_of("# GPUs")
+    pp = line.deep("pipeline parallelism")
+    gpus = line.number_of("# gpus")
     dp = line.count("data parallelism", gpus / (tp * pp))
     gpus = tp * dp * pp
     hidden, layers = line.count("hidden size"), line.count("# layers")
@@ -238,7 +213,7 @@ def _vtrain(line: Line) -> Row:
         model=f"{hidden}x{layers}",
         group=f"{gpus} GPUs hidden {hidden} layers {layers}",
         record=record,
-        seconds=line.number_of("iteration time (ms)") / 1e3,
+        seconds=line.measured("iteration time (ms)") / 1e3,
         memory=math.nan,
         crashed=False,
         limit=80e9 / GIB,
@@ -246,25 +221,49 @@ def _vtrain(line: Line) -> Row:
     )
 
 
-def _device(line: Line) -> str:
+def _device(line: Line) -> tuple[str, int, float]:
+    """Return a row's device file, the GPUs that NVLink joins, and GB. Raises RowError."""
     name = line.text("gpu").lower()
-    for known in ("h100", "h200", "a100", "b200"):
+    for known, found in DEVICES.items():
         if known in name:
-            return known
-    if "b300" in name:
-        return "b200"
-    raise line.wrong("gpu", "is no known device; known are A100, H100, H200, B200, GB200")
+            return found
+    known = ", ".join(key.upper() for key in DEVICES)
+    raise line.wrong("gpu", f"is no known device; known are {known}")
+
+
+def _framework(line: Line, device: str) -> str:
+    """Return the profile whose program is nearest to the one that a row names."""
+    name = line.text("framework").lower()
+    if "fsdp" in name or "titan" in name:
+        return "fsdp"
+    if name == "megatron fork":  # of the tables of zero-bubble schedules
+        return "megatron"
+    if device == "a100" and "nemo" not in name:
+        return "megatron-deepspeed"
+    return "nemo"
+
+
+def _named(line: Line) -> tuple[int, ...] | None:
+    """Return the sizes of a model that is known by its name alone."""
+    name = re.sub(r"[^a-z0-9]+", "", line.text("model").lower()).replace("llama31", "llama3")
+    for known, sizes in NAMED.items():
+        if known.replace("-", "") in name:
+            return sizes
+    return None
 
 
 def _several(line: Line) -> Row:
-    device, layers, hidden = _device(line), line.count("layers"), line.count("hidden")
-    framework = FRAMEWORKS.get(line.text("framework"), "megatron")
-    if "fsdp" in line.text("framework").lower():
-        framework = "fsdp"
+    device, node, memory = _device(line)
+    framework = _framework(line, device)
+    known = _named(line) or (math.nan,) * 6
+    layers, hidden = line.count("layers", known[0]), line.count("hidden", known[1])
     llama = "llama" in (line.text("family") + line.text("model")).lower()
-    gpus, (tp, pp, cp) = line.count("n_gpus"), (line.count(key, 1) for key in ("tp", "pp", "cp"))
-    heads = line.count("heads", max(1, hidden // 128))
-    ffn = line.count("ffn", 256 * math.ceil(hidden * 8 / 3 / 256) if llama else 4 * hidden)
+    gpus, tp, cp = line.count("n_gpus"), line.count("tp", 1), line.count("cp", 1)
+    pp = line.deep("pp", 1)
+    same = known[:2] == (layers, hidden)
+    heads = line.count("heads", known[2] if same else max(1, hidden // 128))
+    wide = 256 * math.ceil(hidden * 8 / 3 / 256) if llama else 4 * hidden
+    ffn = line.count("ffn", known[4] if same else wide)
     dp = line.count("dp", gpus / (tp * pp * cp))
     mbs = line.count("mbs", 1)
     batch = line.count("gbs")
@@ -274,8 +273,7 @@ def _several(line: Line) -> Row:
     schedule = SCHEDULES.get(named, "interleaved" if virtual > 1 else "1f1b")
     if schedule == "interleaved" and virtual == 1:
         virtual = max(1, layers // pp)
-    if virtual * pp > layers:
-        virtual = max(1, layers // pp)
+    virtual = min(virtual, max(1, layers // pp))
     cut = even_cut(layers, pp * virtual)
     if named and virtual == 1 and pp > 1 and layers % pp:  # those models' ends are a layer shorter
         cut = even_cut(layers + 2, pp)
@@ -284,20 +282,20 @@ def _several(line: Line) -> Row:
     sequence = line.count("seq")
     record: dict[str, Any] = {
         "layers": layers, "hidden": hidden, "heads": heads,
-        "kv_heads": line.count("kv_heads", heads), "ffn": ffn,
-        "vocab": line.count("vocab", GPT_VOCABULARY), "sequence": sequence,
+        "kv_heads": line.count("kv_heads", known[3] if same else heads), "ffn": ffn,
+        "vocab": line.count("vocab", known[5] if same else GPT_VOCABULARY), "sequence": sequence,
         "gated": llama or "mixtral" in line.text("model").lower(),
         "tied": not llama, "causal": 1, "tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual": virtual,
         "micro_batch": mbs, "micro_batches": accumulated,
         "zero": line.number_of("zero", 3 if framework == "fsdp" else 1),
         "recompute": line.text("recompute").lower() == "full",
         "sequence_parallel": line.text("sp") != "0" and tp > 1,
-        "float8": precision.startswith("fp8"), "schedule": ORDER.index(schedule), "node": 8,
+        "float8": "8" in precision, "schedule": ORDER.index(schedule), "node": node,
         "network": line.number_of("net_gbps_per_gpu", NETWORK[device]) / 8 * 1e9,
         "head": pp * virtual - 1, "idle": layers < pp, "cut": cut,
     }  # fmt: skip
-    rate = line.number_of("tokens_s_gpu") * gpus
-    seconds = line.number_of("step_time_s", batch * sequence / rate if rate else math.nan)
+    rate = line.measured("tokens_s_gpu") * gpus
+    seconds = line.measured("step_time_s", batch * sequence / rate if rate else math.nan)
     return Row(
         line=line.number,
         source=framework,
@@ -306,8 +304,8 @@ def _several(line: Line) -> Row:
         group=line.text("model"),
         record=record,
         seconds=seconds,
-        memory=line.number_of("mem_gib"),
+        memory=line.measured("mem_gib"),
         crashed=False,
-        limit=line.number_of("gpu_mem_gb", MEMORY[device]) * 1e9 / GIB,
+        limit=line.number_of("gpu_mem_gb", memory) * 1e9 / GIB,
         filled=batch / (mbs * dp * accumulated),
     )

@@ -90,7 +90,8 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
         + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
     )  # fmt: skip
     score = 4 * t * r.sequence * h / tp * np.where(r.causal > 0, 0.5, 1.0)
-    attention = score / (c["peak"] * c["attention"]) * c.get("attention.unfused", 1.0)
+    full = c["attention"] * r.sequence / (r.sequence + c["attention_ramp"])
+    attention = score / (c["peak"] * full)
     scores = c["scores_bytes"] * t * r.sequence * r.heads / tp
     own = t / np.where(r.sequence_parallel > 0, tp, 1)
     moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
@@ -101,14 +102,16 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
     b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
     whole = 2 * t * h
     one = collective(c, r, whole, tp, np.ones_like(tp))
-    exposed = one * (4 + (c["tp_backward"] + 4 * r.recompute))
+    shown = np.where(r.sequence_parallel > 0, c["tp_backward"], np.minimum(4, c["tp_backward"]))
+    exposed = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
     ring = collective(c, r, 4 * t * r.cp * r.kv_heads * r.head_size / tp, r.cp, tp)
     shadow = (f_compute + b_compute) * c["cp_hidden"]
     exposed = exposed + np.maximum(3 * ring - shadow, 0.2 * ring)
-    if c["fsdp"]:
-        gather = collective(c, r, 2 * r.layer_weights, r.dp, tp)
-        scatter = collective(c, r, c["gradient_bytes"] * r.layer_weights, r.dp, tp)
-        moved = (2 * gather + scatter) * (r.zero >= 3)
+    if (r.zero >= 3).any():  # in a pipeline a stage's weights stay whole for a step: gradients()
+        size, weights = r.dp * r.cp, r.layer_weights / tp
+        gather = collective(c, r, c["parameter_bytes"] * weights, size, tp)
+        scatter = collective(c, r, c["gradient_bytes"] * weights, size, tp)
+        moved = (2 * gather + scatter * c["fsdp"]) * ((r.zero >= 3) & (r.pp == 1))
         exposed = exposed + np.maximum(
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
         )
@@ -178,8 +181,8 @@ def stall_seconds(c: Constants, r: Runs) -> Array:
 def messages(c: Constants, r: Runs) -> Array:
     """Return the seconds of one activation's message between stages, to be waited for."""
     sent = 2 * r.micro_batch * r.sequence / r.cp * r.hidden
-    sent = sent / np.where(r.sequence_parallel > 0, r.tp, 1)
     far = r.tp * r.cp * r.dp >= r.node
+    sent = sent / np.where((r.sequence_parallel > 0) | far, r.tp, 1)  # each rank sends its part
     rate = np.where(far, r.network * c["network_share"], c["link"] * c["link_share"])
     return np.where(r.pp > 1, c["message_start"] + sent / rate, 0.0)
 
@@ -221,8 +224,10 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     sums = np.where(r.zero > 0, scatter, 2 * scatter)
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
-    total = exposed + np.where(r.zero > 0, gather * c["gather_exposed"], 0.0)
-    return np.where((size > 1) & ~((r.zero >= 3) & (c["fsdp"] > 0)), total, 0.0)
+    by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
+    shown = np.where((r.zero > 0) & ~by_layer, gather * c["gather_exposed"], 0.0)
+    total = np.where(by_layer & (c["fsdp"] > 0), 0.0, exposed) + shown
+    return np.where(size > 1, total, 0.0)
 
 
 def update(c: Constants, r: Runs) -> Array:
