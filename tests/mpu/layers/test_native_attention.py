@@ -124,6 +124,7 @@ def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
     assert not uses(qkv)
     monkeypatch.setattr(attention.native, "load", fast)
     monkeypatch.setattr("mpu.layers.fused.fits", lambda *x, **y: False)  # rope, in torch
+    monkeypatch.setattr("mpu.layers.block_attention._native_takes", lambda *x: False)
     assert uses(qkv) and uses(qkv.bfloat16())
     assert not uses(qkv.half())
     assert not uses(qkv, window=3) and not uses(qkv, cache=[])
