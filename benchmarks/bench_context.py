@@ -3,6 +3,7 @@
 """Measure context parallelism: steps at cp 2 against one process, attention at cp 4 against ideal.
 
     python benchmarks/bench_context.py [--launches 3] [--steps 4] [--tokens 4096]
+    sudo python benchmarks/bench_context.py --link 1gbit [--tokens 16384] [--calls 9]
 
 step        tokens a second of pretrain_llama.py, model `tiny`, one row of --tokens: a process that
             has all cores, and two context-parallel ranks that share them, for each --cp-comm-type
@@ -10,6 +11,12 @@ attention   forward and backward of core attention in one thread, without commun
             of 4 ranks against a quarter of one rank's, for one document and for several
 
 Launches take turns; a figure is the median over the timed steps of all launches.
+
+--link RATE (Linux, root, iproute2) measures instead what p2p hides, in steps of model `tiny` at
+cp 2: the two ranks, a thread each, are in two network namespaces joined by a link of that rate.
+transfer: a step's messages of attention, alone, one after the other. exposed: what the ranks wait
+for them in a step. The rank that comes last to a message waits for its bytes alone, the other for
+that rank too; so a message counts with the shorter wait. A figure is the median of --calls steps.
 """
 
 import argparse
@@ -19,7 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +36,20 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import pretrain_llama  # noqa: E402
+from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import command, model_flags, output  # noqa: E402
+from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
+from mpu.comm.p2p import exchange  # noqa: E402
+from mpu.comm.transport import Axis, Label  # noqa: E402
+from mpu.launch import Launch  # noqa: E402
 from mpu.layers.attention_blocks import Block, blocks  # noqa: E402
 from mpu.layers.block_attention import attend, attend_backward, outputs  # noqa: E402
 from mpu.layers.context_shards import gather_blocks, shards  # noqa: E402
+from tools.explain import micro_batches  # noqa: E402
+from training.flags.parse import parse  # noqa: E402
+from training.plan.model_profile import make_grid  # noqa: E402
+from training.run.meeting import meet  # noqa: E402
 
 KINDS = ("p2p", "all_gather", "a2a")
 WARM = 2  # steps before the timed ones
@@ -42,9 +61,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a launch")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a row")
+    parser.add_argument("--tokens", type=int, help="of a row (4096; with --link 16384)")
     parser.add_argument("--calls", type=int, default=9, help="timed calls of attention")
+    parser.add_argument("--link", metavar="RATE", help="as tc writes it: 1gbit, 200mbit")
+    parser.add_argument("--end", type=Path, help=argparse.SUPPRESS)  # a rank of --link
     args = parser.parse_args()
+    args.tokens = args.tokens or (16384 if args.link or args.end else 4096)
+    if args.end:
+        args.end.write_text(json.dumps(end_of_link(args.tokens, args.calls)))
+        return
+    if args.link:
+        over_a_link(args.link, args.tokens, args.calls)
+        return
     print(f"torch {torch.__version__}; medians of {args.launches} launches")
     for dtype in ("fp32", "bf16"):
         found: dict[str, list[float]] = {}
@@ -77,6 +105,79 @@ def step(kind: str, dtype: str, tokens: int, steps: int) -> list[float]:
         output([*command(ranks), str(ROOT / "pretrain_llama.py"), *flags], ranks)
         rows = [json.loads(line) for line in log.read_text().splitlines()]
     return [row["step_seconds"] for row in rows if "step_seconds" in row][WARM:]
+
+
+def over_a_link(rate: str, tokens: int, calls: int) -> None:
+    """Print what p2p hides of its messages over a link."""
+    with Link(rate) as link, tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, "--end", f"{folder}/{{end}}", "--tokens", str(tokens)]
+        link.run([*words, "--calls", str(calls)])
+        ends = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2)]
+    alone = statistics.median(max(pair) for pair in zip(*(e["alone"] for e in ends), strict=True))
+    steps = zip(*(end["waits"] for end in ends), strict=True)
+    exposed = statistics.median(sum(map(min, *both)) for both in steps)
+    seconds = [statistics.median(map(sum, end["waits"])) for end in ends]
+    step = statistics.median(ends[0]["steps"])
+    print(f"p2p at cp 2 over {rate}, {tokens} tokens, {calls} steps of {step:.2f} s: "
+          f"transfer {alone * 1e3:.1f} ms, exposed {exposed * 1e3:.1f} ms, {exposed / alone:.1%}; "
+          f"ranks wait {seconds[0] * 1e3:.1f} and {seconds[1] * 1e3:.1f} ms a step")  # fmt: skip
+
+
+class Message:
+    """One exchange of attention, and the seconds that this rank waited for it."""
+
+    def __init__(self, sent: torch.Tensor) -> None:
+        self.shape, self.dtype = sent.shape, sent.dtype
+
+    def waiting(self) -> None:
+        self.began = time.perf_counter()
+
+    def waited(self) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+class Messages:
+    """A trace that keeps the messages of attention."""
+
+    def __init__(self) -> None:
+        self.found: list[Message] = []
+
+    def issued(
+        self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool, label: Label | None
+    ) -> Message | None:
+        if verb != "send":
+            return None
+        self.found.append(Message(tensor))
+        return self.found[-1]
+
+
+def end_of_link(tokens: int, calls: int) -> dict[str, Any]:
+    """Be one of two ranks; return seconds: of each step, of each wait in it, of messages alone."""
+    torch.set_num_threads(1)
+    flags = [*model_flags("tiny"), "--seq-length", str(tokens), "--train-iters", "1"]
+    flags += ["--max-position-embeddings", str(tokens), "--context-parallel-size", "2"]
+    config = parse([*flags, "--micro-batch-size", "1", "--global-batch-size", "1"], 2)
+    launch, timeout = Launch.from_env(), timedelta(minutes=5)
+    grid, trace = make_grid(config, launch), Messages()
+    grid.connect(torch.device("cpu"), meet(timeout, launch), timeout)
+    grid.traced(trace)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+    batches, steps, waits = micro_batches(config, grid), list[float](), list[list[float]]()
+    for _ in range(WARM + calls):
+        trace.found, begin = [], time.perf_counter()
+        pretrain_llama.train_step(run, batches, config.optimizer.lr)
+        steps.append(time.perf_counter() - begin)
+        waits.append([message.seconds for message in trace.found])
+    sent = [torch.zeros(message.shape, dtype=message.dtype) for message in trace.found]
+
+    def alone() -> None:
+        other = 1 - grid.cp.rank
+        for x in sent:
+            exchange(x, grid.cp, other, other, torch.empty_like(x)).wait()
+
+    alone_seconds = timed(alone, calls)
+    grid.close()
+    return {"steps": steps[WARM:], "waits": waits[WARM:], "alone": alone_seconds}
 
 
 def attention(documents: tuple[int, ...], calls: int) -> tuple[float, float]:
@@ -119,12 +220,17 @@ def worker(
 
 def seconds(work: Callable[[], object], calls: int) -> float:
     """Return the median seconds of a call."""
+    return statistics.median(timed(work, calls))
+
+
+def timed(work: Callable[[], object], calls: int) -> list[float]:
+    """Return the seconds of each call."""
     times = []
     for _ in range(WARM + calls):
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[WARM:])
+    return times[WARM:]
 
 
 if __name__ == "__main__":

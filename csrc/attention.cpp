@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal grouped-query attention for the CPU, forward and backward, without a matrix of scores (Dao et al.
-// 2022): some queries at a time meet 64 keys at a time, and what they share stays in the first caches.
-// mpu/layers/attention.py calls it; its twin is torch's scaled_dot_product_attention.
+// Grouped-query attention for the CPU, forward and backward, without a matrix of scores (Dao et al. 2022):
+// some queries at a time meet 64 keys at a time, and what they share stays in the first caches. Causal: query
+// i looks at keys 0 to i, else at all. mpu/layers/attention.py calls it for whole rows, block_attention.py
+// block by block; its twin is torch's scaled_dot_product_attention.
 //
 //   forward    S = scale Q K^T;  m, l: running maximum and sum of exp(S - m);  O = sum exp(S - m) V / l
 //              lse = m + log l
 //   backward   P = exp(S - lse);  dV = P^T dO;  dS = scale P (dO V^T - sum dO O);  dQ = dS K;  dK = dS^T Q
 //
-// q [s, b, a, d], k, v [s, b, g, d] have the same strides: they are slices of one tensor. y [s, b, a, d],
-// lse [b, a, s]. A thread takes (sequence, group) pairs, so results do not depend on their number.
+// q and y [b, a, s, d], k and v [b, g, keys, d], lse [b, a, s], each with its own strides, k and v with the same.
+// A thread takes (sequence, group) pairs, so results do not depend on their number. In backward y and lse are
+// those of all keys of a query, which may be more than these.
 
 #include "cpu.h"
 
@@ -132,14 +134,19 @@ INLINE void accumulate_rows(A* c, const A* a, int64_t row, int64_t step, const A
   for (; j < wide; j += L) accumulate<1>(c + j, a, row, step, b + j, wide, n);
 }
 
+struct At {  // strides: of sequences, heads and tokens
+  int64_t b, h, s;
+};
+
 struct Sizes {
-  int64_t b, s, a, g, d, along_s, along_b;  // the last two: strides of q, k and v
+  int64_t b, s, all, a, g, d, causal;  // all: keys
   double scale;
+  At q, k, y, lse, dy, dq, dk;
   template <typename A>
   int64_t wide() const {  // d, rounded up to whole vectors
     return (d + LANES<A> - 1) / LANES<A> * LANES<A>;
   }
-  int64_t keys() const { return (s + KEYS - 1) / KEYS * KEYS; }
+  int64_t keys() const { return (all + KEYS - 1) / KEYS * KEYS; }
 };
 
 // memory of one thread, of whole cache lines
@@ -254,30 +261,30 @@ INLINE void forward(const T* q, const T* k, const T* v, T* y, wide<T>* lse, int6
   const typename Lanes<A>::index number = numbers<A>();
   using Index = std::decay_t<decltype(number[0])>;
   for (int64_t unit = from; unit < to; ++unit) {
-    const int64_t batch = unit / z.g, group = unit % z.g;
-    const int64_t at = batch * z.along_b + group * z.d;
-    pack(k + at, z.along_s, z.s, z.d, vs, z.keys(), W, A(1));
+    const int64_t batch = unit / z.g, group = unit % z.g, at = batch * z.k.b + group * z.k.h;
+    pack(k + at, z.k.s, z.all, z.d, vs, z.keys(), W, A(1));
     transpose(vs, z.keys(), W, kt);
-    pack(v + at, z.along_s, z.s, z.d, vs, z.keys(), W, A(1));
+    pack(v + at, z.k.s, z.all, z.d, vs, z.keys(), W, A(1));
     for (int64_t head = group * each; head < (group + 1) * each; ++head) {
       for (int64_t first = 0; first < z.s; first += QUERIES) {
         const int64_t real = std::min(QUERIES, z.s - first), rows = (real + ROWS - 1) / ROWS * ROWS;
         const int64_t next = std::min(QUERIES, z.s - first - real) + QUERIES;
-        const T* qhere = q + first * z.along_s + batch * z.along_b + head * z.d;
-        pack(qhere, z.along_s, real, z.d, qs, rows, W, A(z.scale));
-        expect(qhere, z.along_s, QUERIES, next, z.d);
+        const T* qhere = q + first * z.q.s + batch * z.q.b + head * z.q.h;
+        pack(qhere, z.q.s, real, z.d, qs, rows, W, A(z.scale));
+        expect(qhere, z.q.s, QUERIES, next, z.d);
         std::fill(out, out + rows * W, A(0));
         std::fill(total, total + rows * L, A(0));
         std::fill(top, top + rows, std::numeric_limits<A>::lowest());
-        for (int64_t panel = 0; panel < first + rows && panel < z.s; panel += KEYS) {
+        const int64_t end = z.causal ? std::min(first + rows, z.all) : z.all;
+        for (int64_t panel = 0; panel < end; panel += KEYS) {
           for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t last = first + r + ROWS - 1;
+            const int64_t last = z.causal ? first + r + ROWS - 1 : z.all - 1;
             if (last < panel) continue;
             const int64_t n = seen<A>(panel, last);
             scores(p + r * KEYS, qs + r * W, W, kt + panel * W, z.d, n);
             for (int64_t i = r; i < r + ROWS; ++i) {
               A* row = p + i * KEYS;
-              const int64_t most = first + i - panel;  // the last key that this query looks at
+              const int64_t most = (z.causal ? first + i : last) - panel;  // the last key it looks at
               V peak = V{} + std::numeric_limits<A>::lowest();
               for (int64_t j = 0; j < n; ++j) {
                 V x = get(row + j * L);
@@ -309,8 +316,8 @@ INLINE void forward(const T* q, const T* k, const T* v, T* y, wide<T>* lse, int6
         }
         for (int64_t i = 0; i < real; ++i) {
           const A whole = sum(get(total + i * L)), part = A(1) / whole;
-          lse[(batch * z.a + head) * z.s + first + i] = top[i] + std::log(whole);
-          T* to_y = y + ((first + i) * z.b + batch) * z.a * z.d + head * z.d;
+          lse[batch * z.lse.b + head * z.lse.h + (first + i) * z.lse.s] = top[i] + std::log(whole);
+          T* to_y = y + batch * z.y.b + head * z.y.h + (first + i) * z.y.s;
 #pragma omp simd
           for (int64_t j = 0; j < z.d; ++j) store(to_y + j, out[i * W + j] * part);
         }
@@ -319,13 +326,12 @@ INLINE void forward(const T* q, const T* k, const T* v, T* y, wide<T>* lse, int6
   }
 }
 
-// dq, dk and dv lie in one tensor [s, b, a + 2 g, d], in this order
 template <typename T>
 INLINE void backward(const T* q, const T* k, const T* v, const T* y, const wide<T>* lse, const T* dy,
-                     T* dqkv, int64_t from, int64_t to, Sizes z) {
+                     T* to_q, T* to_k, T* to_v, int64_t from, int64_t to, Sizes z) {
   using A = wide<T>;
   using V = vec<A>;
-  const int64_t W = z.wide<A>(), L = LANES<A>, each = z.a / z.g, all = z.a + 2 * z.g;
+  const int64_t W = z.wide<A>(), L = LANES<A>, each = z.a / z.g;
   const A scale = A(z.scale);
   Room<A> room(5 * z.keys() * W + QUERIES * (3 * W + 2 * KEYS + 2 * L));
   A *kt = room.take(z.keys() * W), *vt = room.take(z.keys() * W), *ks = room.take(z.keys() * W);
@@ -335,43 +341,45 @@ INLINE void backward(const T* q, const T* k, const T* v, const T* y, const wide<
   const typename Lanes<A>::index number = numbers<A>();
   using Index = std::decay_t<decltype(number[0])>;
   for (int64_t unit = from; unit < to; ++unit) {
-    const int64_t batch = unit / z.g, group = unit % z.g, at = batch * z.along_b + group * z.d;
-    pack(v + at, z.along_s, z.s, z.d, ks, z.keys(), W, A(1));
+    const int64_t batch = unit / z.g, group = unit % z.g, at = batch * z.k.b + group * z.k.h;
+    pack(v + at, z.k.s, z.all, z.d, ks, z.keys(), W, A(1));
     transpose(ks, z.keys(), W, vt);
-    pack(k + at, z.along_s, z.s, z.d, ks, z.keys(), W, A(1));
+    pack(k + at, z.k.s, z.all, z.d, ks, z.keys(), W, A(1));
     transpose(ks, z.keys(), W, kt);
     std::fill(dk, dk + z.keys() * W, A(0));
     std::fill(dv, dv + z.keys() * W, A(0));
     for (int64_t head = group * each; head < (group + 1) * each; ++head) {
       for (int64_t first = 0; first < z.s; first += QUERIES) {
         const int64_t real = std::min(QUERIES, z.s - first), rows = (real + ROWS - 1) / ROWS * ROWS;
-        const int64_t here = ((first * z.b + batch) * z.a + head) * z.d;
-        const int64_t next = std::min(QUERIES, z.s - first - real) + QUERIES, along = z.b * z.a * z.d;
-        const T* qhere = q + first * z.along_s + batch * z.along_b + head * z.d;
-        pack(qhere, z.along_s, real, z.d, qs, rows, W, A(1));
-        pack(dy + here, along, real, z.d, dys, rows, W, A(1));
-        expect(qhere, z.along_s, QUERIES, next, z.d);
-        expect(y + here, along, QUERIES, next, z.d);
-        expect(dy + here, along, QUERIES, next, z.d);
+        const int64_t next = std::min(QUERIES, z.s - first - real) + QUERIES;
+        const T* qhere = q + first * z.q.s + batch * z.q.b + head * z.q.h;
+        const T* yhere = y + first * z.y.s + batch * z.y.b + head * z.y.h;
+        const T* dyhere = dy + first * z.dy.s + batch * z.dy.b + head * z.dy.h;
+        pack(qhere, z.q.s, real, z.d, qs, rows, W, A(1));
+        pack(dyhere, z.dy.s, real, z.d, dys, rows, W, A(1));
+        expect(qhere, z.q.s, QUERIES, next, z.d);
+        expect(yhere, z.y.s, QUERIES, next, z.d);
+        expect(dyhere, z.dy.s, QUERIES, next, z.d);
         std::fill(dq, dq + rows * W, A(0));
         for (int64_t i = 0; i < rows; ++i) {
           A dot = 0;
-          const T* row = y + here + i * along;
+          const T* row = yhere + i * z.y.s;
           const int64_t d = i < real ? z.d : 0;
 #pragma omp simd reduction(+ : dot)
           for (int64_t j = 0; j < d; ++j) dot += load(row[j]) * dys[i * W + j];
           pull[i] = dot;
-          norm[i] = i < real ? lse[(batch * z.a + head) * z.s + first + i] : A(0);
+          norm[i] = i < real ? lse[batch * z.lse.b + head * z.lse.h + (first + i) * z.lse.s] : A(0);
         }
-        for (int64_t panel = 0; panel < first + rows && panel < z.s; panel += KEYS) {
+        const int64_t end = z.causal ? std::min(first + rows, z.all) : z.all;
+        for (int64_t panel = 0; panel < end; panel += KEYS) {
           for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t last = first + r + ROWS - 1;
+            const int64_t last = z.causal ? first + r + ROWS - 1 : z.all - 1;
             if (last < panel) continue;
             const int64_t n = seen<A>(panel, last);
             scores(p + r * KEYS, qs + r * W, W, kt + panel * W, z.d, n);
             scores(ds + r * KEYS, dys + r * W, W, vt + panel * W, z.d, n);
             for (int64_t i = r; i < r + ROWS; ++i) {
-              const int64_t most = first + i - panel;
+              const int64_t most = (z.causal ? first + i : last) - panel;
               for (int64_t j = 0; j < n * L; j += L) {
                 V e = power(get(p + i * KEYS + j) * scale - norm[i]);
                 if (most < j + L - 1) e = number <= Index(most - j) ? e : V{};
@@ -382,23 +390,25 @@ INLINE void backward(const T* q, const T* k, const T* v, const T* y, const wide<
             const int64_t keys = std::min(KEYS, last + 1 - panel);
             accumulate_rows(dq + r * W, ds + r * KEYS, KEYS, 1, ks + panel * W, W, keys);
           }
-          const int64_t keys = std::min(KEYS, first + rows - panel);
+          const int64_t keys = std::min(KEYS, (z.causal ? first + rows : z.all) - panel);
           for (int64_t n = 0; n < keys; n += ROWS) {
-            const int64_t m = std::max(int64_t(0), panel + n - first) / ROWS * ROWS;  // the first that look
+            const int64_t before = z.causal ? std::max(int64_t(0), panel + n - first) : 0;
+            const int64_t m = before / ROWS * ROWS;  // the first that look
             A *dvs = dv + (panel + n) * W, *dks = dk + (panel + n) * W;
             accumulate_rows(dvs, p + m * KEYS + n, 1, KEYS, dys + m * W, W, rows - m);
             accumulate_rows(dks, ds + m * KEYS + n, 1, KEYS, qs + m * W, W, rows - m);
           }
         }
         for (int64_t i = 0; i < real; ++i) {
-          T* to_dq = dqkv + (((first + i) * z.b + batch) * all + head) * z.d;
+          T* to_dq = to_q + batch * z.dq.b + head * z.dq.h + (first + i) * z.dq.s;
 #pragma omp simd
           for (int64_t j = 0; j < z.d; ++j) store(to_dq + j, dq[i * W + j] * scale);
         }
       }
     }
-    for (int64_t i = 0; i < z.s; ++i) {
-      T *to_dk = dqkv + ((i * z.b + batch) * all + z.a + group) * z.d, *to_dv = to_dk + z.g * z.d;
+    for (int64_t i = 0; i < z.all; ++i) {
+      const int64_t here = batch * z.dk.b + group * z.dk.h + i * z.dk.s;
+      T *to_dk = to_k + here, *to_dv = to_v + here;
 #pragma omp simd
       for (int64_t j = 0; j < z.d; ++j) {
         store(to_dk + j, dk[i * W + j] * scale);
@@ -417,10 +427,10 @@ INLINE void backward(const T* q, const T* k, const T* v, const T* y, const wide<
   }
 #define BACKWARD(T, k)                                                                                    \
   CLONES static void backward_##k(const void* q, const void* key, const void* v, const void* y,           \
-                                  const void* lse, const void* dy, void* dqkv, int64_t from, int64_t to,  \
-                                  Sizes z) {                                                              \
+                                  const void* lse, const void* dy, void* dq, void* dk, void* dv,          \
+                                  int64_t from, int64_t to, Sizes z) {                                    \
     backward<T>((const T*)q, (const T*)key, (const T*)v, (const T*)y, (const wide<T>*)lse, (const T*)dy,  \
-                (T*)dqkv, from, to, z);                                                                   \
+                (T*)dq, (T*)dk, (T*)dv, from, to, z);                                                     \
   }
 KINDS(FORWARD) KINDS(BACKWARD)
 
@@ -433,10 +443,46 @@ extern "C" int64_t weft_attention_is_fast() {
 #endif
 }
 
+// Blocks: [b, heads, tokens, d]; the strides follow. dq, dk and dv lie in memory as [b, tokens, heads, d].
+#define STRIDES(x) int64_t x##_b, int64_t x##_h, int64_t x##_s
+#define BLOCK                                                                                                \
+  int64_t b, int64_t s, int64_t keys, int64_t a, int64_t g, int64_t d, int64_t causal, double scale,         \
+      STRIDES(q), STRIDES(k), STRIDES(y), STRIDES(lse), STRIDES(dy)
+#define SIZES                                                                                                \
+  Sizes {                                                                                                    \
+    b, s, keys, a, g, d, causal, scale, {q_b, q_h, q_s}, {k_b, k_h, k_s}, {y_b, y_h, y_s},                   \
+        {lse_b, lse_h, lse_s}, {dy_b, dy_h, dy_s}, {s * a * d, d, a * d}, {keys * g * d, d, g * d}           \
+  }
+
+extern "C" void weft_block_forward(int64_t kind, int64_t threads, const void* q, const void* k,
+                                   const void* v, void* y, void* lse, BLOCK) {
+  const Sizes z = SIZES;
+  over_rows(b * g, s * keys, (int)threads, WORK { (void)t; PICK(forward, q, k, v, y, lse, a, b, z); });
+}
+
+extern "C" void weft_block_backward(int64_t kind, int64_t threads, const void* q, const void* k,
+                                    const void* v, const void* y, const void* lse, const void* dy,
+                                    void* dq, void* dk, void* dv, BLOCK) {
+  const Sizes z = SIZES;
+  over_rows(b * g, s * keys, (int)threads, WORK {
+    (void)t;
+    PICK(backward, q, k, v, y, lse, dy, dq, dk, dv, a, b, z);
+  });
+}
+
+// Whole rows: q [s, b, a, d], k and v [s, b, g, d] are slices of one tensor, and have its strides. y and dy
+// [s, b, a, d], lse [b, a, s]; dq, dk and dv lie in one tensor [s, b, a + 2 g, d], in this order.
+static Sizes of_rows(int64_t s, int64_t b, int64_t a, int64_t g, int64_t d, int64_t along_s, int64_t along_b,
+                     double scale) {
+  const At in{along_b, d, along_s}, y{a * d, d, b * a * d}, lse{a * s, s, 1};
+  const At grad{(a + 2 * g) * d, d, b * (a + 2 * g) * d};
+  return Sizes{b, s, s, a, g, d, 1, scale, in, in, y, lse, y, grad, grad};
+}
+
 extern "C" void weft_attention_forward(int64_t kind, int64_t threads, const void* q, const void* k,
                                        const void* v, void* y, void* lse, int64_t s, int64_t b, int64_t a,
                                        int64_t g, int64_t d, int64_t along_s, int64_t along_b, double scale) {
-  const Sizes z{b, s, a, g, d, along_s, along_b, scale};
+  const Sizes z = of_rows(s, b, a, g, d, along_s, along_b, scale);
   over_rows(b * g, s * s, (int)threads, WORK { (void)t; PICK(forward, q, k, v, y, lse, a, b, z); });
 }
 
@@ -444,6 +490,11 @@ extern "C" void weft_attention_backward(int64_t kind, int64_t threads, const voi
                                         const void* v, const void* y, const void* lse, const void* dy,
                                         void* dqkv, int64_t s, int64_t b, int64_t a, int64_t g, int64_t d,
                                         int64_t along_s, int64_t along_b, double scale) {
-  const Sizes z{b, s, a, g, d, along_s, along_b, scale};
-  over_rows(b * g, s * s, (int)threads, WORK { (void)t; PICK(backward, q, k, v, y, lse, dy, dqkv, a, b, z); });
+  const Sizes z = of_rows(s, b, a, g, d, along_s, along_b, scale);
+  char* const dq = (char*)dqkv;
+  const int64_t head = d * (kind == 0 ? 4 : kind == 1 ? 8 : 2);  // bytes
+  over_rows(b * g, s * s, (int)threads, WORK {
+    (void)t;
+    PICK(backward, q, k, v, y, lse, dy, dq, dq + z.a * head, dq + (z.a + z.g) * head, a, b, z);
+  });
 }

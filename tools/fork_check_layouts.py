@@ -10,13 +10,15 @@ from tools.fork_check_case import Case
 
 
 def sizes(full: bool) -> tuple[str, ...]:
-    """Return the flags of every case: small sizes, odd where they may be."""
+    """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
+    a key/value head.
+    """
     given = {
         "--num-layers": 8 if full else 4,
         "--hidden-size": 28,
         "--ffn-hidden-size": 20,
         "--num-attention-heads": 8,
-        "--num-query-groups": 4,
+        "--num-query-groups": 2,
         "--kv-channels": 6,
         "--vocab-size": 97,
         "--make-vocab-size-divisible-by": 3,
@@ -130,9 +132,7 @@ def all_layouts() -> Iterator[Case]:
     for comm, cp, tp, pp, dp in product(("p2p", "all_gather", "a2a"), (2, 4), *((1, 2),) * 3):
         if tp * cp * pp * dp <= 8:
             zero = 3 * (dp > 1)
-            yield layout(
-                tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm
-            )
+            yield layout(tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm)
 
 
 class Pattern(NamedTuple):
@@ -173,7 +173,8 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
     Pattern(
         "at tp 4",
         lambda name: "tp 4" in name,
-        "a size that divides by 2 and not by 4, or a number of ranks written out",
+        "a size that divides by 2 and not by 4, a number of ranks written out, or what is added to "
+        "qkv where two ranks share a head of k and v (mpu.layers.qkv.add_bias)",
     ),
     Pattern(
         "with data-parallel ranks",

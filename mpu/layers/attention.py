@@ -37,8 +37,8 @@ def core_attention(
     """
     s, b, _ = qkv.shape
     q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
-    if packed is None and cache is None and not window and _native(q, k, v):
-        return _CausalAttention.apply(q, k, v)
+    if packed is None and cache is None and not window and takes_native(q, k, v):
+        return CausalAttention.apply(q, k, v)
     if packed is not None:  # rows one after another, as a batch of one
         q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
@@ -65,7 +65,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.cpp takes these, fast, and has work for all threads."""
     library, alike = native.load(), q.stride() == k.stride() == v.stride()
     return (
@@ -79,7 +79,7 @@ def _native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-class _CausalAttention(torch.autograd.Function):
+class CausalAttention(torch.autograd.Function):
     """csrc/attention.cpp: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
 
     @staticmethod

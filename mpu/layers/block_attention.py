@@ -2,21 +2,24 @@
 """Attention within documents and windows, without a mask.
 
 On CUDA torch's flash operator takes the documents' cumulative lengths and the window. Elsewhere
-attention runs block after block (mpu/layers/attention_blocks.py). Where blocks share queries, their
-results are merged by log-sum-exp, and the backward of each takes the merged output and log-sum-exp:
+attention runs block after block (mpu/layers/attention_blocks.py): on a CPU with AVX-512 through
+csrc/attention.cpp, else through torch's operators. Where blocks share queries, their results are
+merged by log-sum-exp, and the backward of each takes the merged output and log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
 That is the backward of the whole, in parts (Dao et al. 2022, appendix B).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpu import native
 from mpu.layers.attention_blocks import Block, Part, blocks
+from mpu.layers.fused import KINDS, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 aten = torch.ops.aten
@@ -90,9 +93,13 @@ class _BlockAttention(torch.autograd.Function):
 
 def outputs(q: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return memory for the output, of dtype `kind`, and the log-sum-exp of q [b, a, s, d]."""
-    b, a, s, d = q.shape
-    out = q.new_empty((b, s, a, d), dtype=kind).transpose(1, 2)
-    return out, q.new_empty((b, s, a), dtype=accumulate_dtype(q)).transpose(1, 2)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q))
+    return _empty(q, kind), lse.transpose(1, 2)
+
+
+def _empty(x: Tensor, kind: torch.dtype) -> Tensor:
+    b, n, s, d = x.shape
+    return x.new_empty((b, s, n, d), dtype=kind).transpose(1, 2)
 
 
 def attend(
@@ -131,7 +138,18 @@ def attend_backward(
     *,
     before: int = 0,
 ) -> None:
-    """Do the backward of blocks: add to sums, which are dq, dk and dv.
+    """Do the backward of blocks: add to sums, which are dq, dk and dv. saved: see below."""
+    dq, dk, dv = sums
+    for keys, *parts in block_gradients(todo, dy, saved, dq, before=before):
+        dk[:, :, keys] += parts[0]
+        dv[:, :, keys] += parts[1]
+        del parts  # before the next block's
+
+
+def block_gradients(
+    todo: Sequence[Block], dy: Tensor, saved: tuple[Tensor, ...], dq: Tensor, *, before: int = 0
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Do the backward of blocks: add to dq, and yield the keys of each with their dk and dv.
 
     saved: q, k, v, and the output and log-sum-exp of all blocks of the queries, not these alone.
     """
@@ -139,10 +157,11 @@ def attend_backward(
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
-        parts = _backward(block.part, *(x[:, :, place] for x, place in places))
-        for i, (whole, place) in enumerate(zip(sums, (at, keys, keys), strict=True)):
-            whole[:, :, place] += parts[i]
-        del parts  # before the next block's
+        part, dk, dv = _backward(block.part, *(x[:, :, place] for x, place in places))
+        dq[:, :, at] += part
+        del part
+        yield keys, dk, dv
+        del dk, dv  # before the next block's
 
 
 def accumulate_dtype(q: Tensor) -> torch.dtype:
@@ -164,6 +183,8 @@ def _forward(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     if part == "triu":  # causal, if both are read from their ends
         out, lse = _forward("tril", q.flip(2), k.flip(2), v.flip(2))
         return out.flip(2), lse.flip(2)
+    if _native_takes(q, k, v):
+        return _native_forward(q, k, v, part == "tril")
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
     if _flash_takes(q):
@@ -178,6 +199,8 @@ def _backward(
     if part == "triu":
         dq, dk, dv = _backward("tril", *(x.flip(2) for x in (dy, q, k, v, out, lse)))
         return dq.flip(2), dk.flip(2), dv.flip(2)
+    if _native_takes(q, k, v):
+        return _native_backward(dy, q, k, v, out, lse, causal=part == "tril")
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, out, lse, dropout_p=0.0, is_causal=part == "tril"
@@ -190,6 +213,47 @@ def _backward(
             philox_offset=state,
         )  # fmt: skip
     return products_backward(dy, q, k, v, out, lse, causal=part == "tril")
+
+
+def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether csrc/attention.cpp takes a block, fast, and has work for all threads."""
+    library = native.load()
+    return (
+        library is not None
+        and q.device.type == "cpu"
+        and q.dtype in KINDS
+        and q.stride(3) == k.stride(3) == 1
+        and k.stride() == v.stride()
+        and torch.get_num_threads() <= k.shape[0] * k.shape[1]
+        and library.weft_attention_is_fast()
+    )
+
+
+def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Do `_forward` by csrc/attention.cpp."""
+    out, lse = outputs(q, q.dtype)
+    call("block_forward", q.dtype, q, k, v, out, lse, *_native_sizes(q, k, out, lse, out, causal))
+    return out, lse
+
+
+def _native_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `_backward` by csrc/attention.cpp."""
+    dy = dy if dy.stride(3) == 1 else dy.contiguous()
+    dq, dk, dv = (_empty(x, x.dtype) for x in (q, k, v))
+    sizes = _native_sizes(q, k, out, lse, dy, causal)
+    call("block_backward", q.dtype, q, k, v, out, lse, dy, dq, dk, dv, *sizes)
+    return dq, dk, dv
+
+
+def _native_sizes(
+    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, dy: Tensor, causal: bool
+) -> list[int | float]:
+    """Return the sizes b, s, S, a, g, d of a block, its kind, its scale, and strides."""
+    (b, a, s, d), (_, g, keys, _) = q.shape, k.shape
+    strides = (n for x in (q, k, out, lse, dy) for n in x.stride()[:3])
+    return [b, s, keys, a, g, d, int(causal), d**-0.5, *strides]
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

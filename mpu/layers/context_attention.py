@@ -24,7 +24,12 @@ from torch import Tensor
 from mpu.comm.all_to_all import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
-from mpu.layers.attention import core_attention, dot_product_attention
+from mpu.layers.attention import (
+    CausalAttention,
+    core_attention,
+    dot_product_attention,
+    takes_native,
+)
 from mpu.layers.block_attention import block_attention
 from mpu.layers.context_exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
 from mpu.layers.context_shards import Ranges, batch_shards, documents_of_rows, joined
@@ -125,7 +130,7 @@ class ContextAttention:
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
             y = ContextExchange.apply(q, k, v, Ring(self.keys_axis, far, documents, window))
-        return _Tokens.apply(y, axis, order)
+        return _Exchange.apply(y, axis, order, True)
 
 
 def neighbours(held: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
@@ -153,6 +158,8 @@ def whole_attention(
 ) -> Tensor:
     """q [S, b, a, d], k and v [S, b, g, d] of whole rows -> [S, b, a, d]."""
     heads = q.shape[2]
+    if packed is None and not window and takes_native(q, k, v):
+        return CausalAttention.apply(q, k, v).unflatten(2, (heads, -1))
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if packed is None and not window:
         return dot_product_attention(q, k, v).unflatten(2, (heads, -1))
@@ -169,47 +176,33 @@ def heads_for_tokens(
     k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
     sizes = [x.shape[2] // axis.size for x in (q, k, v)]
     x = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], 3)
-    q, k, v = _Heads.apply(x.flatten(2, 3), axis, order).split(sizes, 2)
+    q, k, v = _Exchange.apply(x.flatten(2, 3), axis, order, False).split(sizes, 2)
     return q, k, v
 
 
-def _give_tokens(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
-    """[s, b, n, d] of own tokens -> [A s, b, n / A, d], all tokens in order of position."""
-    slices = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
+class _Exchange(torch.autograd.Function):
+    """Give other ranks their heads of own tokens for own heads of theirs, all tokens in order of
+    position: [s, b, n, d] -> [A s, b, n / A, d]; back: the other way. Backward is the other one.
+    """
+
+    @staticmethod
+    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order, back: bool) -> Tensor:
+        saved_ctx.way = axis, order, back
+        return _exchanged(x, axis, order, back, FORWARD)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        axis, order, back = saved_ctx.way
+        return _exchanged(dy, axis, order, not back, BACKWARD), None, None, None
+
+
+def _exchanged(x: Tensor, axis: Axis, order: Order, back: bool, label: Label) -> Tensor:
+    if back:
+        slices = x.index_select(0, order[1]).unflatten(0, (axis.size, -1))
+    else:
+        slices = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
     every = all_to_all(slices, axis, label=label)[0]
     del slices
+    if back:
+        return every.movedim(0, 2).flatten(2, 3)
     return every.flatten(0, 1).index_select(0, order[0])
-
-
-def _give_heads(x: Tensor, axis: Axis, order: Order, label: Label) -> Tensor:
-    """[A s, b, n / A, d] -> [s, b, n, d]: the way back."""
-    slices = x.index_select(0, order[1]).unflatten(0, (axis.size, -1))
-    every = all_to_all(slices, axis, label=label)[0]
-    del slices
-    return every.movedim(0, 2).flatten(2, 3)
-
-
-class _Heads(torch.autograd.Function):
-    """Give other ranks their heads of own tokens, for own heads of theirs; backward: `_Tokens`."""
-
-    @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
-        saved_ctx.axis, saved_ctx.order = axis, order
-        return _give_tokens(x, axis, order, FORWARD)
-
-    @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _give_heads(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None
-
-
-class _Tokens(torch.autograd.Function):
-    """Give other ranks their tokens of own heads, for own tokens of theirs; backward: `_Heads`."""
-
-    @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, axis: Axis, order: Order) -> Tensor:
-        saved_ctx.axis, saved_ctx.order = axis, order
-        return _give_heads(x, axis, order, FORWARD)
-
-    @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _give_tokens(dy, saved_ctx.axis, saved_ctx.order, BACKWARD), None, None

@@ -84,8 +84,9 @@ def _gather(x: AttentionSizes) -> Memory:
     )
     block = q + kv if x.cp > 2 else max(q + kv // 2, q // 2 + kv)  # dq, dk, dv of a block
     backward = wide * q + max(
-        every + kv + wide * kv + q + kv,
-        2 * index + 2 * every + 2 * wide * kv + block,  # K, V, dK, dV; own sums; a piece's sums
+        every + kv + (q + kv) // 2,
+        kv // 2 + 2 * index + 2 * every,  # dK and dV of own keys; K and V, or dK and dV, twice
+        kv // 2 + 2 * index + every + wide * kv + block,  # a piece's sums
     )
     return Memory(forward, output, backward)
 
@@ -95,8 +96,13 @@ def _ring(x: AttentionSizes) -> Memory:
     later = 2 * kv if x.cp > 2 else kv  # K and V, and the next of them but for the last turn
     forward = wide * q + q + max(2 * kv + 2 * lse, later + 4 * lse)
     block = max(q + kv // 2, q // 2 + kv)  # its dq, dk and dv
-    # a turn's sums, those that come, and those that leave
-    backward = wide * q + max(2 * kv + wide * kv + q + kv, later + 3 * wide * kv + block)
+    sums = 2 * wide * kv  # dK and dV that come, and those that leave
+    third = kv + (kv if x.cp > 3 else 0) + sums + block if x.cp > 2 else 0  # and later turns
+    backward = wide * q + max(
+        2 * kv + (q + kv) // 2,
+        kv // 2 + max(later + block, later + sums, third),  # dK and dV of own keys
+        kv + sums + (q + kv) // 2,
+    )
     return Memory(forward, q + lse, backward)
 
 
@@ -126,7 +132,7 @@ def traffic(kind: str, sizes: AttentionSizes, a2a: int = 1) -> tuple[int, int]:
     if kind == "p2p":
         wide = sizes.wide // sizes.bytes  # dK and dV travel in wide numbers
         sent = (sizes.cp - 1) * sizes.kv
-        return sent, sent + sizes.cp * wide * sizes.kv if sizes.cp > 1 else 0
+        return sent, sent + wide * sent
     ranks = sizes.cp if kind == "a2a" else a2a
     inside = sizes.exchanged(ranks)
     heads = (2 * sizes.q + inside.kv) * (ranks - 1) // ranks

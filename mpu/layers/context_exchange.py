@@ -2,15 +2,18 @@
 """How keys and values come to the queries of a context-parallel rank: gathered, or round a ring.
 
     Gather   forward    start gather | own keys | all other keys
-             backward   start gather | own keys | all other keys | reduce-scatter dK, dV
+             backward   start gather | half of own keys | all other keys |
+                        start reduce-scatter of dK, dV | the other half of own keys
     Ring     forward    own keys | keys of the rank before | of the one before it | ...
                         each while the next are on their way
-             backward   the same, and dK, dV follow a turn behind, home to their rank
+             backward   half of own keys | keys of the rank before | ... | the other half of own
+                        keys; dK, dV follow other ranks' keys a turn behind, home to their rank
 
 Both are the inside of one autograd function, `ContextExchange`, which saves this rank's q, k, v,
 output and log-sum-exp alone. K and V travel as one tensor [s, b, 2 g, d].
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -20,8 +23,14 @@ from torch import Tensor
 from mpu.comm.collectives import all_gather, reduce_scatter
 from mpu.comm.p2p import exchange
 from mpu.comm.transport import DONE, Axis, Handle, Label
-from mpu.layers.block_attention import accumulate_dtype, attend, attend_backward, outputs
-from mpu.layers.context_shards import Ranges, gather_blocks, ring_blocks
+from mpu.layers.block_attention import (
+    accumulate_dtype,
+    attend,
+    attend_backward,
+    block_gradients,
+    outputs,
+)
+from mpu.layers.context_shards import Ranges, gather_blocks, halves, ring_blocks
 
 FORWARD, BACKWARD = Label("core_attention", "forward"), Label("core_attention", "backward")
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse
@@ -55,8 +64,8 @@ class ContextExchange(torch.autograd.Function):
         q, k, v, out, lse = saved_ctx.saved_tensors
         dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q))
         saved = (_heads(q), _heads(k), _heads(v), out, lse)
-        dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq))
-        dk, dv = dkv.to(q.dtype).split(k.shape[2], 2)
+        dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq)).to(q.dtype)
+        dk, dv = dkv.split(k.shape[2], 2)
         return dq.to(q.dtype), dk, dv, None
 
 
@@ -81,32 +90,33 @@ class Gather:
         attend(self.blocks.far, q, *_apart(every), out, lse)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers;
-        what they did for this rank's is added in rank order, then its own.
+        """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
+        and takes the place of its keys; what they did for this rank's is added in rank order.
         """
         q, k, v, out, lse = saved
+        early, late = halves(self.blocks.near)
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=BACKWARD)
-        own = torch.zeros_like(mine, dtype=dq.dtype)
-        attend_backward(self.blocks.near, dy, saved, (dq, *_apart(own)))
+        found = [*block_gradients(early, dy, saved, dq)]
         handle.wait()
         del mine
         order, back = in_order(self.held, q.device)
         every = parts.index_select(0, order)
         del parts
-        sums = torch.zeros_like(every)
         size = every.shape[0] // self.axis.size
         for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
-            if todo:
-                keys = every[first : first + size]
-                part = torch.zeros_like(keys, dtype=dq.dtype)
-                attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
-                sums[first : first + size] = part
-                del keys, part
+            keys = every[first : first + size]
+            part = torch.zeros_like(keys, dtype=dq.dtype)
+            attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
+            keys.copy_(part)  # their gradients, from here on
+            del keys, part
+        sent = every.index_select(0, back)
         del every
-        sent = sums.index_select(0, back)
-        del sums
-        return own.add_(reduce_scatter(sent, self.axis, label=BACKWARD)[0])
+        theirs, handle = reduce_scatter(sent, self.axis, async_op=True, label=BACKWARD)
+        del sent
+        found += block_gradients(late, dy, saved, dq)
+        handle.wait()
+        return _added(found, theirs.to(dq.dtype))
 
 
 class Ring:
@@ -137,25 +147,30 @@ class Ring:
             here = coming
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Do the same again; a sum of dK and dV comes a turn after its keys, and leaves so."""
+        """Do the same again. A sum of dK and dV begins at the rank after that of its keys, leaves a
+        turn after them, and gets home while this rank attends to the rest of own keys.
+        """
         q, k, v, out, lse = saved
-        here, size = _together(k, v), self.axis.size
-        sums, arrives = here, DONE
-        for turn in range(size):
-            coming, handle = here, DONE
-            if turn + 1 < size:
-                coming, handle = self._pass_on(here, BACKWARD)
-            part = torch.zeros_like(here, dtype=dq.dtype)
-            todo = self.blocks[(self.axis.rank - turn) % size]
-            attend_backward(todo, dy, (q, *_apart(here), out, lse), (dq, *_apart(part)))
+        rank, size = self.axis.rank, self.axis.size
+        early, late = halves(self.blocks[rank])
+        coming, handle = self._pass_on(_together(k, v), BACKWARD)
+        found = [*block_gradients(early, dy, saved, dq)]
+        sums, arrives = None, DONE
+        for turn in range(1, size):
             handle.wait()
             here = coming
-            if turn:
-                arrives.wait()
-                part += sums
-            sums, arrives = self._pass_on(part, BACKWARD)
+            if turn + 1 < size:
+                coming, handle = self._pass_on(here, BACKWARD)
+            todo = self.blocks[(rank - turn) % size]
+            theirs = [*block_gradients(todo, dy, (q, *_apart(here), out, lse), dq)]
+            arrives.wait()
+            sums = _added(theirs, _zeros(k, dq.dtype) if sums is None else sums)
+            del here, theirs
+            sums, arrives = self._pass_on(sums, BACKWARD)
+        del coming
+        found += block_gradients(late, dy, saved, dq)
         arrives.wait()
-        return sums
+        return _added(found, _zeros(k, dq.dtype) if sums is None else sums)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -167,9 +182,22 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 2)
 
 
+def _zeros(k: Tensor, kind: torch.dtype) -> Tensor:
+    b, g, s, d = k.shape
+    return k.new_zeros((s, b, 2 * g, d), dtype=kind)
+
+
 def _apart(kv: Tensor) -> tuple[Tensor, Tensor]:
     k, v = _heads(kv).chunk(2, 1)
     return k, v
+
+
+def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor) -> Tensor:
+    """Add blocks' dk and dv to sums [s, b, 2 g, d], which are returned."""
+    for at, *parts in found:
+        for whole, part in zip(_apart(dkv), parts, strict=True):
+            whole[:, :, at] += part
+    return dkv
 
 
 def in_order(held: tuple[Ranges, ...], device: torch.device) -> tuple[Tensor, Tensor]:

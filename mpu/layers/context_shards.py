@@ -144,6 +144,28 @@ def pairs(found: Sequence[Block]) -> int:
 
 
 @lru_cache(maxsize=64)
+def halves(found: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Share blocks out to two parts of about as many pairs, whatever their order.
+
+    A causal square with more than half of all is cut into two of half its size and a rectangle.
+    """
+    every, half = list[Block](), pairs(found) / 2
+    for q, kv, part in found:
+        n = len(q) // 2
+        if part == "tril" and n and pairs([Block(q, kv, part)]) > half:
+            every += [Block(q[:n], kv[:n], "tril"), Block(q[n:], kv[n:], "tril")]
+            every.append(Block(q[n:], kv[:n], "all"))
+        else:
+            every.append(Block(q, kv, part))
+    parts, work = (list[Block](), list[Block]()), [0, 0]
+    for count, block in sorted(((pairs([b]), b) for b in every), key=lambda x: x[0], reverse=True):
+        least = work.index(min(work))
+        parts[least].append(block)
+        work[least] += count
+    return tuple(parts[0]), tuple(parts[1])
+
+
+@lru_cache(maxsize=64)
 def ring_blocks(
     rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
 ) -> tuple[tuple[Block, ...], ...]:

@@ -63,11 +63,23 @@ class SharedHeadsLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then gather the head of k and that of v over tp_kv."""
+        return self.whole_heads(super().forward(x))
+
+    def whole_heads(self, y: Tensor) -> Tensor:
+        """Gather the head of k and that of v: [s, b, (a + 2g) d/t] -> [s, b, (a/t + 2) d]."""
         axis, t = self.ctx.grid.tp_kv, self.ctx.tp.size
         k, v = (size // t for size in placement_of(self.weight).sections[-2:])
-        y = super().forward(x)
         q, kv = y.split([y.shape[-1] - k - v, k + v], dim=-1)
         every = gather_from_sequence_parallel_region(kv.contiguous(), axis, self)
         parts = every.unflatten(0, (axis.size, -1)).split([k, v], dim=-1)  # [t/g, s, b, d g/t]
         heads = (part.permute(1, 2, 0, 3).flatten(2) for part in parts)  # [s, b, d]
         return torch.cat([q, *heads], dim=-1)
+
+
+def add_bias(layer: ColumnParallelLinear, y: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias to what `qkv_linear` returned. It is cut as the rows of the layer's weight are;
+    where ranks share a head, its parts of k and v are gathered like theirs.
+    """
+    if isinstance(layer, SharedHeadsLinear):
+        bias = layer.whole_heads(bias[None, None])[0, 0]
+    return y + bias

@@ -107,6 +107,17 @@ def test_forks_train_on_two_ranks_as_on_one(world, paths):
     compare(world, paths, 2, list(WAYS.values()))
 
 
+def test_biases_where_two_ranks_share_a_head(world, paths):
+    sizes = {"sizes": {"num_query_groups": 1, "kv_channels": 8}}
+    one, two = (
+        case_of("biases", paths["biases"], **sizes, **way) for way in ({}, WAYS["tp 2 + SP"])
+    )
+    (alone,) = world(1).run(run_cases, [one], 2)[0]
+    assert any(name.endswith("k_proj.bias") for name, *_ in alone["grads"])
+    for rank in world(2).run(run_cases, [two], 2):
+        equal(rank[0], alone, "biases of a shared head")
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("layers", [3, 4])
 def test_forks_train_on_four_ranks_as_on_one(world, paths, layers):

@@ -33,10 +33,12 @@ CALLS = {  # of csrc: which of its tensors (or None) it reads, and which it writ
     "softmax_gradient": ((0, 1, 2, 3), (0,)),
     "attention_forward": ((0, 1, 2), (3, 4)),
     "attention_backward": ((0, 1, 2, 3, 4, 5), (6,)),
+    "block_forward": ((0, 1, 2), (3, 4)),
+    "block_backward": ((0, 1, 2, 3, 4, 5), (6, 7, 8)),
     "copy": ((0,), (1,)),
 }
-# products [s, s] of each head that attention is; a causal one computes half of each
-PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
+# products [s, keys] of each head that attention is; a causal one computes half of each
+PRODUCTS = {"forward": 2, "backward": 5}
 
 
 class Host:
@@ -67,7 +69,8 @@ class Host:
         def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
             if self.real:
                 native(name, dtype, *args)
-            self.launched(name, [a for a in args if a is None or isinstance(a, Tensor)])
+            tensors = [a for a in args if a is None or isinstance(a, Tensor)]
+            self.launched(name, tensors, flops(name, args))
 
         return call
 
@@ -81,7 +84,7 @@ class Host:
             symmetric._library().weft_copy(to.data_ptr(), x.data_ptr(), x.nbytes)
         self.launched("copy", [x, to])
 
-    def launched(self, name: str, args: Sequence[Tensor | None]) -> None:
+    def launched(self, name: str, args: Sequence[Tensor | None], flops: float = 0.0) -> None:
         """Record a call of the library, if the recorder listens."""
         recorder = self.recorder
         if recorder.paused:
@@ -103,7 +106,7 @@ class Host:
                 read=found[0],
                 written=found[1],
                 bytes=sum(x.nbytes for i in {*reads, *writes} if (x := args[i]) is not None),
-                flops=PRODUCTS.get(name, 0) * float(tensors[0].shape[0] * tensors[0].numel()),
+                flops=flops,
                 where=where,
                 spans=found[2],
                 dtypes=kinds,
@@ -122,6 +125,18 @@ class Host:
         recorder.paused = paused
         recorder.number(made.data, kind=SHARED)
         return made
+
+
+def flops(name: str, args: Sequence[Tensor | int | float | None]) -> float:
+    """Return the FLOPs of a call of csrc/attention.cpp with these arguments, 0 for any other."""
+    kind, _, way = name.partition("_")
+    q = args[0]
+    if kind not in ("attention", "block") or not isinstance(q, Tensor):
+        return 0.0
+    if kind == "attention":  # q [s, b, a, d]
+        return float(PRODUCTS[way] * q.shape[0] * q.numel())
+    _, _, keys, *_, causal = [a for a in args if isinstance(a, int)][:7]
+    return float(PRODUCTS[way] * keys * q.numel() * (2 - causal))
 
 
 class FakeBuffer:

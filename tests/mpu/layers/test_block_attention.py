@@ -51,7 +51,10 @@ def no_turn(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("window", [0, 1, 4, 50])
 @pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_documents_give_what_a_dense_mask_gives(rows, window, groups):
+@pytest.mark.parametrize("kernel", ["csrc", "torch"])
+def test_documents_give_what_a_dense_mask_gives(monkeypatch, rows, window, groups, kernel):
+    if kernel == "torch":
+        monkeypatch.setattr(module, "_native_takes", lambda *x: False)
     torch.manual_seed(0)
     s, b, heads, d = 13, 2, 4, 8
     qkv = torch.randn(s, b, (heads + 2 * groups) * d, dtype=torch.float64, requires_grad=True)
@@ -82,6 +85,26 @@ def test_narrow_types_lose_no_more_than_rounding(dtype, error):
     assert got.dtype == grad.dtype == dtype
     assert (got.double() - want).norm() < error * want.norm()
     assert (grad.double() - want_grad).norm() < error * want_grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("s, keys, part", [(37, 70, "all"), (64, 64, "all"), (70, 70, "tril")])
+def test_blocks_of_csrc_do_what_matrix_products_do(s, keys, part, dtype):
+    """Of slices of longer rows, with a log-sum-exp that counts other keys too."""
+    torch.manual_seed(0)
+    q, y, dy = torch.randn(3, 2, 6, s + 5, 20).to(dtype)[:, :, :, 3 : s + 3]
+    k, v = torch.randn(keys + 4, 2, 6, 20).to(dtype)[2 : keys + 2].permute(1, 2, 0, 3).chunk(2, 1)
+    if not module._native_takes(q, k, v):
+        pytest.skip("csrc/attention.cpp is not built, or slow here")
+    wide = [x.double() for x in (q, k, v)]
+    out, lse = module._native_forward(q, k, v, part == "tril")
+    want = products_forward(*wide, part == "tril")
+    more = (want[1] + 0.5).to(module.accumulate_dtype(q))
+    found = module._native_backward(dy, q, k, v, y, more, part == "tril")
+    grads = products_backward(dy.double(), *wide, y.double(), want[1] + 0.5, part == "tril")
+    limit = 40 * torch.finfo(dtype).eps
+    for mine, twin in zip((out, lse, *found), (*want, *grads), strict=True):
+        assert mine.shape == twin.shape and (mine - twin).norm() < limit * twin.norm()
 
 
 @pytest.mark.parametrize("causal", [True, False])

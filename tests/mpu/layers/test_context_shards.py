@@ -12,6 +12,8 @@ from mpu.layers.context_shards import (
     batch_shards,
     context_blocks,
     documents_of_rows,
+    halves,
+    pairs,
     shards,
 )
 
@@ -72,6 +74,29 @@ def test_each_token_has_a_rank_and_each_allowed_pair_a_block(count):
     draw = random.Random(SEED)
     for cp, lengths in lists(count, 1, 2, 3, 5, 8, 13):
         check_cover(cp, lengths, draw.choice([0, 0, 1, 3, 7]))
+
+
+def drawn_pairs(found: tuple) -> list[tuple[int, int]]:
+    return [
+        (a, b)
+        for q, kv, part in found
+        for i, a in enumerate(q)
+        for j, b in enumerate(kv)
+        if part == "all" or (j <= i if part == "tril" else j >= i)
+    ]
+
+
+def test_halves_are_all_of_the_blocks_and_about_as_much_work():
+    draw = random.Random(SEED)
+    for cp, lengths in lists(100, 2, 5, 13):
+        found = context_blocks(draw.randrange(cp), cp, lengths, draw.choice([0, 0, 4]))
+        parts = halves(found)
+        every = drawn_pairs(parts[0] + parts[1])
+        assert len(every) == len({*every}) and {*every} == {*drawn_pairs(found)}
+        largest = max(pairs([block]) for part in parts for block in part)
+        assert abs(pairs(parts[0]) - pairs(parts[1])) <= largest
+    whole = halves(context_blocks(0, 1, (64,)))  # one causal square
+    assert [pairs(part) for part in whole] == [32 * 32, 32 * 33]
 
 
 @pytest.mark.parametrize("cp", [4, 8, 16])

@@ -43,7 +43,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def ours(qkv: Tensor, dy: Tensor, a: int, g: int) -> tuple[Tensor, Tensor]:
     """Return the output and the gradient of qkv."""
     qkv = qkv.detach().requires_grad_()
-    y = attention._CausalAttention.apply(*qkv.split((a, g, g), 2))
+    y = attention.CausalAttention.apply(*qkv.split((a, g, g), 2))
     return y.detach(), torch.autograd.grad(y, qkv, dy)[0]
 
 
@@ -108,7 +108,7 @@ def test_large_scores_stay_finite_and_a_not_a_number_stays_one():
 def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
     called = []
     monkeypatch.setattr(
-        attention._CausalAttention, "apply", lambda *x: called.append(x) or x[0].flatten(2)
+        attention.CausalAttention, "apply", lambda *x: called.append(x) or x[0].flatten(2)
     )
     fast = type("Library", (), {"weft_attention_is_fast": staticmethod(lambda: 1)})
     cos, sin = rope_table(rope_frequencies(8, 100.0), 6, torch.float32, torch.device("cpu"))
@@ -124,6 +124,7 @@ def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
     assert not uses(qkv)
     monkeypatch.setattr(attention.native, "load", fast)
     monkeypatch.setattr("mpu.layers.fused.fits", lambda *x, **y: False)  # rope, in torch
+    monkeypatch.setattr("mpu.layers.block_attention._native_takes", lambda *x: False)
     assert uses(qkv) and uses(qkv.bfloat16())
     assert not uses(qkv.half())
     assert not uses(qkv, window=3) and not uses(qkv, cache=[])
