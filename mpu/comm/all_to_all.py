@@ -41,7 +41,7 @@ def all_to_all(
 def _exchanged(
     transport: Transport, x: Tensor, axis: Axis, async_op: bool, label: Label | None
 ) -> tuple[Tensor, Handle]:
-    raise NotImplementedError(f"{type(transport).__name__} has no all-to-all")
+    raise TypeError(f"{type(transport).__name__} has no all-to-all")
 
 
 @_exchanged.register

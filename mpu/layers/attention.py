@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-On a CPU with AVX-512 it calls csrc/attention.cpp, elsewhere torch's scaled_dot_product_attention
+On a CPU with AVX-512 it calls csrc/attention.h, elsewhere torch's scaled_dot_product_attention
 (flash kernels); documents and windows go to mpu/layers/block_attention.py. There is no mask.
 """
 
@@ -66,7 +66,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
 
 
 def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether csrc/attention.cpp takes these, fast, and has work for all threads."""
+    """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
     library, alike = native.load(), q.stride() == k.stride() == v.stride()
     return (
         library is not None
@@ -80,7 +80,7 @@ def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class CausalAttention(torch.autograd.Function):
-    """csrc/attention.cpp: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
+    """csrc/attention.h: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
 
     @staticmethod
     def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 
 On CUDA torch's flash operator takes the documents' cumulative lengths and the window. Elsewhere
 attention runs block after block (mpu/layers/attention_blocks.py): on a CPU with AVX-512 through
-csrc/attention.cpp, else through torch's operators. Where blocks share queries, their results are
+csrc/attention.h, else through torch's operators. Where blocks share queries, their results are
 merged by log-sum-exp, and the backward of each takes the merged output and log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
@@ -216,7 +216,7 @@ def _backward(
 
 
 def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether csrc/attention.cpp takes a block, fast, and has work for all threads."""
+    """Return whether csrc/attention.h takes a block, fast, and has work for all threads."""
     library = native.load()
     return (
         library is not None
@@ -230,7 +230,7 @@ def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Do `_forward` by csrc/attention.cpp."""
+    """Do `_forward` by csrc/attention.h."""
     out, lse = outputs(q, q.dtype)
     call("block_forward", q.dtype, q, k, v, out, lse, *_native_sizes(q, k, out, lse, out, causal))
     return out, lse
@@ -239,7 +239,7 @@ def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def _native_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do `_backward` by csrc/attention.cpp."""
+    """Do `_backward` by csrc/attention.h."""
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     dq, dk, dv = (_empty(x, x.dtype) for x in (q, k, v))
     sizes = _native_sizes(q, k, out, lse, dy, causal)

@@ -14,6 +14,7 @@ x [n, h], r [n], dw in the dtype of w. Residual adds around them are torch's, pa
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def unusable(flag: str, name: str, own: str, device_type: str, dtype: torch.dtyp
     return ""
 
 
-class _Package:
+class _Package(ABC):
     """`norm_forward` and `norm_backward` of fused_gpu.py, by a package's two functions."""
 
     def __init__(self, eps: float) -> None:
@@ -97,13 +98,13 @@ class _Package:
         dx = dx.view(x.shape)
         return dx if more is None else dx + more
 
+    @abstractmethod
     def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, h] -> y [n, h], r [n]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """dy, x [n, h] -> dx [n, h], dw [h]."""
-        raise NotImplementedError
 
 
 class _Apex(_Package):

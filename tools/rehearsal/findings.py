@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # Where the host may wait in a step: lines that hold these words.
 HOST_MAY_WAIT = {
-    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()"),  # on steps that are written
+    # on steps that are written
+    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     "mpu/zero/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }

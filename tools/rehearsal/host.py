@@ -128,7 +128,7 @@ class Host:
 
 
 def flops(name: str, args: Sequence[Tensor | int | float | None]) -> float:
-    """Return the FLOPs of a call of csrc/attention.cpp with these arguments, 0 for any other."""
+    """Return the FLOPs of a call of csrc/attention.h with these arguments, 0 for any other."""
     kind, _, way = name.partition("_")
     q = args[0]
     if kind not in ("attention", "block") or not isinstance(q, Tensor):

@@ -19,7 +19,7 @@ from mpu.comm.collectives import (
 )
 from mpu.comm.meta import MetaTransport
 from mpu.comm.p2p import exchange
-from mpu.comm.transport import Axis
+from mpu.comm.transport import Axis, Transport
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -120,3 +120,10 @@ def test_one_rank_needs_no_group():
         handle.wait()
         assert out is x
     assert gather_bytes(b"a", Axis("tp")) == [b"a"]
+
+
+def test_a_transport_without_an_all_to_all_is_named():
+    other = type("Pigeons", (Transport,), {name: None for name in Transport.__abstractmethods__})
+    axis = Axis("cp", 0, 2, (0, 1), other())
+    with pytest.raises(TypeError, match="Pigeons has no all-to-all"):
+        all_to_all(torch.ones(4), axis)

@@ -95,7 +95,7 @@ def test_blocks_of_csrc_do_what_matrix_products_do(s, keys, part, dtype):
     q, y, dy = torch.randn(3, 2, 6, s + 5, 20).to(dtype)[:, :, :, 3 : s + 3]
     k, v = torch.randn(keys + 4, 2, 6, 20).to(dtype)[2 : keys + 2].permute(1, 2, 0, 3).chunk(2, 1)
     if not module._native_takes(q, k, v):
-        pytest.skip("csrc/attention.cpp is not built, or slow here")
+        pytest.skip("csrc/attention.h is not built, or slow here")
     wide = [x.double() for x in (q, k, v)]
     out, lse = module._native_forward(q, k, v, part == "tril")
     want = products_forward(*wide, part == "tril")

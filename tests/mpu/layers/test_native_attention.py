@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/attention.cpp against its twin, torch's scaled_dot_product_attention in fp64."""
+"""csrc/attention.h against its twin, torch's scaled_dot_product_attention in fp64."""
 
 import pytest
 import torch
