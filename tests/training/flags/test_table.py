@@ -143,7 +143,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
     assert set(sections) == set(headings())
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
     named |= {"use_megatron_fsdp": "zero_stage", "data_parallel_sharding_strategy": "zero_stage"}
-    named |= {"vocab_file": "tokenizer_model"}
+    named |= {"vocab_file": "tokenizer_model", "data_args_path": "data_path"}
     named |= {"cross_entropy_fusion_impl": "fused_linear_cross_entropy"}
     held = {section: set() for section in sections}
     for flag in live():
