@@ -29,6 +29,9 @@ from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the program is a file of the checkout
+
 import pretrain_llama
 from training.data import gpt
 from training.data.indexed import HEADER, IndexedWriter
@@ -149,7 +152,9 @@ def measure_start(tokens: int) -> bool:
         found = []
         for rank in [0, *range(RANKS)]:  # the first builds the index
             command = [sys.executable, "-c", START, str(rank), str(WORLD), *argv]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
+            )
             found.append(json.loads(done.stdout))
     data, whole = (sum(each) for each in zip(*found[1:], strict=True))
     print(f"{tokens:,} tokens in {tokens // 1000:,} documents, world {WORLD}; CPU seconds")
