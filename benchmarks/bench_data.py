@@ -3,6 +3,7 @@
 
     python benchmarks/bench_data.py            # waits for data, with and without a slow disk
     python benchmarks/bench_data.py --start    # 8 ranks of a world of 4,096
+    python benchmarks/bench_data.py --read     # every rank reads, or one reads and sends
 
 The first trains a small Llama in this process, three times: on made-up tokens (--mock-data), on a
 file, and on that file with a delay before each sample, as a slow disk or network has it. It prints
@@ -13,12 +14,17 @@ The second makes a corpus of a billion tokens with holes for tokens, which needs
 rank build its index, and then starts 8 of 4,096 data-parallel ranks one by one, each in a process
 of its own: it prints the CPU seconds of their data's start, and of the whole processes up to there,
 most of which is the import of torch.
+
+The third compares two ways for the ranks of a tensor-parallel group to get a sample: each reads it
+from the page cache, in a thread beside the step, or one does and broadcasts it (gloo, two ranks),
+which every step would wait for.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -28,10 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-import pretrain_llama
-from training.data import gpt
-from training.data.indexed import HEADER, IndexedWriter
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the program is a file of the checkout
+
+import pretrain_llama  # noqa: E402
+from training.data import gpt  # noqa: E402
+from training.data.cache import IndexCache  # noqa: E402
+from training.data.indexed import HEADER, IndexedTokens, IndexedWriter  # noqa: E402
 
 VOCABULARY = 1000
 MODEL = """
@@ -41,6 +52,7 @@ MODEL = """
 """
 RANKS, WORLD = 8, 4096
 SECONDS = 10.0  # of CPU, that RANKS ranks may take together
+LENGTH = 8192  # of the samples that are read or sent
 SHARE = 0.01  # of a step, that may wait for data
 
 
@@ -149,7 +161,9 @@ def measure_start(tokens: int) -> bool:
         found = []
         for rank in [0, *range(RANKS)]:  # the first builds the index
             command = [sys.executable, "-c", START, str(rank), str(WORLD), *argv]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
+            )
             found.append(json.loads(done.stdout))
     data, whole = (sum(each) for each in zip(*found[1:], strict=True))
     print(f"{tokens:,} tokens in {tokens // 1000:,} documents, world {WORLD}; CPU seconds")
@@ -159,16 +173,57 @@ def measure_start(tokens: int) -> bool:
     return data <= SECONDS
 
 
+def _broadcasts(rank: int, port: int, count: int, out: Any) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    row, took = torch.zeros(LENGTH + 1, dtype=torch.int32), []
+    for _ in range(count):
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        torch.distributed.broadcast(row, 0)
+        took.append(time.perf_counter() - begin)
+    if rank:
+        out.put(statistics.median(took[10:]))
+
+
+def measure_read(count: int) -> bool:
+    """Print how long a sample takes to read, and to be sent to one other rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = IndexedTokens(corpus(Path(folder) / "corpus", 4000, 1000))
+        data = gpt.GPTDataset(tokens, "train", range(4000), LENGTH, 1, IndexCache(folder))
+        took = []
+        for i in range(count):
+            begin = time.perf_counter()
+            data.sample(i)
+            took.append(time.perf_counter() - begin)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    out = context.SimpleQueue()
+    ranks = [context.Process(target=_broadcasts, args=(r, port, count, out)) for r in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    sent = out.get()
+    for rank in ranks:
+        rank.join()
+    print(f"a sample of {LENGTH:,} tokens: read {1e6 * statistics.median(took):.0f} us beside the "
+          f"step, broadcast to a second rank {1e6 * sent:.0f} us within it")  # fmt: skip
+    return True
+
+
 def main() -> int:
     """Measure; return 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--start", action="store_true", help="measure the start of many ranks")
+    parser.add_argument("--read", action="store_true", help="measure who should read")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run (200)")
     parser.add_argument("--delay", type=float, default=5.0, help="ms more a sample (5)")
     parser.add_argument("--tokens", type=int, default=10**9, help="of the corpus of --start")
     args = parser.parse_args()
     if args.start:
         return 0 if measure_start(args.tokens) else 1
+    if args.read:
+        return 0 if measure_read(args.steps) else 1
     return 0 if measure_waits(args.steps, args.delay / 1e3) else 1
 
 

@@ -143,7 +143,7 @@ class _Page:
         self.font = min(8.0 * zoom, 14.5 * rows)
         self.stages = [_stages(schedule, rank) for rank in range(len(ranks))]
         self.left = zoom * (0.25 + 0.055 * max(9, *map(len, self.stages)))
-        self.right, bottom, tall = 0.85 * zoom, 0.82 * zoom, len(ranks) * rows
+        self.right, bottom, tall = 0.85 * zoom, 0.98 * zoom, len(ranks) * rows
         self.width, self.height = self.left + own + self.right, 0.72 * zoom + tall + bottom
         self.figure = Figure(figsize=(self.width, self.height), dpi=200)
         across, up = own / self.width, tall / self.height
@@ -302,7 +302,7 @@ class _Page:
         small: dict[str, Any] = {"color": QUIET, "fontsize": 7.5 * self.zoom}
         self.figure.text(left, 1 - 0.33 * inch, title, fontsize=12 * self.zoom, weight="bold")
         self.figure.text(left, 1 - 0.55 * inch, subtitle, color=QUIET, fontsize=8.5 * self.zoom)
-        self.figure.text(right, 0.4 * inch, axis, ha="right", va="center", **small)
+        self.figure.text(right, 0.62 * inch, axis, ha="right", va="center", **small)
 
 
 def _shade(chunk: int, chunks: int) -> float:

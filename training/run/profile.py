@@ -50,7 +50,7 @@ class Profile:
 
     The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
     pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
-    `folder_of` the run. note: called where they are written, with a line. A context manager;
+    `folder_of` the run. note: called with a line that says where, on rank 0. A context manager;
     without its flags it does nothing.
 
     torch's profiler frees its events when it stops. A collective of gloo that ends later writes
@@ -66,11 +66,11 @@ class Profile:
         engine: Engine,
         sink: ParamAndGradBuffer,
         agreement: Agreement,
-        note: Callable[[str], None] = say,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         log = config.log
         self._folder, self._steps, self._note_line = folder_of(config), 0, note
-        self._told = not log.profile
+        self._told = not log.profile or grid.rank != 0  # it speaks for all
         self._ranks = ", ".join(map(str, log.profile_ranks))
         self._snapshot = snapshot_of(config, grid.rank)
         self._first, self._end = log.profile_step_start, log.profile_step_end
@@ -113,7 +113,7 @@ class Profile:
             self._snapshot.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._note_line(f"memory history: {self._snapshot}; open it at {VIEWER}")
+            say(f"memory history: {self._snapshot}; open it at {VIEWER}")
 
     def step(self) -> None:
         """Count one training step."""

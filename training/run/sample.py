@@ -85,7 +85,7 @@ def prompt_of(config: Any, loaders: Loaders) -> list[int]:
 def continue_prompt(run: Any, prompt: list[int], new: int) -> list[int]:
     """Return `new` more tokens, the same on every rank."""
     config, grid = run.config, run.grid
-    generator = torch.Generator().manual_seed(config.run.seed + run.iteration)
+    seed = 1_000_003 * config.run.seed + 8191 * run.iteration
     row, made = np.zeros(config.model.seq_length + 1, np.int64), list[int]()
     row[: len(prompt)] = prompt
     rows = config.batch.micro_batch_size  # the same shapes as in a step
@@ -96,6 +96,7 @@ def continue_prompt(run: Any, prompt: list[int], new: int) -> list[int]:
         chosen = torch.zeros((), dtype=torch.float64, device=run.device)
         if logits is not None:  # this rank has the last stage and this token
             logits = gather_logits(logits, grid.tp, config.model.vocab_size)
+            generator = torch.Generator().manual_seed((seed + place) % (1 << 63))
             chosen += pick(logits, TEMPERATURE, 0, 1.0, generator)[0].item()
         label = Label("draw_sample", "next token")
         chosen = sum_in_order(sum_in_order(chosen, grid.cp, label), grid.pp, label)

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from mpu.pipeline.draw import COLOURS, _lighter, _shade, caption, draw, heading
+from mpu.pipeline.draw import COLOURS, MOST_ARROWS, _lighter, _shade, caption, draw, heading
 from mpu.pipeline.schedules import CHUNKS, Schedule, build, forward_only
 from mpu.pipeline.simulate import Costs, Timeline, simulate
-from mpu.pipeline.timeline import rows, summary
+from mpu.pipeline.timeline import rows, summary, waits
 
 
 def timeline_of(schedule, send=0.0):
@@ -108,6 +108,35 @@ def test_pictures_share_a_scale(tmp_path):
     assert a == c  # nothing is cut off
     for key, (left, right) in b.items():
         assert right - left == pytest.approx(width[key] / 2, abs=1e-3)
+
+
+def test_a_picture_ends_where_its_step_ends_and_names_its_unit(tmp_path):
+    """Also where it shares its scale with a longer one."""
+    schedule = build("1f1b", 2, 2)
+    sizes = {}
+    for name, until in (("a", None), ("b", 18.0)):
+        picture = tmp_path / f"{name}.svg"
+        draw(timeline_of(schedule), schedule, picture, until=until, axis="1 is a forward")
+        svg = picture.read_text()
+        right = max(edge for _, edge in boxes_of(svg).values())
+        sizes[name] = float(re.search(r'width="([\d.]+)pt"', svg)[1]), right
+        assert "time (1 is a forward)" in texts_of(svg)
+    (wide, end), (narrow, own) = sizes["a"], sizes["b"]
+    assert wide - end == pytest.approx(narrow - own, abs=0.01)  # the margin alone
+
+
+def test_a_message_past_other_ranks_lies_on_their_boxes(tmp_path):
+    """From the last rank to the first, round the end: it was cut by the ranks between."""
+    schedule = build("interleaved", 4, 8, 2)
+    timeline = timeline_of(schedule)
+    found = waits(rows(timeline, schedule), schedule)
+    far = [wait for wait in found if abs(wait.sender - wait.taker) > 1]
+    assert far and len(found) <= MOST_ARROWS
+    draw(timeline, schedule, tmp_path / "a.svg")
+    svg = (tmp_path / "a.svg").read_text()
+    last_box = max(svg.index(f'id="{name}"') for name in boxes_of(svg))
+    edges = [m.start() for m in re.finditer("stroke: #ffffff; stroke-width: 2.2", svg)]
+    assert len(edges) >= len(far) and min(edges) > last_box
 
 
 def test_what_ran_is_drawn_like_what_was_planned(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--data-local-copy copies once a host, whole or not at all; --data-args-path is a shard list."""
 
+import itertools
 import os
 import threading
 from types import SimpleNamespace
@@ -82,11 +83,11 @@ def test_what_cannot_be_copied_is_named(prefix, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="and 100 are free"):
         patch.setattr(module.shutil, "disk_usage", lambda folder: full)
         local_copy(prefix, str(tmp_path / "near"))
-    real = os.fstat
+    real, times = os.fstat, itertools.count(1)
 
     def grows(fd):
-        found = real(fd)
-        os.utime(prefix + ".idx", ns=(5, 5))
+        found, now = real(fd), next(times)
+        os.utime(prefix + ".idx", ns=(now, now))
         return found
 
     monkeypatch.setattr(module.os, "fstat", grows)

@@ -2,6 +2,9 @@
 """A file of the corpus that changes during a run ends it with a sentence, not with SIGBUS."""
 
 import os
+import re
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -107,3 +110,29 @@ def test_a_run_ends_with_a_sentence_and_keeps_its_checkpoints(
     newest = max(name for name in os.listdir("saved") if name.startswith("step"))
     assert newest == f"step_{(steps[-1] + 1) // 2 * 2:08d}"
     assert main(["verify", "saved"]) == 0
+
+
+def test_a_run_whose_read_hangs_names_file_and_byte_and_ends(prefix, monkeypatch, capsys):
+    """The system may never answer: here it does so only after the run has ended."""
+    gate, pread, calls = threading.Event(), os.pread, []
+
+    def hang(fd, size, offset):
+        if threading.current_thread().name == "weft-loader":
+            calls.append(offset)
+            if len(calls) > 20:
+                gate.wait(60)
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", hang)
+    flags = f"""--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 500 --num-layers 1
+        --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 1 --seq-length 32 --lr 1e-3
+        --train-iters 100 --device cpu --data-timeout 0.5 --num-workers 1"""
+    begin = time.monotonic()
+    try:
+        assert pretrain_llama.main(flags.split()) == 1
+    finally:
+        gate.set()
+    said = capsys.readouterr().err
+    where = rf"{prefix}.bin, byte \d+: a read goes on for \d\.\d s"
+    assert re.search(rf"{where}: not read within 0.5 seconds \(--data-timeout\)", said), said
+    assert time.monotonic() - begin < 30

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """--profile: which ranks write a trace, when it stops, what a pipeline rank records of a step."""
 
+import inspect
 import json
 import types
+from contextlib import suppress
 
 import pytest
 import torch
@@ -123,3 +125,75 @@ def test_nothing_but_weights_and_flags_is_in_flight_between_two_steps(world):
     flags, both = {"all_reduce"}, {"all_gather", "all_reduce"}
     for found in world(2).run(in_flight, cases):
         assert found == [[before, flags, set()] for before in (flags, both, both, flags)]
+
+
+def quiet(log):
+    """Return an engine, a sink and an agreement that do nothing, and a note that is kept."""
+    engine = types.SimpleNamespace(spans=None, schedule=build("1f1b", 2, 2))
+    return engine, SINK, AGREEMENT, log.append
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ("--tensorboard-dir tb --save saved", "tb"),
+        ("--save saved --log-json logs/a.jsonl", "saved/profile"),
+        ("--log-json logs/a.jsonl", "logs/profile"),
+        ("", "profile"),
+    ],
+)
+def test_a_profile_lies_under_the_run_and_a_line_says_where(tmp_path, monkeypatch, more, where):
+    monkeypatch.chdir(tmp_path)
+    config, said = parse([*FLAGS, *more.split()], 4), []
+    for rank in (0, 1):
+        with Profile(config, grid(rank), *quiet(said)) as profile:
+            for _ in range(4):
+                profile.step()
+    assert list((tmp_path / where).glob("rank1.*.json"))
+    (line,) = said  # rank 0's, for all
+    assert line.startswith(f"profile: steps 1 to 2 of this start, in {where} (torch's ")
+    assert "of rank 1: " in line
+
+
+def test_a_profile_that_the_run_never_reached_is_not_claimed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with Profile(parse(FLAGS, 4), grid(0), *quiet(said)) as profile:
+        profile.step()
+    assert said == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_history_is_written_at_the_end_and_after_a_failure(tmp_path, monkeypatch, fails):
+    """By the calls that torch has: each is held against the signature of torch's own function."""
+    monkeypatch.chdir(tmp_path)
+    memory, calls, said = torch.cuda.memory, [], []
+    monkeypatch.setattr("training.run.profile.say", said.append)
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        real = inspect.signature(getattr(memory, name))
+
+        def called(*args, name=name, real=real, **kwargs):
+            calls.append((name, dict(real.bind(*args, **kwargs).arguments)))
+
+        monkeypatch.setattr(memory, name, called)
+    asked = ["--record-memory-history", "--memory-snapshot-path", "deep/m.pickle", "--dry-run"]
+    config = parse([*(word for word in FLAGS if word != "--profile"), *asked], 4)
+    for rank in (0, 1):
+        with suppress(MemoryError), Profile(config, grid(rank), *quiet(said)) as profile:
+            profile.step()
+            if fails:
+                raise MemoryError
+    (first, begun), (second, dumped), (third, ended) = calls  # of --profile-ranks 1 alone
+    assert [first, second, third] == [
+        "_record_memory_history", "_dump_snapshot", "_record_memory_history"
+    ]  # fmt: skip
+    path = "deep/m_rank1.pickle"
+    assert path in dumped.values() and (tmp_path / "deep").is_dir()
+    assert ended == {"enabled": None} and begun["max_entries"] > 0
+    assert said == [f"memory history: {path}; open it at https://pytorch.org/memory_viz"]
+
+
+def test_memory_history_says_what_it_needs_on_a_cpu():
+    asked = [*FLAGS, "--record-memory-history", "--device", "cpu"]
+    with pytest.raises(ValueError, match="--record-memory-history needs --device cuda: .*--rehear"):
+        parse(asked, 4)
