@@ -67,7 +67,7 @@ from training.plan.kept import as_configured, recompute_of
 from training.plan.learning_rate import decoupled_learning_rate, learning_rate
 from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
 from training.plan.pipeline import rank_stages, schedule_of
-from training.run import cuda_memory, memory_report
+from training.run import bucket_size, cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
@@ -340,6 +340,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             monitor = new_monitor(config, grid, launch, store, report_to)
             with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
+                monitor.action = "measuring what size gradient buckets should have"
+                config = bucket_size.settle(config, grid, device, model_provider, note_of(grid))
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:

@@ -34,6 +34,16 @@ from mpu.comm.waits import Waits
 from mpu.launch import Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
+# On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
+# groups have streams of high priority, so that their kernels come first where SMs are scarce.
+URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "pp", "pp_back")
+
+
+def high_priority(timeout: timedelta) -> Any:
+    """Return what gives a process group of NCCL a stream of high priority."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group warns of one that is not its own
+    return options
 
 
 @dataclass
@@ -173,25 +183,29 @@ class Grid:
         return self.add_groups(device, timeout)
 
     def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
-        """Make the process groups: one for each set of ranks; on NCCL pp_back has its own."""
-        staged = self.backend == "gloo" and device.type == "cuda"
-        groups: dict[tuple[int, ...], Any] = {}
+        """Make the process groups: one for each set of ranks; on NCCL pp_back has its own, and so
+        has a set over which both URGENT axes and gradients travel.
+        """
+        staged, nccl = self.backend == "gloo" and device.type == "cuda", self.backend == "nccl"
+        groups: dict[tuple[Any, ...], Any] = {}
         for name in self.AXES:
             axis: Axis = getattr(self, name)
-            apart = name == "pp_back" and self.backend == "nccl"
+            apart = name == "pp_back" and nccl
+            # alone in the world, nothing travels beside an axis
+            urgent = nccl and name in URGENT and (apart or self.dp_cp.size > 1)
+            key = (axis.ranks, urgent)
             between = name == "embd" and self.pp.size > 2
-            if (axis.size > 1 or between) and (apart or axis.ranks not in groups):
-                all_ranks = axis.size == self.world_size and not apart
-                groups[axis.ranks] = (
+            if (axis.size > 1 or between) and (apart or key not in groups):
+                more = {"pg_options": high_priority(timeout)} if urgent else {}
+                all_ranks = axis.size == self.world_size and not apart and not urgent
+                groups[key] = (
                     dist.group.WORLD
                     if all_ranks
                     else dist.new_group(
-                        list(axis.ranks), timeout=timeout, use_local_synchronization=True
+                        list(axis.ranks), timeout=timeout, use_local_synchronization=True, **more
                     )
                 )
-            transport = None
-            if axis.ranks in groups:
-                transport = ProcessGroupTransport(groups[axis.ranks], staged)
+            transport = ProcessGroupTransport(groups[key], staged) if key in groups else None
             setattr(self, name, replace(axis, transport=transport, waits=self.waits))
         if self.backend == "nccl":
             self._meet(device)

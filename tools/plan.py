@@ -5,6 +5,7 @@
     python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
     python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
     python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=16384,float8=1
+    python tools/plan.py MODEL CLUSTER --rank-orders "--tensor-model-parallel-size 8 ..."
     python tools/plan.py --predict RUNS.csv --out FILE
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
@@ -22,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told, whole
-from tools.planner import picture, search, table
+from tools.planner import picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import REST, dry_run_bytes, read_model
 from tools.planner.predict import predict, write
@@ -103,6 +104,7 @@ def build_parser() -> Parser:
     parser.add_argument("--check", type=whole(0, 100), default=0, help="of these, by --dry-run too")
     parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
     parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")
+    parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
     parser.add_argument("--what-if", metavar="NAME=VALUE,...", help="the best plan of another case")
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
@@ -126,6 +128,9 @@ def answer(args: argparse.Namespace) -> list[str]:
     asked = {"seq-length": args.seq_length}
     if args.nodes:
         cluster = cluster.of(args.nodes)
+    if args.rank_orders is not None:
+        found = read_model(args.model, args.seq_length)
+        return rank_order.table(rank_order.config_of(found, cluster, args.rank_orders), cluster)
     if args.global_batch_size:
         asked["global-batch-size"] = args.global_batch_size
     plans = plans_of(args.model, cluster, asked)

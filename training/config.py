@@ -105,7 +105,7 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = 1  # groups of ranks; each shards over its own
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    ddp_bucket_size: int | None = None  # elements; None: an eighth of them, 2e6 to 40e6
+    ddp_bucket_size: int | None = None  # elements; None: an eighth, 2e6 to 40e6; 0: auto
     grad_reduce_in_bf16: bool = False
     main_grads_dtype: str = "fp32"  # "fp32" (fp64 under --fp64) or "bf16"; ranks' sums stay wide
     optimizer_cpu_offload: bool = False

@@ -105,15 +105,16 @@ def test_groups_of_another_order_connect_their_ranks(world, order):
 class Group:
     """A process group of these ranks, by name only."""
 
-    def __init__(self, ranks):
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks, pg_options=None, **more):
+        self.ranks, self.options = tuple(ranks), pg_options
 
 
 def meetings(monkeypatch, rank, sizes):
     """Return what a rank of an NCCL world does at start-up: ("all", ranks) or (kind, peer)."""
     world, tp, cp, pp = sizes
     did = []
-    monkeypatch.setattr(grid_module.dist, "new_group", lambda ranks, **more: Group(ranks))
+    monkeypatch.setattr(grid_module.dist, "new_group", Group)
+    monkeypatch.setattr(grid_module, "high_priority", lambda timeout: "high")
     everyone = SimpleNamespace(WORLD=Group(range(world)))
     monkeypatch.setattr(grid_module.dist, "group", everyone)
     monkeypatch.setattr(
@@ -152,10 +153,27 @@ def test_every_communicator_exists_before_the_first_step(monkeypatch, sizes):
             to_do[rank].pop(0)
 
 
+@pytest.mark.parametrize("sizes", [(8, 2, 1, 2), (8, 2, 2, 1), (4, 1, 4, 1), (8, 2, 1, 4)])
+def test_gradients_have_groups_of_their_own_with_plain_streams(monkeypatch, sizes):
+    """On NCCL: what a step waits for beside gradients has streams of high priority."""
+    for rank in range(sizes[0]):
+        grid, _ = meetings(monkeypatch, rank, sizes)
+        plain = {group_of(getattr(grid, n)) for n in ("dp_cp", "dp_cp_shard", "world")
+                 if getattr(grid, n).size > 1}  # fmt: skip
+        assert all(getattr(group, "options", None) is None for group in plain)
+        for name in grid_module.URGENT:
+            axis = getattr(grid, name)
+            beside = grid.dp_cp.size > 1 or name == "pp_back"
+            if axis.size > 1 and beside:
+                assert group_of(axis).options == "high" and group_of(axis) not in plain, name
+
+
 def test_on_gloo_nobody_meets(monkeypatch):
-    monkeypatch.setattr(grid_module.dist, "new_group", lambda ranks, **more: Group(ranks))
+    monkeypatch.setattr(grid_module.dist, "new_group", Group)
     monkeypatch.setattr(grid_module, "barrier", lambda *about: pytest.fail("a meeting"))
-    Grid(4, 2, 1, 2, Launch(0, 4), "gloo").add_groups(torch.device("cpu"), timedelta(seconds=1))
+    grid = Grid(4, 2, 1, 2, Launch(0, 4), "gloo")
+    grid.add_groups(torch.device("cpu"), timedelta(seconds=1))
+    assert group_of(grid.tp).options is None
 
 
 def test_a_group_is_not_bound_to_a_device(monkeypatch):

@@ -215,7 +215,8 @@ def seconds(
     """Return {axis: seconds that its bytes of a step need}, each axis alone, nothing hidden.
 
     On each level the block below that sends or receives most decides; its ranks share its links.
-    Each call waits for its steps over the outermost level that the axis crosses.
+    Each call waits for its steps over the outermost level that the axis crosses: those of a ring,
+    or of a binary tree for an all-reduce.
     """
     told = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
@@ -232,7 +233,8 @@ def seconds(
         size, steps = groups(axis, order, sizes).shape[1], Counter[int]()
         for flow in flows:
             if flow.axis == axis:
-                rounds = {"send": 1, "all_reduce": 2 * (size - 1)}.get(flow.verb, size - 1)
+                tree = 2 * (size - 1).bit_length()  # up and down
+                rounds = {"send": 1, "all_reduce": tree}.get(flow.verb, size - 1)
                 steps[flow.pp_rank] += flow.calls * rounds
         told[axis] = worst + max(steps.values()) * levels[outer].latency
     return told

@@ -57,6 +57,7 @@ class Transfer(NamedTuple):
     batch: messages that start together have one number; -1 where one starts alone. From the
     stream `origin`, which called it, the transfer waits for what was asked of it before. op: what
     a reduction computes. spans: as of a Launch. communicator: its name, the same on all its ranks.
+    urgent: its stream has high priority.
     """
 
     id: int
@@ -79,6 +80,7 @@ class Transfer(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
     op: str = ""
     communicator: str = ""
+    urgent: bool = False
 
 
 class Record(NamedTuple):

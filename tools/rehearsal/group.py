@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from mpu import grid
 from mpu.comm import collectives, transport
 from mpu.comm.transport import Handle, sent_bytes
 from mpu.pipeline.engine import Parcel
@@ -21,19 +22,26 @@ from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 
+URGENT = "a stream of high priority"  # in place of NCCL's options
+
 
 class Communicator:
-    """The ranks that share one, and its stream. name: the same on all of them."""
+    """The ranks that share one, and its stream. name: the same on all of them.
 
-    def __init__(self, ranks: tuple[int, ...], stream: int, name: str) -> None:
-        self.ranks, self.stream, self.name = ranks, stream, name
+    urgent: the stream has high priority.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], stream: int, name: str, urgent: bool = False
+    ) -> None:
+        self.ranks, self.stream, self.name, self.urgent = ranks, stream, name, urgent
 
 
 class Group:
-    """A process group. number: counts the groups of these ranks."""
+    """A process group. number: counts the groups of these ranks. urgent: as a Communicator's."""
 
-    def __init__(self, ranks: tuple[int, ...], number: int) -> None:
-        self.ranks, self.number = ranks, number
+    def __init__(self, ranks: tuple[int, ...], number: int, urgent: bool = False) -> None:
+        self.ranks, self.number, self.urgent = ranks, number, urgent
         self.pairs: dict[tuple[int, ...], Communicator] = {}
         self.whole: Communicator | None = None
 
@@ -41,9 +49,9 @@ class Group:
         """Return the group's own communicator, or that of a pair in it."""
         name = f"{self.number} of {self.ranks} {pair}"
         if pair and pair not in self.pairs:
-            self.pairs[pair] = Communicator(pair, recorder.new_stream(), name)
+            self.pairs[pair] = Communicator(pair, recorder.new_stream(), name, self.urgent)
         elif not pair and self.whole is None:
-            self.whole = Communicator(self.ranks, recorder.new_stream(), name)
+            self.whole = Communicator(self.ranks, recorder.new_stream(), name, self.urgent)
         found = self.pairs[pair] if pair else self.whole
         assert found is not None
         return found
@@ -117,6 +125,7 @@ class Distributed:
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
         patches.replace(dist, "P2POp", P2POp)
+        patches.replace(grid, "high_priority", lambda timeout: URGENT)
 
     def init_process_group(
         self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any
@@ -126,14 +135,16 @@ class Distributed:
 
         self.patches.replace(GroupMember, "WORLD", self._group(tuple(range(world_size))))
 
-    def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Group:
-        """Make a group."""
+    def new_group(
+        self, ranks: Sequence[int] | None = None, pg_options: Any = None, **kwargs: Any
+    ) -> Group:
+        """Make a group; with options, one whose stream has high priority."""
         world: Any = dist.group.WORLD
-        return self._group(tuple(ranks) if ranks is not None else world.ranks)
+        return self._group(tuple(ranks) if ranks is not None else world.ranks, pg_options == URGENT)
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
+    def _group(self, ranks: tuple[int, ...], urgent: bool = False) -> Group:
         self.groups[ranks] += 1
-        return Group(ranks, self.groups[ranks] - 1)
+        return Group(ranks, self.groups[ranks] - 1, urgent)
 
     def is_initialized(self) -> bool:
         """Return that the world is there."""
@@ -270,6 +281,7 @@ class Distributed:
             spans=spans,
             op=op,
             communicator=over.name,
+            urgent=over.urgent,
         )
         return Work(recorder, transfer)
 

@@ -35,7 +35,7 @@ def collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
             "verb": e.verb, "axis": e.axis, "ranks": list(e.group), "peer": e.peer,
             "stream": e.stream, "number": e.number, "bytes": e.bytes, "sent": e.sent,
             "dtype": e.dtype, "shape": list(e.shape), "label": e.label, "phase": e.where.phase,
-            "layer": e.where.layer, "place": e.where.place,
+            "layer": e.where.layer, "place": e.where.place, "urgent": e.urgent,
         }
         for e in events
         if type(e) is Transfer
@@ -66,13 +66,15 @@ def text(
     lines += ["", "Collectives and messages of the step"]
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
+    urgent = set[tuple[str, str]]()
     for row in made["collectives"]:
         key = (row["axis"], row["verb"])
         rows[key] += 1
         sent[key] += row["sent"]
-    for (axis, verb), count in sorted(rows.items()):
-        nbytes = in_units(sent[axis, verb])
-        lines.append(f"  {axis:<12} {verb:<15} {count:>7,}  this rank sends {nbytes}")
+        urgent |= {key} if row["urgent"] else set()
+    for key, count in sorted(rows.items()):
+        nbytes, stream = in_units(sent[key]), ", high priority" if key in urgent else ""
+        lines.append(f"  {key[0]:<12} {key[1]:<15} {count:>7,}  this rank sends {nbytes}{stream}")
     if not rows:
         lines.append("  none: one rank")
     if time:

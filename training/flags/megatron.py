@@ -46,7 +46,7 @@ CHECKED = """
 --use-tp-pp-dp-mapping | switch | any | = --rank-order tp-cp-pp-dp
 --ddp-pad-buckets-for-high-nccl-busbw | switch | any | ! buckets are not padded: the same numbers
 --use-nccl-ub --disable-symmetric-registration --use-sharp | switch | any | ! NCCL buffer registration and SHARP are not used: the same numbers
---high-priority-stream-groups | texts | any | ! every group uses a plain stream: the same numbers
+--high-priority-stream-groups | texts | any | ! on NCCL the groups of tp, cp and pp have streams of high priority, those of dp plain ones: the same numbers
 --disable-gloo-process-groups | switch | any | CPU groups are made only where they are needed
 --local-rank --local_rank | int>=0 | any | the local rank is taken from the launcher's LOCAL_RANK
 --distributed-timeout-seconds-after-init | int>=1 | any | ! --distributed-timeout-minutes holds for the whole run

@@ -8,8 +8,8 @@ both. Adding a live flag is a decision: a test freezes the list.
 
 A line of the live table is `flag | rule | unit and off-value | what it does`. A rule is `switch`,
 or a type with its bound: `int>=1`, `int[1,1024]`, `float>0`, `float[0,1)`, `text`, `texts`, `ints`,
-`one of a,b`. A whole number fits into 64 bits. A flag of `one of a,b; bare b` may be given without
-a value, and then means b.
+`one of a,b`, `int>=1 or auto` (auto is 0). A whole number fits into 64 bits. A flag of
+`one of a,b; bare b` may be given without a value, and then means b.
 """
 
 import re
@@ -79,7 +79,7 @@ LIVE = """
 --data-parallel-sharding-strategy | one of no_shard,optim,optim_grads,optim_grads_params | default: no_shard; with --use-megatron-fsdp only | another name of --zero-stage 0, 1, 2, 3
 --overlap-grad-reduce | switch | off: left out | reduce a gradient bucket while backward goes on
 --overlap-param-gather | switch | off: left out | gather weights while the ranks compute: updated weights during the next forward; at --zero-stage 3 one block ahead
---ddp-bucket-size | int>=1 | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block
+--ddp-bucket-size | int>=1 or auto | elements; default: an eighth of the gradients, 2e6 to 40e6 | gradients reduced in one collective; auto measures backward and links at the start and takes the size that hides most; at --zero-stage 3 a bucket is a transformer block
 --grad-reduce-in-bf16 | switch | off: left out, in fp32 | send gradients in bfloat16; their owner adds them up in fp32, in rank order
 --main-grads-dtype | one of fp32,bf16 | off: fp32 | dtype of a rank's own gradients until they are sent; sums over ranks stay fp32
 --optimizer-cpu-offload | switch | off: left out, on the device | keep the optimizer's masters and moments in host memory, and update them there
@@ -270,7 +270,9 @@ class Flag:
             if values not in choices:
                 raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
             return int(values) if values.isdigit() else values
-        return read_number(self.name, values, self.rule)
+        if self.rule.endswith(" or auto") and values == "auto":
+            return 0
+        return read_number(self.name, values, self.rule.removesuffix(" or auto"))
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from mpu.comm.overlap_map import OverlapMap
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
+from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
 from mpu.pipeline.layout import Stage
 from training.config import Config
-from training.data.batch import DocumentRules, make_batch
+from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
 from training.plan.kept import recompute_of
@@ -122,16 +123,16 @@ def run_chunks(
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
     engine = LocalEngine(stages, config.run.dtype, run.device)
-    whole, cp = _batches(config), run.grid.cp
-    batches = [context_part(batch, cp.rank, cp.size).to(run.device) for batch in whole]
+    batches = batches_of_zeros(config, run.grid, run.device)
     run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
 
 
-def _batches(config: Config) -> list[Any]:
+def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[Batch]:
     """Return micro-batches of token 0, each row one document, with the masks of the run's flags."""
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     rules = DocumentRules(eod=-1, **{flag: getattr(config.data, flag) for flag in flags})
     rows = np.zeros((config.batch.micro_batch_size, config.model.seq_length + 1), np.int64)
-    return [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)]
+    whole, cp = [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)], grid.cp
+    return [context_part(batch, cp.rank, cp.size).to(device) for batch in whole]

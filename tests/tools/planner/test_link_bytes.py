@@ -17,6 +17,7 @@ from mpu.comm import collectives, p2p
 from mpu.comm.transport import Axis
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
+from tools import plan
 from tools.explain import STANDS_FOR, explain, tiny
 from tools.explain_trace import Explainer
 from tools.planner.cluster import FOLDER, ClusterError, Level, read_cluster
@@ -31,7 +32,12 @@ from tools.planner.link_bytes import (
     ledger,
     seconds,
 )
+from training.flags.parse import parse
 
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100 "
+    "--mock-data --train-iters 1 --lr 1e-3"
+).split()
 LEVELS = (
     Level("node", 2, 400e9, 2e-6),
     Level("rail", 4, 50e9, 5e-6),
@@ -201,6 +207,35 @@ def test_the_order_that_keeps_most_bytes_near_is_chosen():
     assert best.order == ("tp", "pp", "dp", "cp") and best.bytes["pp"] == [72_000, 0]
     equal, *_ = choices(Sizes(2, 1, 2, 2), levels[1:], flows + sums)
     assert equal.order == ORDER  # one level: none is better
+
+
+def test_the_orders_of_a_layout_are_ranked_and_the_flag_parses(tmp_path, capsys):
+    """Sites of 32 GPUs: what sends least goes between them."""
+    level = {"latency_us": 5, "oversubscription": 1}
+    content = {
+        "name": "two sites", "device": "h100", "nodes": 8, "gpus_per_node": 8,
+        "source": "this test's",
+        "levels": [{"name": "node", "gpus": 8, "gbps_per_gpu": 3600, **level},
+                   {"name": "rail", "gpus": 32, "gbps_per_gpu": 400, **level},
+                   {"name": "site", "gpus": 0, "gbps_per_gpu": 4, **level}],
+    }  # fmt: skip
+    path = tmp_path / "sites.json"
+    path.write_text(json.dumps(content))
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2"
+    flags += " --micro-batch-size 1 --global-batch-size 64 --zero-stage 1 --bf16"
+    assert plan.main(["8B", str(path), "--rank-orders", flags]) == 0
+    head, first, *rest, _, told, last = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["order", "over", "node"] and len(rest) == 5
+    assert first.split()[0] == "tp-cp-dp-pp"  # messages between the sites, sums inside
+    assert last == "flag of the first: --rank-order tp-cp-dp-pp" and "tp " in told
+    # more micro-batches: more messages than sums
+    many = flags.replace("batch-size 64", "batch-size 8192")
+    assert plan.main(["1B", str(path), "--rank-orders", many]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "flag of the first: --rank-order tp-pp-dp-cp"
+    config = parse([*MODEL, *flags.split(), *lines[-1].split()[-2:]], 64)
+    assert config.parallel.rank_order == "tp-pp-dp-cp"
+    assert plan.main(["8B", str(path), "--rank-orders", "--zero-stage 9"]) == 2
 
 
 def test_every_level_has_its_time():

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a cluster's links, and write the cluster file that tools/plan.py reads.
+
+    torchrun --nnodes 16 --nproc-per-node 8 ... tools/probe_topology.py --device h100 \\
+        --tensor-model-parallel-size 8 --out my_cluster.json
+    srun ... tools/probe_topology.py --device h100 --out my_cluster.json
+
+It measures the latency and the bandwidth of every pair of ranks, the collectives of each axis of a
+layout, and the order of ranks whose ring is the fastest; it reads where each rank stands in its
+host. Beyond 64 ranks the pairs are those of the first node and those of the nodes' first ranks. The
+report, --report, has every number. The exit code is 2 where an argument is wrong.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.launch import Launch, environment_defaults
+
+os.environ.update(environment_defaults(os.environ))
+
+import numpy as np
+import torch
+
+from mpu.comm.collectives import all_gather, gather_bytes
+from mpu.grid import ORDER, Grid
+from tools.command_line import Parser, told, whole
+from tools.planner.cluster import content_of
+from tools.planner.constants import DEVICES
+from tools.topology import host
+from tools.topology.levels import levels_of
+from tools.topology.measure import Prober, collectives
+from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
+from training.flags.context_rules import rank_order
+from training.run.meeting import meet
+
+EVERY = 64  # ranks up to which every pair is measured
+ALONE = 16  # ranks up to which one pair is measured at a time
+RINGS = 6  # of those that should be fastest are tried
+RING_BYTES = 1 << 20  # of a step of a ring
+
+
+def build_parser() -> Parser:
+    """Return the command line's parser."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="cluster file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="every number that is measured")
+    parser.add_argument("--device", choices=DEVICES, required=True, help="the GPU")
+    parser.add_argument("--name", default="probed", help="of the cluster")
+    parser.add_argument("--tensor-model-parallel-size", type=whole(1), default=1)
+    parser.add_argument("--context-parallel-size", type=whole(1), default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=whole(1), default=1)
+    parser.add_argument("--rank-order", type=rank_order, default="-".join(ORDER))
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
+    return parser
+
+
+def pairs(grid: Grid, prober: Prober, node: int) -> tuple[list[int], Matrix, Matrix]:
+    """Return the ranks that may stand in a ring, and alpha and beta of every two ranks.
+
+    Of a large world the ring is of the nodes' first ranks, and a pair of ranks of two nodes is
+    taken for those nodes' first ranks, a pair inside a node for that pair of the first node.
+    """
+    n = grid.world_size
+    if n <= EVERY:
+        return list(range(n)), *prober.all_pairs(range(n), 1 if n <= ALONE else n)
+    inner = prober.all_pairs(range(node), 1)
+    firsts = list(range(0, n, node))
+    outer = prober.all_pairs(firsts, len(firsts))
+    number = np.arange(n)
+    home, place = number // node, number % node
+    same = home[:, None] == home[None, :]
+    alpha, beta = (
+        np.where(same, a[place[:, None], place[None, :]], b[home[:, None], home[None, :]])
+        for a, b in zip(inner, outer, strict=True)
+    )
+    return firsts, alpha, beta
+
+
+def rings(prober: Prober, ranks: Sequence[int], cost: Matrix) -> list[tuple[float, list[int]]]:
+    """Return (measured seconds, ring of ranks) of the rings that should be fastest, fastest first.
+
+    The usual order is among them. cost: of a step's message between each two of `ranks`.
+    """
+    usual = tuple(range(len(ranks)))
+    tried = list(all_rings(len(ranks))) if len(ranks) <= 4 else best_rings(cost, RINGS)
+    orders = [[ranks[i] for i in ring] for ring in dict.fromkeys([usual, *tried])]
+    return sorted((prober.ring(order, RING_BYTES), order) for order in orders)
+
+
+def place() -> host.Place:
+    """Return where this rank stands in its host."""
+    address = None
+    if torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        where = [getattr(about, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+        address = "{:04x}:{:02x}:{:02x}.0".format(*where)
+    return host.place_of(address)
+
+
+def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the cluster file's content and the report, on every rank."""
+    cuda = args.distributed_backend != "gloo" and torch.cuda.is_available()
+    device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=10)
+    grid = Grid(launch.world, pp_size=launch.world, launch=launch,
+                backend=args.distributed_backend)  # fmt: skip
+    axes = Grid(
+        launch.world, args.tensor_model_parallel_size, args.context_parallel_size,
+        args.pipeline_model_parallel_size, launch, order=tuple(args.rank_order.split("-")),
+    )  # fmt: skip
+    grid.connect(device, meet(timeout, launch), timeout)
+    axes.backend = grid.backend
+    axes.add_groups(device, timeout)
+    node, prober = launch.local_world, Prober(grid.pp, device)
+    ranks, alpha, beta = pairs(grid, prober, node)
+    chosen = np.ix_(ranks, ranks)
+    cost = edges(alpha[chosen], beta[chosen], RING_BYTES)
+    found = rings(prober, ranks, cost)
+    of_axes = {}
+    for name in ORDER:
+        axis = getattr(axes, name)
+        if axis.size > 1:
+            told_of = collectives(axis, device)
+            numbers = torch.tensor([list(told_of.values())], dtype=torch.float64, device=device)
+            every = all_gather(numbers, grid.pp)[0].cpu()
+            of_axes[name] = {
+                verb: {"seconds": every[:, i, 0].max().item(), "rate": every[:, i, 1].min().item()}
+                for i, verb in enumerate(told_of)
+            }
+    here = place()
+    mine = {"place": asdict(here), "findings": host.findings(here, launch.rank)}
+    said = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp, device)]
+    levels = levels_of(alpha, beta, node)
+    source = f"tools/probe_topology.py on {launch.world} ranks over {grid.backend}"
+    content = content_of(args.name, args.device, launch.world // node, node, levels, source)
+    positions = {rank: i for i, rank in enumerate(ranks)}
+    report = {
+        "alpha_seconds": alpha.tolist(), "beta_bytes_per_second": beta.tolist(),
+        "ring": found[0][1], "ring_is_exact": len(ranks) <= EXACT,
+        "rings": [
+            {"ring": ring, "seconds": seconds,
+             "predicted": ring_seconds(cost, [positions[rank] for rank in ring])}
+            for seconds, ring in found
+        ],
+        "axes": of_axes, "ranks": said,
+    }  # fmt: skip
+    grid.close()
+    return content, report
+
+
+def lines(content: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """Return what was found, for people."""
+    out = [
+        f"{level['name']}: blocks of {level['gpus'] or 'all'} ranks, latency "
+        f"{level['latency_us']:.1f} us, {level['gbps_per_gpu']:.3g} Gb/s a rank"
+        for level in content["levels"]
+    ]
+    for axis, verbs in report["axes"].items():
+        told_of = [
+            f"{verb} {each['seconds'] * 1e6:.0f} us, {each['rate'] / 1e9:.3g} GB/s"
+            for verb, each in verbs.items()
+        ]
+        out.append(f"collectives of {axis}: {'; '.join(told_of)}")
+    best, usual = report["rings"][0], sorted(report["ring"])
+    seconds = next(each["seconds"] for each in report["rings"] if each["ring"] == usual)
+    out.append(f"fastest ring: {best['ring']}, {best['seconds'] * 1e3:.3g} ms for "
+               f"{len(usual) - 1} steps of {RING_BYTES:,} bytes; in the order of the ranks "
+               f"{seconds * 1e3:.3g} ms")  # fmt: skip
+    if best["seconds"] < 0.95 * seconds:
+        out.append(
+            "hint: start the hosts in the order of that ring (SLURM_HOSTFILE, or the order of "
+            "torchrun's --node-rank): NCCL joins the nodes of a ring in the order of the ranks, so "
+            "no NCCL_GRAPH_FILE is needed"
+        )
+    return out + [line for rank in report["ranks"] for line in rank["findings"]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; return the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        launch = Launch.from_env()
+        if launch.world < 2:
+            raise ValueError("a probe needs several ranks: start it with torchrun or srun")
+        if launch.world % launch.local_world:
+            raise ValueError(f"{launch.world} ranks are no whole number of nodes of "
+                             f"{launch.local_world}")  # fmt: skip
+        launch.check_meeting()
+        content, report = measured(args, launch)
+        if launch.rank == 0:
+            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            if args.report is not None:
+                args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print("\n".join([*lines(content, report), f"written: {args.out}"]))
+    except (ValueError, OSError) as error:
+        print(told("probe_topology.py", error), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # gloo's threads may still stand in the interpreter's shutdown

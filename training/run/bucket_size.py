@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure, before a run's buckets are made, how large they should be: --ddp-bucket-size auto.
+
+Each rank runs a micro-batch of its model on zeros, with all weights in one piece of memory, and
+notes when each parameter is used and when its gradient is done; then the collectives of buckets of
+several sizes. training/plan/bucket_size.py simulates every size, and the ranks take the one whose
+slowest rank is fastest. The size changes no bit (docs/numerics.md), so a resumed run measures anew.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_gather, barrier
+from mpu.comm.transport import Axis, Label
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
+from mpu.zero.layout import BLOCK, automatic_size
+from mpu.zero.reduce import Reduction, sum_over_data
+from training.config import Config
+from training.flags.zero_rules import zero_config
+from training.plan import rank_memory
+from training.plan.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
+from training.plan.kept import recompute_of
+from training.plan.model_profile import ModelProvider, accumulate_dtype
+from training.plan.pipeline import rank_stages
+from training.run.warm_up import Scratch, batches_of_zeros
+
+RUNS = 4  # of the micro-batch; the fastest counts
+REPEATS = 5  # of a collective
+LONG = 0.4  # seconds of a collective after which no larger one is tried
+LARGEST = 1 << 24  # elements
+LABEL = Label("bucket size", "measuring")
+Note = Callable[[str], None]
+
+
+class Noting(Scratch):
+    """Notes when weights are first used, and when their gradients are done."""
+
+    def __init__(self, dtype: torch.dtype, now: Callable[[], Any]) -> None:
+        super().__init__(dtype)
+        self._now = now
+        self.used: dict[nn.Parameter, Any] = {}
+        self.ready: dict[nn.Parameter, Any] = {}
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        self.used.setdefault(param, self._now())
+        return super().acquire(param)
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        self.ready[param] = self._now()
+
+
+def settle(
+    config: Config, grid: Grid, device: torch.device, provider: ModelProvider, note: Note
+) -> Config:
+    """Return the config with the size that was chosen, where the flags ask for that.
+
+    All ranks call it, once they are connected, and choose the same size.
+    """
+    p = config.parallel
+    if p.ddp_bucket_size != 0:
+        return config
+    held = [
+        [each.entry for each in rank_memory.parameters(config, provider, rank).values()]
+        for rank in range(grid.pp.size)
+    ]
+    largest = max(sum(entry.numel for entry in entries) for entries in held)
+    usual = automatic_size(largest)
+    if p.gradient_ranks == 1 or p.zero == 3 or grid.dp_cp_shard.symmetric:
+        note(f"gradient buckets: about {usual:,} elements: {_why_not(config)}")
+        return replace(config, parallel=replace(p, ddp_bucket_size=usual))
+    timeline, costs = (
+        measured_timeline(config, grid, device, provider),
+        measure(config, grid, device),
+    )
+    sizes = candidates(largest, grid.dp_cp.size)
+    own = seconds_of(
+        held[grid.pp.rank], sizes, grid.dp_cp.size, rank_memory.level(config), timeline, costs,
+        sums=p.overlap_grad_reduce, gathers=p.overlap_param_gather,
+    )  # fmt: skip
+    mine = torch.tensor([own], dtype=torch.float64, device=device)
+    seconds = all_gather(mine, grid.world)[0].max(0).values.tolist()  # of the slowest rank
+    chosen = choose(sizes, seconds)
+    told = dict(zip(sizes, seconds, strict=True))
+    first, *_ = costs.sums
+    note(
+        f"gradient buckets: about {chosen:,} elements, chosen: of a backward of "
+        f"{timeline.backward * 1e3:.3g} ms, collectives that start in {first.start * 1e3:.3g} ms "
+        f"and move {1e-6 / max(first.each, 1e-15):.3g} M elements/s, {told[chosen] * 1e3:.3g} ms a "
+        f"step stay exposed; with {usual:,} elements {told[usual] * 1e3:.3g} ms"
+    )
+    return replace(config, parallel=replace(p, ddp_bucket_size=chosen))
+
+
+def _why_not(config: Config) -> str:
+    """Return why no size is measured."""
+    p = config.parallel
+    if p.gradient_ranks == 1:
+        return "there is one data-parallel rank"
+    if p.zero == 3:
+        return "at --zero-stage 3 a bucket is a transformer block"
+    return "the data-parallel ranks share memory, where nothing is on its way"
+
+
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """Return what notes a moment, and what tells the seconds between two."""
+    if device.type != "cuda":
+        return time.perf_counter, lambda begin, end: end - begin
+
+    def now() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(begin: Any, end: Any) -> float:
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return now, between
+
+
+def measured_timeline(
+    config: Config, grid: Grid, device: torch.device, provider: ModelProvider
+) -> Timeline:
+    """Run a micro-batch of every chunk of this rank, several times; return the fastest's times."""
+    p, (now, between) = config.parallel, _clock(device)
+    sink = Noting(zero_config(config).main_grads_dtype or accumulate_dtype(config), now)
+    chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
+    ctx = LayerContext(
+        grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,
+        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
+        core_attention_backend=p.core_attention_backend,
+    )  # fmt: skip
+    stages = rank_stages(config, provider, grid.pp.rank)
+    model = provider(config, ctx, recompute_of(config, device), stages)
+    assert isinstance(model, nn.Module)
+    batch = batches_of_zeros(config, grid, device)[0]
+    shape = model.hidden_shape(*batch.tokens.shape)
+    names = {param: name for name, param in model.named_parameters()}
+    found: list[Timeline] = []
+    for _ in range(RUNS):
+        sink.begin_step()
+        used, ready, forward = dict[str, float](), dict[str, float](), 0.0
+        spans: list[tuple[float, dict[str, float]]] = []  # of backwards, in the order of chunks
+        for chunk, stage in enumerate(stages):
+            sink.used, sink.ready = {}, {}
+            hidden = None
+            if not stage.embedding:
+                hidden = torch.zeros(shape, dtype=config.run.dtype, device=device)
+                hidden.requires_grad_()
+            begin = now()
+            out = model(
+                batch.tokens, batch.labels, batch.position_ids, batch.packed_seq_params,
+                hidden=hidden, chunk=chunk,
+            )  # fmt: skip
+            out = out.sum() if stage.loss else out
+            turn = now()
+            first = dict(sink.used)
+            torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
+            end = now()
+            used |= {names[each]: forward + between(begin, at) for each, at in first.items()}
+            forward += between(begin, turn)
+            spans.append((between(turn, end), {names[each]: between(turn, at)
+                                               for each, at in sink.ready.items()}))  # fmt: skip
+        backward = 0.0
+        for seconds, at in reversed(spans):
+            ready |= {name: max(backward + each, ready.get(name, 0.0)) for name, each in at.items()}
+            backward += seconds
+        whole = dict.fromkeys(names.values(), 0.0) | used, dict.fromkeys(names.values(), backward)
+        found.append(Timeline(whole[0], whole[1] | ready, forward, backward))
+    return min(found, key=lambda each: each.forward + each.backward)
+
+
+def measure(config: Config, grid: Grid, device: torch.device) -> Costs:
+    """Return what the collectives of a bucket take, by its elements. All ranks call it."""
+    zero, dtype = zero_config(config), accumulate_dtype(config)
+    main, wire = zero.main_grads_dtype or dtype, zero.grad_reduce_dtype
+    shard, replicate, stage = grid.dp_cp_shard, grid.dp_cp_replicate, rank_memory.level(config)
+    how = Reduction(stage, shard, replicate, dtype, main, wire)
+
+    def sums(elements: int) -> list[float]:
+        grad = torch.zeros(elements, dtype=main, device=device)
+        part = elements // shard.size
+        own = grad[:part] if stage and main == dtype else grad.new_zeros(
+            part if stage else elements, dtype=dtype
+        )  # fmt: skip
+        if not stage and main == dtype:
+            own = grad
+        at, found = time.perf_counter(), list[float]()
+        for handle in sum_over_data(grad, own, how, LABEL, earlier=False, last=True):
+            handle.wait()
+            _finish(device)
+            found.append(time.perf_counter() - at)
+            at = time.perf_counter()
+        return found
+
+    def gather(elements: int) -> list[float]:
+        weights = torch.zeros(elements, dtype=config.run.dtype, device=device)
+        part = elements // shard.size
+        at = time.perf_counter()
+        own = weights[shard.rank * part : (shard.rank + 1) * part]
+        all_gather(own, shard, into=weights, label=LABEL)
+        _finish(device)
+        return [time.perf_counter() - at]
+
+    found = _fitted(sums, grid.dp_cp, device)
+    gathers = _fitted(gather, grid.dp_cp, device)[0] if stage else None
+    return Costs(tuple(found), gathers)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fitted(run: Callable[[int], list[float]], axis: Axis, device: torch.device) -> list[Cost]:
+    """Return start and each of what run(elements) times, from buckets that get larger fourfold.
+
+    The slowest rank of the axis counts. start: of the smallest; each: of the two largest.
+    """
+    grain, sizes, seconds = BLOCK * axis.size, list[int](), list[list[float]]()
+    size = grain
+    while True:
+        times = []
+        for _ in range(REPEATS):
+            barrier(axis, device)
+            times.append(run(size))
+        best = [[median(each) for each in zip(*times, strict=True)]]
+        told = torch.tensor(best, dtype=torch.float64, device=device)
+        worst = all_gather(told, axis)[0].max(0).values.tolist()
+        sizes.append(size)
+        seconds.append(worst)
+        if sum(worst) * 4 > LONG or size * 4 > LARGEST:
+            break
+        size *= 4
+    if len(sizes) == 1:
+        return [Cost(0.0, each / sizes[0]) for each in seconds[0]]
+    more = sizes[-1] - sizes[-2]
+    return [
+        Cost(max(0.0, low - each * sizes[0]), each)
+        for low, before, last in zip(seconds[0], seconds[-2], seconds[-1], strict=True)
+        for each in [max(last - before, 0.0) / more]
+    ]
