@@ -8,7 +8,6 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 import os
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from training.config import Config, ParallelConfig
 from training.data.tokenizer import tokenizer_for
@@ -233,13 +232,13 @@ def _memory(
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
-    return lines + fit_lines(config, total, partial(peak, provider=provider), in_units)
 
+    def peak(other: Config, same: bool) -> int:
+        """Return the bytes of the rank that needs most; it takes seconds to trace activations."""
+        kept = held if same else activations.held(other, provider)
+        return max(sum(memory(other, provider, r, own).values()) for r, own in enumerate(kept))
 
-def peak(config: Config, provider: ModelProvider) -> int:
-    """Return the bytes of the rank that needs most."""
-    held = activations.held(config, provider)
-    return max(sum(memory(config, provider, rank, own).values()) for rank, own in enumerate(held))
+    return lines + fit_lines(config, total, peak, in_units)
 
 
 def shared_kinds(config: Config) -> list[str]:

@@ -11,10 +11,13 @@ GPU_BYTES = 80e9  # memory of an H100 or A100
 
 
 def fit_lines(
-    config: Config, total: float, peak: Callable[[Config], float], in_units: Callable[[float], str]
+    config: Config,
+    total: float,
+    peak: Callable[[Config, bool], float],
+    in_units: Callable[[float], str],
 ) -> list[str]:
     """Return "fits", or what each measure saves. total: bytes of the fullest rank; peak: the same
-    of another config; in_units: writes bytes.
+    of another config, which may keep the same activations; in_units: writes bytes.
     """
     if config.parallel.device == "cpu":
         return []
@@ -23,11 +26,14 @@ def fit_lines(
         return [f"fits a GPU of {gpu}, with {in_units(GPU_BYTES - total)} to spare"]
     rows = []
     for name, other in measures(config):
+        p = other.parallel
+        state = p.zero, p.optimizer_cpu_offload
+        same = state != (config.parallel.zero, config.parallel.optimizer_cpu_offload)
         try:
             rules.check(other)
         except UsageError:
             continue  # it does not go with this run's other flags
-        if (size := peak(other)) < total:
+        if (size := peak(other, same)) < total:
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
         return [f"does NOT fit a GPU of {gpu}, and no measure of this program alone saves memory"]
