@@ -2,7 +2,6 @@
 """Write the line of a log step, in at most WIDTH columns."""
 
 import math
-from datetime import timedelta
 from typing import Any
 
 WIDTH = 100  # columns
@@ -11,32 +10,35 @@ WIDTH = 100  # columns
 def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
 
-    record: as `Log.step` makes it. left: seconds to the end, None where unknown. Where numbers are
-    so long that the line would not fit, its first word goes, then the bars, then MFU.
+    record: as `Log.step` makes it. left: seconds to the end, None where unknown. A run of five
+    digits of iterations leaves the first word out. Where numbers are so long that the line would
+    not fit all the same, the word goes, then the bars, then MFU.
     """
     norm = f"norm {short(record['grad_norm'])}"
     if "params_norm" in record:
         norm += f" (params {short(record['params_norm'])})"
+    mfu = record["mfu"]
     parts = [
         f"iteration {record['iteration']:>{len(str(total))}}/{total}",
         f"loss {_loss(record.get('mean_loss', record['loss']))}",
-        f"lr {record['lr']:.2e}",
+        f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
         norm,
         f"{rounded(record['tokens_per_second'])} tokens/s",
-        f"MFU {record['mfu']:.1%}",
+        f"MFU {mfu:.1%}" if mfu < 0.1 else f"MFU {mfu:.0%}",
         f"ETA {'?' if left is None else duration(left)}",
     ]
     bare = " | ".join(parts).removeprefix("iteration ")
     close = bare.replace(" | ", "  ")
     lines = [" | ".join(parts), bare, close, close.replace(f"  {parts[5]}", "")]
-    return next((line for line in lines if len(line) <= WIDTH), lines[-1][:WIDTH])
+    first = int(len(str(total)) > 4)
+    return next((line for line in lines[first:] if len(line) <= WIDTH), lines[-1][:WIDTH])
 
 
 def short(value: float) -> str:
-    """Return a number in three digits: 0.0123, 1.23, 123, 12,345, 1.2e+06."""
-    if math.isfinite(value) and abs(value) >= 1e3:
-        return f"{value:,.0f}" if abs(value) < 1e5 else f"{value:.1e}"
-    return f"{value:#.3g}".rstrip(".")
+    """Return a number in few digits: 0.012, 0.62, 1.23, 123, 12,345, 1.2e+06."""
+    if not math.isfinite(value) or abs(value) >= 1e5:
+        return f"{value:.1e}"
+    return f"{value:#.2g}" if abs(value) < 1 else f"{value:,.{max(0, 3 - len(str(int(value))))}f}"
 
 
 def _loss(value: float) -> str:
@@ -44,19 +46,20 @@ def _loss(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """Return a rate without needless digits: 812, 12,345, 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= size:
-            return f"{value / size:.2f}{unit}"
-    return f"{value:,.0f}"
+    """Return a rate in three digits: 812, 12.3k, 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{value / size:#.3g}".rstrip(".") + unit
+    return f"{value:#.3g}".rstrip(".")
 
 
 def duration(seconds: float) -> str:
-    """Return a time as 0:12:34, or in days and hours from two days on."""
+    """Return a time as 2:10, 1:02:10, or in days and hours from two days on."""
     seconds = round(min(seconds, 8e12))
-    if seconds < 2 * 86400:
-        return str(timedelta(seconds=seconds)).replace("1 day, ", "1 d ")
-    return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+    if seconds >= 2 * 86400:
+        return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def flops(value: float) -> str:
