@@ -25,7 +25,7 @@ TABLES = [
     ("Checkpoints", "save, load", "torch DCP", False),
 ]
 TICKS = [0.8, 1, 1.25, 1.5, 2, 3, 4, 5]
-WIDTH, LEFT, RIGHT, TOP, ROW = 860, 250, 110, 58, 34
+WIDTH, LEFT, RIGHT, TOP, ROW = 900, 290, 120, 58, 34
 INK, QUIET, RULE, DOT = "#222222", "#666666", "#d8d8d8", "#1d4f91"
 
 

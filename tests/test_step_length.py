@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit how much a reader opens to follow one training step, and check the README's list of it.
+"""Limit how much a reader opens to follow one training step; docs/parallelism.md lists it.
 
 Four ranks (tensor 2 with sequence parallelism, data 2, ZeRO stage 1) train one step after a warm-up
 step. A profile hook of the interpreter names every file of the product in which a function ran. The
@@ -97,12 +97,15 @@ def table(files: dict[str, list[str]]) -> str:
     return "\n".join([*rows, f"{sum(map(length, files)):6,}  lines in {len(files)} files"])
 
 
-def listed(readme: str) -> list[str]:
-    """Return the files of the README's table; a bare name lies in the folder of the one before."""
+PAGE = "docs/parallelism.md"
+
+
+def listed(page: str) -> list[str]:
+    """Return the files of the page's table; a bare name lies in the folder of the one before."""
     header = "| file | what you see there |"
-    assert readme.count(header) == 1, f"README.md has not one table {header}"
+    assert page.count(header) == 1, f"{PAGE} has not one table {header}"
     files, folder = [], ""
-    for line in readme[readme.index(header) :].splitlines()[2:]:
+    for line in page[page.index(header) :].splitlines()[2:]:
         if not line.startswith("|"):
             break
         for name in re.findall(r"`([\w./]+\.py)`", line.split("|")[1]):
@@ -132,14 +135,14 @@ def test_a_step_is_soon_read(files):
     assert total <= MOST_LINES, f"{total:,} lines, at most {MOST_LINES:,}\n{table(files)}"
 
 
-def test_the_readme_lists_the_files_of_a_step(files):
-    names = listed((ROOT / "README.md").read_text())
+def test_the_page_lists_the_files_of_a_step(files):
+    names = listed((ROOT / PAGE).read_text())
     missing, extra = sorted(files.keys() - set(names)), sorted(set(names) - files.keys())
-    assert not missing and not extra, f"README.md lacks {missing}; a step runs none of {extra}"
-    assert len(names) == len(set(names)), "README.md lists a file twice"
+    assert not missing and not extra, f"{PAGE} lacks {missing}; a step runs none of {extra}"
+    assert len(names) == len(set(names)), f"{PAGE} lists a file twice"
 
 
-def test_the_readmes_table_is_read():
+def test_the_pages_table_is_read():
     text = "x\n| file | what you see there |\n|---|---|\n| `pretrain_llama.py` | `no.py` |\n"
     text += "| `mpu/a/b.py`, `c.py` | |\n| `model/d.py` | |\n\n| `late.py` | |\n"
     assert listed(text) == ["pretrain_llama.py", "mpu/a/b.py", "mpu/a/c.py", "model/d.py"]

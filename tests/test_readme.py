@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README: short, its links lead somewhere, its commands parse, and its blocks run as pasted.
+
+The blocks are taken from README.md itself. Three variables that they name make them small: TEXT and
+MODEL (whose text, which model) and ITERS; `make train` takes its ITERS from MAKEFLAGS.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.flags.table import LIVE
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/data/README.md"]
+PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(kind: str = "sh") -> list[str]:
+    """Return the fenced blocks of README of this kind."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Return the words of each command in the blocks, without comments and here-documents."""
+    text = "".join(blocks()).replace("\\\n", " ")
+    text = re.sub(r"<<'EOF'\n.*?^EOF$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words for words in found if words]
+
+
+def test_a_first_reader_reads_it_in_one_go():
+    assert len(README.splitlines()) <= 120
+    # setup, activate, train, generate
+    assert len([line for line in blocks()[0].splitlines() if line]) == 4
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    """Files exist, and where a heading is named, the page has it."""
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{name} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
+            assert heading in slugs, f"{name} links to {target}"
+
+
+def test_every_page_is_reached_from_the_list_of_questions():
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name}" in listed, page.name
+
+
+def test_every_command_names_files_targets_and_flags_that_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tools").rglob("*.py"))
+    trainer = set(re.findall(r"^(--[\w-]+) \|", LIVE, re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    seen = set()
+    for words in commands():
+        seen.add(words[0])
+        for word in words:
+            if re.fullmatch(r"(tools|examples|model)/[\w/.]+|pretrain_llama\.py", word):
+                assert (ROOT / word).is_file(), word
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile, words
+            known = makefile.partition("KNOWN :=")[2].partition("STRANGE")[0].split()
+            assert {word.partition("=")[0] for word in words[2:]} <= set(known)
+            continue
+        program = next((w for w in words if w.endswith((".py", ".sh", ".slurm"))), "")
+        flags = [w for w in words if w.startswith("--")]
+        if words[0] == "torchrun":
+            flags = [w for w in words[words.index(program) :] if w.startswith("--")]
+        if program.startswith("tools/"):
+            missing = [flag for flag in flags if f'"{flag}"' not in sources]
+        else:
+            missing = [flag for flag in flags if flag not in trainer]
+        assert not missing, f"{program} has no {missing}"
+    assert {"make", "source", "python", "torchrun", "patch"} <= seen
+
+
+def test_the_diff_is_of_the_models_file():
+    (patch,) = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
+    model = (ROOT / "model" / "llama.py").read_text().splitlines()
+    start = int(re.search(r"@@ -(\d+)", patch)[1]) - 1
+    old = [line[1:] for line in patch.splitlines()[3:] if line[0] in " -"]
+    assert model[start : start + len(old)] == old
+
+
+def tiny_model(folder: Path) -> None:
+    """Write a small Llama as transformers saves one, with a tokenizer of bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    shutil.copytree(ROOT / "tests" / "data" / "tokenizer", folder, dirs_exist_ok=True)
+
+
+@pytest.mark.prove
+def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
+    """One shell, block after block. The new .venv sees this interpreter's torch."""
+    clone = tmp_path / "weft"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    texts = tmp_path / "my texts"
+    texts.mkdir()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        shutil.copy(page, texts / f"{page.stem}.txt")
+    tiny_model(tmp_path / "their model")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SLURM_"))}
+    small = {"TEXT": str(texts), "MODEL": str(tmp_path / "their model"), "ITERS": "4"}
+    make = {"MAKEFLAGS": f" -- ITERS=20 PYTHON={sys.executable}"}
+    script = "set -euo pipefail\n" + "\n".join(blocks())
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=clone,
+        env=kept | small | make,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for made in ("runs/mine-hf/config.json", "runs/further/latest", "my_model.py"):
+        assert (clone / made).is_file(), made
+    assert re.search(r"all \d+ layouts agree", done.stdout)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(clone / "runs" / "mine-hf")
+    assert model.config.num_hidden_layers == 4
+
+
+@pytest.mark.prove
+def test_the_lines_of_explain_are_real():
+    """Numbers of lines move with every change; the rest must be what is printed."""
+    words = [sys.executable, "tools/explain.py", "--tp", "2", "--dp", "2"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (shown,) = blocks("text")
+
+    def bare(text: str) -> list[str]:
+        return [re.sub(r"\.py:\d+", ".py", line) for line in text.splitlines() if line.strip()]
+
+    printed = bare(done.stdout)
+    at = printed.index(bare(shown)[0])
+    assert printed[at : at + len(bare(shown))] == bare(shown)
+    assert len(bare(shown)) == 10
