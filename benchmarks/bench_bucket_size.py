@@ -9,6 +9,10 @@ rate tc limits (Linux, root, iproute2). One run of each size, and one of the siz
 train the same model in the same two processes, a step of each in turn, so that a machine whose
 speed drifts is fair to all. A step is that of the slower rank. Two figures are printed of each
 size: the median step, and the fastest, which what else runs on the machine changes least.
+
+--asleep lets forward and backward sleep, layer by layer, instead of computing: buckets, their
+collectives, the norm, the update and the choice are the real ones, and only the network and the
+clock decide, also on a machine that does other work.
 """
 
 import argparse
@@ -16,13 +20,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,6 +41,7 @@ from mpu.launch import Launch  # noqa: E402
 from pretrain_llama import Run, build, model_provider, train_step  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
+from training.plan.bucket_size import Timeline  # noqa: E402
 from training.plan.model_profile import make_grid  # noqa: E402
 from training.run import bucket_size  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
@@ -42,12 +50,49 @@ SIZES = (32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576, 4_194_304)
 MODEL = (
     "--mock-data --vocab-size 2000 --num-layers 6 --hidden-size 192 --num-attention-heads 4 "
     "--ffn-hidden-size 512 --seq-length 128 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 "
-    "--train-iters 1 --device cpu --overlap-grad-reduce --no-shared-memory"
+    "--train-iters 1 --device cpu --overlap-grad-reduce --no-shared-memory "
+    "--untie-embeddings-and-output-weights"
 )
 CPU = torch.device("cpu")
+FORWARD, BACKWARD = 0.2, 0.4  # seconds that --asleep sleeps
 
 
-def one_rank(more: str, steps: int) -> None:
+class Sleeper:
+    """Takes run_schedule's place: gradients get ready as time passes, and nothing is computed."""
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Spread FORWARD and BACKWARD over the parameters, by their sizes."""
+        total, done = sum(param.numel() for _, param in params), 0
+        used, ready = dict[str, float](), dict[str, float]()
+        for name, param in params:
+            used[name] = FORWARD * done / total
+            ready[name] = BACKWARD * (1 - done / total)
+            done += param.numel()
+        self.time = Timeline(used, ready, FORWARD, BACKWARD)
+
+    def __call__(self, run: Run, schedule: Any, batches: Any, tokens: int, during: str) -> Tensor:
+        params = dict(run.model.named_parameters())
+        began = time.perf_counter()
+        for name, param in params.items():
+            _until(began + self.time.used[name])
+            run.sink.acquire(param)
+            run.sink.end_use(param)
+        _until(began + FORWARD)
+        late = time.perf_counter() - began - FORWARD
+        for name, param in reversed(params.items()):
+            _until(began + FORWARD + late + self.time.ready[name])
+            run.sink.grad_slot(param)[0].fill_(1e-3)
+            waited = time.perf_counter()
+            run.sink.register_grad_ready(param)
+            late += time.perf_counter() - waited  # as a backward that waits goes on later
+        return torch.tensor([1.0, 1.0], dtype=torch.float64)
+
+
+def _until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def one_rank(more: str, steps: int, asleep: bool) -> None:
     """Be one end of the link."""
     launch, timeout = Launch.from_env(), timedelta(minutes=5)
     torch.set_num_threads(1)
@@ -57,12 +102,18 @@ def one_rank(more: str, steps: int) -> None:
     note = print if launch.rank == 0 else lambda line: None
     wanted = {f"{size:,}": size for size in SIZES}
     asked = replace(config, parallel=replace(config.parallel, ddp_bucket_size=0))
+    if asleep:
+        alone = parse([*MODEL.split(), *more.split()], 1)
+        whole = build(alone, make_grid(alone, Launch()), CPU, FailureMonitor()).model
+        sleeper = Sleeper(list(whole.named_parameters()))
+        bucket_size.measured_timeline = lambda *about: sleeper.time
     settled = bucket_size.settle(asked, grid, CPU, model_provider, note)
     wanted["auto"] = settled.parallel.ddp_bucket_size or 0
     runs: dict[str, Run] = {}
     for name, size in wanted.items():
         own = replace(config, parallel=replace(config.parallel, ddp_bucket_size=size))
         runs[name] = build(own, grid, CPU, FailureMonitor())
+        runs[name].compute = sleeper if asleep else None
     b, s = config.batch.micro_batch_size, config.model.seq_length
     rows = np.random.default_rng(launch.rank).integers(0, 2000, (b, s + 1))
     batches = [make_batch(rows, DocumentRules(), 0)]
@@ -111,14 +162,16 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "800mbit", "3200mbit"])
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each size")
     parser.add_argument("--flags", default="", help="more flags of every run, in quotes")
+    parser.add_argument("--asleep", action="store_true", help="sleep instead of computing")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        one_rank(args.flags, args.steps)
+        one_rank(args.flags, args.steps, args.asleep)
         return
     for rate in args.rates:
         print(f"a link of {rate}", flush=True)
-        over_link(rate, ["--steps", str(args.steps), "--flags", args.flags])
+        words = ["--steps", str(args.steps), "--flags", args.flags, *["--asleep"] * args.asleep]
+        over_link(rate, words)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ LAYOUTS = {  # name: (ranks, flags)
     "tp, interleaved": (4, f"{TP2}{P} 2 --num-virtual-stages-per-pipeline-rank 2"),
     "dp": (2, ""),
     "dp, zb-v": (4, f"{P} 2 --pipeline-schedule zb-v"),
+    "tp, pp first": (4, f"{TP2}{P} 2 --rank-order pp-tp-dp-cp"),
+    "dp, pp first": (4, f"{P} 2 --use-tp-pp-dp-mapping --pipeline-schedule zb-v"),
 }
 
 
@@ -118,6 +120,8 @@ def check_same(one: Result, other: Result) -> None:
         pytest.param("tp", "tp, interleaved", UNTIED, marks=LATER),
         pytest.param("dp", "dp, zb-v", "", marks=LATER),
         pytest.param("dp", "dp, zb-v", UNTIED, marks=LATER),
+        pytest.param("tp", "tp, pp first", "", marks=LATER),
+        pytest.param("dp", "dp, pp first", "", marks=LATER),
     ],
 )
 def test_a_pipeline_changes_no_bit_of_a_run(runs: Runs, serial: str, name: str, more: str) -> None:
@@ -146,6 +150,8 @@ def test_a_pipeline_changes_no_bit_of_a_run(runs: Runs, serial: str, name: str, 
         ("tp", UNTIED),
         ("tp, interleaved", ""),
         ("dp, zb-v", UNTIED),
+        ("tp, pp first", ""),
+        ("dp, pp first", UNTIED),
     ],
 )
 def test_every_layout_loads_every_bit_of_what_a_pipeline_saved(
@@ -171,6 +177,8 @@ def test_every_layout_loads_every_bit_of_what_a_pipeline_saved(
         ("tp, interleaved", "tp", ""),
         ("dp, zb-v", "dp", UNTIED),
         ("dp, zb-v", "dp, zb-v", ""),
+        ("tp, pp first", "tp, interleaved", ""),
+        ("dp, zb-v", "dp, pp first", ""),
     ],
 )
 def test_a_resumed_run_goes_on_to_the_bit_in_any_pipeline(

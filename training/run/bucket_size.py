@@ -4,25 +4,31 @@
 Each rank runs a micro-batch of its model on zeros, with all weights in one piece of memory, and
 notes when each parameter is used and when its gradient is done; then the collectives of buckets of
 several sizes. training/plan/bucket_size.py simulates every size, and the ranks take the one whose
-slowest rank is fastest. The size changes no bit (docs/numerics.md), so a resumed run measures anew.
+slowest rank is fastest. On a CPU the size changes no bit (docs/numerics.md), so a resumed run
+measures anew; on a GPU NCCL's sums depend on it, so that one takes its checkpoint's.
 """
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import all_gather, barrier
+from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.zero.layout import BLOCK, automatic_size
 from mpu.zero.reduce import Reduction, sum_over_data
+from training.checkpoint import Checkpoint, CheckpointError, Roots
+from training.checkpoint.save import layout
 from training.config import Config
 from training.flags.zero_rules import zero_config
 from training.plan import rank_memory
@@ -76,10 +82,13 @@ def settle(
     if p.gradient_ranks == 1 or p.zero == 3 or grid.dp_cp_shard.symmetric:
         note(f"gradient buckets: about {usual:,} elements: {_why_not(config)}")
         return replace(config, parallel=replace(p, ddp_bucket_size=usual))
-    timeline, costs = (
-        measured_timeline(config, grid, device, provider),
-        measure(config, grid, device),
-    )
+    if device.type == "cuda" and (before := recorded(config, grid, device)):
+        note(
+            f"gradient buckets: about {before:,} elements, as in the checkpoint, for the same bits"
+        )
+        return replace(config, parallel=replace(p, ddp_bucket_size=before))
+    timeline = measured_timeline(config, grid, device, provider)
+    costs = measure(config, grid, device)
     sizes = candidates(largest, grid.dp_cp.size)
     own = seconds_of(
         held[grid.pp.rank], sizes, grid.dp_cp.size, rank_memory.level(config), timeline, costs,
@@ -97,6 +106,21 @@ def settle(
         f"step stay exposed; with {usual:,} elements {told[usual] * 1e3:.3g} ms"
     )
     return replace(config, parallel=replace(p, ddp_bucket_size=chosen))
+
+
+def recorded(config: Config, grid: Grid, device: torch.device) -> int:
+    """Return the size of the newest checkpoint that the run goes on from, as rank 0 finds it.
+
+    0 where there is none, or where it is of another layout, whose bits are others anyway.
+    """
+    c, found = config.checkpoint, 0
+    if grid.rank == 0:
+        paths = [path for path in dict.fromkeys((c.load, c.save)) if path is not None]
+        for name in Roots(paths).candidates(c.ckpt_step, "--load")[0][:1]:
+            with suppress(CheckpointError, OSError):  # a Hugging Face directory, or a damaged one
+                state = Checkpoint(Path(name)).state
+                found = state["ddp_bucket_size"] if state["layout"] == layout(grid) else 0
+    return int(json.loads(gather_bytes(json.dumps(found).encode(), grid.world, device)[0]))
 
 
 def _why_not(config: Config) -> str:

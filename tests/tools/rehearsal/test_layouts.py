@@ -61,6 +61,8 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (4, CP + "4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 " + DOCUMENTS),
     (4, CP + "2 " + SP + ZERO[1] + GRADS + "--cp-comm-type p2p all_gather a2a p2p"),
     (4, CP + "2 " + PP + "2 " + SCHEDULE + "zb-v --cp-comm-type p2p"),
+    (8, PP + "2 " + SP + ZERO[1] + GRADS + GATHERS + "--rank-order pp-dp-tp-cp"),
+    (4, CP + "2 " + ZERO[2] + GRADS + "--rank-order dp-cp-tp-pp"),
 ]
 QUICK = (29,)
 

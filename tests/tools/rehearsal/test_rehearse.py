@@ -84,8 +84,19 @@ def test_traffic_is_what_the_document_states(rehearse, world, flags):
 
 
 def test_each_transfer_has_its_turn_on_its_communicator(rehearse):
-    rows = rehearse("--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 4 "
-                    "--overlap-grad-reduce --rehearse-rank 1", 4).report["collectives"]  # fmt: skip
+    """What tp waits for comes before what dp sends, where both have kernels to run."""
+    _, report, text = rehearse("--tensor-model-parallel-size 2 --sequence-parallel "
+                               "--global-batch-size 4 --overlap-grad-reduce --rehearse-rank 1",
+                               4)  # fmt: skip
+    rows = report["collectives"]
+    urgent = {
+        axis: {row["urgent"] for row in rows if row["axis"] == axis} for axis in ("tp", "dp_cp")
+    }
+    assert urgent == {"tp": {True}, "dp_cp": {False}}
+    streams = {axis: {row["stream"] for row in rows if row["axis"] == axis} for axis in urgent}
+    assert not streams["tp"] & streams["dp_cp"]
+    told = [line for line in text.splitlines() if "this rank sends" in line]
+    assert all((", high priority" in line) == line.startswith("  tp ") for line in told) and told
     seen: Counter[int] = Counter()
     first: dict[int, int] = {}
     for row in rows:

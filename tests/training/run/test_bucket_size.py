@@ -11,6 +11,7 @@ from pretrain_llama import model_provider
 from tests.launcher import Launcher, Result
 from tests.saved import check_equal, tensors
 from tests.training.small_llama import read
+from training.flags.parse import parse
 from training.plan.model_profile import make_grid
 from training.run import bucket_size
 
@@ -56,6 +57,24 @@ def test_a_size_is_chosen_by_all_ranks_and_changes_no_bit(
     assert "gradient buckets" not in usual.said(0, "out")
     assert auto.losses() == usual.losses()
     check_equal(tensors(auto.folder / "saved", 2), tensors(usual.folder / "saved", 2))
+    if ranks == 2:
+        replayed(auto, int(told.replace(",", "")))
+
+
+def replayed(run: Result, chosen: int) -> None:
+    """What NCCL's bits depend on is in the checkpoint, for a run in this layout."""
+    words = f"{RUN} --load {run.folder}/saved --ddp-bucket-size auto"
+    words = words.replace("{dir}", str(run.folder))
+    said = list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_size, "gather_bytes", lambda data, axis, device: [data])
+        config = parse(words.split(), 2)
+        grid = make_grid(config, Launch(0, 2))
+        made = bucket_size.settle(config, grid, torch.device("cuda"), model_provider, said.append)
+        assert made.parallel.ddp_bucket_size == chosen
+        assert "as in the checkpoint, for the same bits" in said[0]
+        other = parse(words.split(), 4)
+        assert bucket_size.recorded(other, make_grid(other, Launch(0, 4)), CPU) == 0
 
 
 @pytest.mark.parametrize(
