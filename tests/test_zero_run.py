@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.cached_runs import CachedRuns
 from tests.launcher import Launcher, Result
 from tests.saved import check_equal, tensors
 
@@ -40,32 +41,18 @@ PP = "--pipeline-model-parallel-size 2"
 BF16, FP32 = "--bf16", ""
 
 
-class Runs:
-    """Runs of the program; one that many compare with is made once."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-        self.made: dict[tuple[Any, ...], Result] = {}
+class Runs(CachedRuns):
+    """Runs of `MODEL`."""
 
     def run(self, way: Way, dtype: str, load: Path | None = None) -> Result:
-        """Return a run to the last step, from the first or from what was saved at AT.
-
-        A resumed one saves what it has loaded before it goes on.
-        """
-        key = (way, dtype, load)
-        if key not in self.made:
-            words = f"{MODEL} --zero-stage {way.level} {way.more} {dtype}"
-            words += f" --load {load} --ckpt-step {AT}" if load else ""
-            count = way.dp * way.others
-            result = self.launcher.run(count, words.split(), save_first=bool(load))
-            assert result.codes == [0] * count, [result.said(rank) for rank in range(count)]
-            self.made[key] = result
-        return self.made[key]
+        """Return a run to the last step, from the first or from what was saved at AT."""
+        words = f"{MODEL} --zero-stage {way.level} {way.more} {dtype}"
+        return self.once(way.dp * way.others, words, load)
 
 
 @pytest.fixture(scope="module")
 def runs(launcher: Launcher) -> Runs:
-    return Runs(launcher)
+    return Runs(launcher, AT)
 
 
 def rows(result: Result, after: int = 0) -> list[tuple[Any, ...]]:

@@ -18,8 +18,8 @@ same work. (The head-tail, or zig-zag, order of Megatron's context parallelism.)
 
 The n mod 2 cp tokens that a document's chunks leave over are its first ones, which have the least
 work. Those of all documents together are dealt out, one a rank in each round, so a row needs no
-padding. Everything here is arithmetic on positions: it serves the batch, attention, the plan and
-the picture (tools/draw_attention.py).
+padding; in short rows ranks then exchange some. Everything here is arithmetic on positions: it
+serves the batch, attention, the plan and the picture (tools/draw_attention.py).
 """
 
 from bisect import bisect_right
@@ -31,6 +31,7 @@ from typing import NamedTuple
 from mpu.layers.attention_blocks import Block, document_blocks
 
 Ranges = tuple[range, ...]
+EVEN = 0.05  # of the mean: so much more work of the busiest rank is even enough
 
 
 @lru_cache(maxsize=64)
@@ -57,13 +58,40 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
                 held[rank].append(range(first, first + chunk))
         begin += length
     over.sort()  # the most work first
-    work = [0] * cp
+    dealt, work = [list[tuple[int, int]]() for _ in range(cp)], [0] * cp
     for first in range(0, len(over), cp):
         idlest = sorted(range(cp), key=work.__getitem__)
-        for rank, (keys, position) in zip(idlest, over[first : first + cp], strict=True):
-            work[rank] -= keys
-            held[rank].append(range(position, position + 1))
+        for rank, token in zip(idlest, over[first : first + cp], strict=True):
+            work[rank] -= token[0]
+            dealt[rank].append(token)
+    enough = sum(work) + EVEN * sum(n * (n + 1) // 2 for n in documents)
+    while max(work) * cp > enough and _exchange(dealt, work):
+        pass
+    for mine, tokens in zip(held, dealt, strict=True):
+        mine += [range(position, position + 1) for _, position in tokens]
     return tuple(joined(ranges) for ranges in held)
+
+
+def _exchange(dealt: list[list[tuple[int, int]]], work: list[int]) -> bool:
+    """Exchange a token of the busiest rank for a lighter one of another, so that the busier of the
+    two has the least work; return whether that helps.
+    """
+    busiest = work.index(max(work))
+    best = (work[busiest], 0, 0, 0)  # work of the busier one; the other rank; places of the tokens
+    for other, tokens in enumerate(dealt):
+        for i, (mine, _) in enumerate(dealt[busiest]):
+            for j, (theirs, _) in enumerate(tokens):
+                less = theirs - mine  # they count downwards
+                best = min(best, (max(work[busiest] - less, work[other] + less), other, i, j))
+    after, other, i, j = best
+    if after == work[busiest]:
+        return False
+    a, b = dealt[busiest], dealt[other]
+    less = b[j][0] - a[i][0]
+    a[i], b[j] = b[j], a[i]
+    work[busiest] -= less
+    work[other] += less
+    return True
 
 
 def joined(ranges: Sequence[range]) -> Ranges:

@@ -15,6 +15,9 @@ from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES, ContextAttention
 from mpu.layers.context_costs import AttentionSizes, memory, traffic
 from mpu.layers.context_shards import shards
+from pretrain_llama import model_provider
+from training.flags.parse import parse
+from training.plan import activations
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations
 
@@ -112,3 +115,39 @@ def test_the_buffers_are_few():
     assert gather.forward < outputs // 8 + 2 * layer
     assert gather.kept == ring.kept == (whole.q + whole.lse) // 8
     assert ring.forward <= outputs // 8 + 3 * sizes.kv
+
+
+LAYERS = 4
+LLAMA = f"""
+    --mock-data --num-layers {LAYERS} --hidden-size 4096 --ffn-hidden-size 14336 --vocab-size 1024
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 131072
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 1 --device cpu
+"""
+
+
+def peak(flags: str, cp: int = 1) -> int:
+    """Return the most bytes of activations that a rank of a run has at once in a step."""
+    config = parse(f"{LLAMA} {flags} --context-parallel-size {cp}".split(), cp)
+    (held,) = activations.held(config, model_provider)
+    return held.activations + held.logits + held.working
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("recompute", ["", "selective", "full"])
+@pytest.mark.parametrize("dtype", ["--bf16", ""])
+def test_a_rank_has_its_part_of_one_ranks_activations(dtype, recompute):
+    """Layers of Llama 3 8B at cp 8, 131,072 tokens: 1 / 8 of one rank's and a few keys and values.
+
+    a2a keeps one more output a layer, and the order of the tokens.
+    """
+    flags = f"{dtype} --recompute-granularity {recompute}" if recompute else dtype
+    one, sizes = peak(flags), AttentionSizes(8, 16384, 1, 32, 8, 128, 2 if dtype else 4)
+    more = {"p2p": 3 * sizes.kv, "all_gather": 2 * 8 * sizes.kv}
+    for kind in ("a2a", "a2a+p2p"):
+        each = memory(kind, sizes, 4)
+        kept = each.kept - memory("p2p", sizes).kept - sizes.q - sizes.kv
+        more[kind] = LAYERS * kept + each.forward
+    for kind, most in more.items():
+        levels = " --hierarchical-context-parallel-sizes 4 2" if kind == "a2a+p2p" else ""
+        found = peak(f"{flags} --cp-comm-type {kind}{levels}", 8) - one / 8
+        assert 0 < found <= most, f"{kind}: {found / sizes.kv:.2f} blocks of keys and values"

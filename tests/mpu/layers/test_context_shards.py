@@ -134,13 +134,18 @@ def bound(cp: int, lengths: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("cp", [4, 8, 16])
 def test_documents_are_balanced(cp, count):
-    """From 8 tokens a rank on within 1.25; a rank with one or two has the best that can be."""
+    """Within 1.25, or the best that can be: of every list. From 3 tokens a rank on 1.05 on average,
+    from 8 on all within 1.25.
+    """
     draw, found = random.Random(SEED + cp), []
+    fewest = 3 if count >= 2000 else 8  # the mean of a few lists varies
     for _ in range(count):
-        found.append(balance(cp, documents(draw, cp, draw.choice([8, 12, 16, 32, 64]))))
-        few = documents(draw, cp, draw.choice([1, 2]))
-        assert balance(cp, few) <= bound(cp, few) + 1e-9
-    assert np.mean(found) <= 1.05 and max(found) <= 1.25
+        tokens = draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
+        lengths = documents(draw, cp, tokens)
+        got = balance(cp, lengths)
+        assert got <= 1.25 or (tokens < 8 and got <= bound(cp, lengths) + 1e-9), lengths
+        found += [got] * (tokens >= fewest)
+    assert np.mean(found) <= 1.05
 
 
 def test_the_bound_is_one():
