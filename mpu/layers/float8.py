@@ -71,7 +71,14 @@ class Float8(Recipe):
         Of a weight x may be its rows themselves, as ZeRO gathered them.
         """
         if role == "wt":
-            return self._transposed(self.operand(x, "w", "k" if cut == "rows" else "rows"), cut)
+            rows = self._transposed(self._rows(x, "w", "k" if cut == "rows" else "rows"), cut)
+        else:
+            rows = self._rows(x, role, cut)
+        if rows.is_cuda and role in ("w", "wt"):
+            float8_cuda.prepare(rows, self.scaling)
+        return rows
+
+    def _rows(self, x: Tensor, role: str, cut: str) -> Tensor:
         if x.dtype == torch.uint8:
             return x
         flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
@@ -124,8 +131,7 @@ class Float8(Recipe):
         lead, x = x.shape[:-1], x.flatten(0, -2)
         if x.device.type == "cuda":
             pair = float8_cuda.Operand(x, form), float8_cuda.Operand(weight, E4M3)
-            square = self.scaling == "blockwise"
-            y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, square, fast=forward)
+            y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, fast=forward)
         else:
             wide = self.ctx.accumulate
             numbers = decode(x, self.block, form, wide), decode(weight, self.block, E4M3, wide)
@@ -141,7 +147,7 @@ class Float8(Recipe):
         left, right = remade(dy, self.block, form, same), remade(x, self.block, E4M3, same)
         if x.device.type == "cuda":
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
-            product = float8_cuda.multiply(*pair, self.scaling, torch.float32, square=False)
+            product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
             main_grad.copy_(product) if fresh else main_grad.add_(product)
             return
         wide = self.ctx.accumulate

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.layers.float8_rows import BLOCKS, Format, codes, scale_of, scales
+from mpu.layers.float8_rows import BLOCKS, Format, codes, scales
 
 CAPABLE = {  # compute capabilities, and the devices that have them
     "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
@@ -46,47 +46,62 @@ class Operand(NamedTuple):
     form: Format
 
 
+def prepare(rows: Tensor, scaling: str) -> None:
+    """Note a weight's scales beside its rows: a weight meets the rows of several ranks in turn."""
+    rows.scales_as_b = _layout(rows, scaling, weight=True, of_a=False)  # type: ignore[attr-defined]
+
+
 def multiply(
-    a: Operand, b: Operand, scaling: str, dtype: torch.dtype, square: bool, fast: bool = False
+    a: Operand, b: Operand, scaling: str, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Return a b^T [n, m] of rows a [n], b [m]. square: b's scales are those of 128 x 128 blocks.
+    """Return a b^T [n, m] of rows a [n], b [m]. A b that went through `prepare` is a weight.
 
     fast: sums may be kept in fewer bits within a tile, as is usual in forward. mxfp8 comes out in
     bf16 at most, and is converted.
     """
-    block = BLOCKS[scaling]
-    kind, swizzle = F.ScalingType, None
-    of_a, of_b = scales(a.rows, block), scales(b.rows, block)
-    if scaling == "tensorwise":
-        kinds = kind.TensorWise, kind.TensorWise
-        ready = scale_of(of_a[0]), scale_of(of_b[0])
-    elif scaling == "rowwise":
-        kinds = kind.RowWise, kind.RowWise
-        ready = scale_of(of_a), scale_of(of_b).t()
-    elif scaling == "blockwise":
-        kinds = kind.BlockWise1x128, kind.BlockWise128x128 if square else kind.BlockWise1x128
-        ready = _by_columns(of_a), _squares(of_b) if square else _by_columns(of_b)
-    else:
-        kinds, swizzle = (kind.BlockWise1x32, kind.BlockWise1x32), F.SwizzleType.SWIZZLE_32_4_4
-        ready = swizzled(of_a), swizzled(of_b)
+    block, kind = BLOCKS[scaling], F.ScalingType
+    ready = getattr(b.rows, "scales_as_b", None)
+    kinds = {
+        "tensorwise": (kind.TensorWise, kind.TensorWise),
+        "rowwise": (kind.RowWise, kind.RowWise),
+        "blockwise": (kind.BlockWise1x128, kind.BlockWise1x128),
+        "mxfp8": (kind.BlockWise1x32, kind.BlockWise1x32),
+    }[scaling]
+    if scaling == "blockwise" and ready is not None:
+        kinds = kind.BlockWise1x128, kind.BlockWise128x128
+    of_a = _layout(a.rows, scaling, weight=False, of_a=True)
+    of_b = _layout(b.rows, scaling, weight=False, of_a=False) if ready is None else ready
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if scaling == "mxfp8" else None
     out = torch.bfloat16 if scaling == "mxfp8" else dtype
     y = F.scaled_mm(
         codes(a.rows, block, a.form), codes(b.rows, block, b.form).t(),
-        ready[0], kinds[0], ready[1], kinds[1],
+        of_a, kinds[0], of_b, kinds[1],
         swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out, use_fast_accum=fast,
     )  # fmt: skip
     return y.to(dtype)
 
 
-def _by_columns(byte: Tensor) -> Tensor:
-    """Return scales of 1 x 128 blocks [n, k/128], with stride 1 along n."""
-    return scale_of(byte.t().contiguous()).t()
-
-
-def _squares(byte: Tensor) -> Tensor:
-    """Return scales of 128 x 128 blocks: bytes [m, k/128] -> [k/128 padded to 4, m/128]."""
+def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
+    """Return the scales of rows as scaled_mm asks for them: of a, or of b."""
+    byte = scales(rows, BLOCKS[scaling])
+    if scaling == "tensorwise":
+        return wide(byte[0])
+    if scaling == "rowwise":
+        return wide(byte) if of_a else wide(byte).t()
+    if scaling == "mxfp8":
+        return swizzled(byte)
+    if not weight:
+        return wide(byte.t()).t()  # stride 1 along n
     squares = byte[::128]
-    return scale_of(F.pad(squares, (0, -squares.shape[1] % 4))).t()
+    return wide(F.pad(squares, (0, -squares.shape[1] % 4))).t()
+
+
+def wide(byte: Tensor) -> Tensor:
+    """Return the scales of bytes in fp32, of the strides of a new tensor, in one launch.
+
+    They are what scale_of returns, but for 255, of which e8m0 makes a NaN.
+    """
+    return byte.view(torch.float8_e8m0fnu).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def swizzled(byte: Tensor) -> Tensor:
