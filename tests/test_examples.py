@@ -133,7 +133,12 @@ def test_every_example_is_tested():
     assert scripts == {name for name, _, _ in EXAMPLES} | {"slurm_ranks.sh"}  # in test_slurm.py
 
 
-@pytest.mark.parametrize("name,world,said", EXAMPLES, ids=[e[0] for e in EXAMPLES])
+# those whose model or arithmetic another one has too (test_kubernetes.py for 8B)
+LONG = {"cpu_supervised_nodes.slurm", "llama3_8b_one_node.sh", "llama3_70b_16_nodes.slurm"}
+MARKED = [pytest.param(*e, marks=[pytest.mark.prove] if e[0] in LONG else []) for e in EXAMPLES]
+
+
+@pytest.mark.parametrize("name,world,said", MARKED, ids=[e[0] for e in EXAMPLES])
 def test_dry_run_and_header_agree(name, world, said):
     done = run(name, "--dry-run", WORLD_SIZE=str(world), LAUNCH=sys.executable)
     assert done.returncode == 0, done.stderr

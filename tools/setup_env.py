@@ -176,6 +176,19 @@ def build_native() -> None:
         raise SetupError("setup.py build_native failed, as it says above")
 
 
+def add_torchrun() -> None:
+    """Write .venv/bin/torchrun where the environment borrows its torch, which brings none there.
+
+    The torchrun of the other interpreter would start ranks that do not see this environment.
+    """
+    launcher = os.path.join(os.path.dirname(PYTHON), "torchrun")
+    if os.path.exists(launcher):
+        return
+    with open(launcher, "w", encoding="utf-8") as file:
+        file.write(f'#!/bin/sh\nexec "{PYTHON}" -m torch.distributed.run "$@"\n')
+    os.chmod(launcher, 0o755)
+
+
 def prepare(chosen: bool) -> None:
     """Make or reuse .venv and install what pyproject.toml asks for."""
     check_interpreter()
@@ -218,6 +231,7 @@ def prepare(chosen: bool) -> None:
     pip("install", "-qq", "-c", constraint, "setuptools>=77.0.3")
     build_native()
     pip("install", "-qq", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")
+    add_torchrun()
     with open(STAMP, "w", encoding="utf-8") as file:
         json.dump(dict(wanted, python=here, torch=present[1]), file)
 
