@@ -61,9 +61,9 @@ def svg(plans: Plans) -> str:
         at = low * (high / low) ** share
         parts.append(f'<text x="{LEFT + PLOT_W * share:.0f}" y="{TOP + PLOT_H + 18}" '
                      f'text-anchor="middle">{at:.3g} s</text>')  # fmt: skip
-    order = plans.order()
-    if len(order):
-        parts += _bar(plans, int(order[0]), TOP + PLOT_H + 50)
+    best = plans.best(1)
+    if best:
+        parts += _bar(plans, best[0], TOP + PLOT_H + 50)
     return "\n".join([*parts, "</svg>", ""])
 
 
