@@ -119,7 +119,7 @@ def build_parser() -> Parser:
     parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
     parser.add_argument("--seq-length", type=whole(1, 1 << 24), default=SEQUENCE, help="tokens")
     parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed")
+    parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; left out: bfloat16")
     parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
     parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")

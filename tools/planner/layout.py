@@ -2,8 +2,8 @@
 """List every layout of a model on a cluster: tp, cp, pipeline, dp, ZeRO, what is recomputed.
 
 A layout is listed where the rules of pretrain_llama.py's flags allow it. Left out are ZeRO stages 2
-and 3 in a pipeline, as whole gradients and weights stand there at the fullest moment, and context
-parallelism that leaves a rank less than SHORTEST tokens.
+and 3 in a pipeline, as whole gradients and weights stand there at the fullest moment, offload where
+W is apart from B, and context parallelism that leaves a rank less than SHORTEST tokens.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), 
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "block", "full")
 DEEPEST = 64  # pipeline ranks
+SPLIT = ("zb-h1", "zb-v", "v-half")  # W keeps on the device what came up for B
 SHORTEST = 1024  # tokens of a context-parallel rank
 RECOMPUTE_FLAGS = {
     "none": "",
@@ -150,7 +151,7 @@ def layouts(
                     again = longest // 2 if recompute == "block" else 0
                     if (recompute == "block" and not again) or (offload and recompute != "none"):
                         continue
-                    if offload and layers <= pp * virtual:
+                    if offload and (layers <= pp * virtual or schedule in SPLIT):
                         continue
                     yield Layout(
                         tp=tp, pp=pp, virtual=virtual, dp=dp, micro_batch=b, micro_batches=count,

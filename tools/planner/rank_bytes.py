@@ -30,7 +30,7 @@ from training.run.dry_run import memory
 
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
-SOME = 4  # layers, and one more, from which a rank without a pipeline is told
+SOME = 3  # layers, and one more, from which a rank without a pipeline is told
 HOST = 1.6e12  # bytes of a node that offloaded activations count on: 2 TB (DGX H100 datasheet)
 BUCKETS = 2 * 40_000_000  # elements of whole gradients at ZeRO stages 2 and 3 (mpu/zero/layout.py)
 
