@@ -4,7 +4,7 @@
 
     python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
     python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
-    python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=16384,float8=1
+    python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=16384,float8=tensorwise
     python tools/plan.py MODEL CLUSTER --rank-orders "--tensor-model-parallel-size 8 ..."
     python tools/plan.py --predict RUNS.csv --out FILE
 
@@ -25,14 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from tools.command_line import Parser, told, whole
 from tools.planner import picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
-from tools.planner.model import REST, dry_run_bytes, read_model
+from tools.planner.layout import Layout
+from tools.planner.model import REST, read_model
 from tools.planner.predict import predict, write
 from tools.planner.published import read_table
-from tools.planner.search import Layout, PlanError, Plans
+from tools.planner.runs import COMMS, SCHEDULES
+from tools.planner.search import PlanError, Plans
 from training.flags.parse import parse
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
-ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24, "float8": 1}
+ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+Asked = dict[str, int | str]  # by ASKED, and float8
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
@@ -46,27 +50,29 @@ def predict_file(runs: Path, out: Path) -> str:
     return f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"
 
 
-def plans_of(model: str, cluster: Cluster, asked: dict[str, int]) -> Plans:
-    """Return every layout. asked: by ASKED's names; what is left out has a default."""
-    sequence = asked.get("seq-length", SEQUENCE)
-    batch = asked.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence))
+def plans_of(model: str, cluster: Cluster, asked: Asked) -> Plans:
+    """Return every layout. asked: by ASKED's names, and float8; the rest has defaults."""
+    sequence = int(asked.get("seq-length", SEQUENCE))
+    batch = int(asked.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
     found = read_model(model, sequence)
-    nodes = asked.get("nodes", cluster.nodes)
-    return search.plan(found, cluster.of(nodes), batch, bool(asked.get("float8", 0)))
+    nodes = int(asked.get("nodes", cluster.nodes))
+    return search.plan(found, cluster.of(nodes), batch, str(asked.get("float8", "bf16")))
 
 
 def own_plan(plans: Plans, flags: str) -> Plans:
     """Return the plan of the layout that flags name. Raises PlanError, UsageError."""
     argv = [*plans.model.flags, *REST.split(), *shlex.split(flags)]
     config = parse(argv, plans.cluster.gpus)
-    p, b = config.parallel, config.batch
-    known = ("interleaved" if p.virtual_stages > 1 else "1f1b", None)
-    if p.pipeline_model_parallel_size > 1 and p.schedule not in known:
-        raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}: 1f1b, interleaved")
-    if p.context_parallel_size > 1 or p.optimizer_cpu_offload:
-        raise PlanError("--why knows neither --context-parallel-size nor --optimizer-cpu-offload")
-    if p.zero > 1:
-        raise PlanError(f"--why does not know ZeRO stage {p.zero}: 0 and 1")
+    p, b, f = config.parallel, config.batch, config.float8
+    if p.optimizer_cpu_offload:
+        raise PlanError("--why does not know --optimizer-cpu-offload")
+    if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
+        raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
+    if p.schedule not in SCHEDULES:
+        raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}")
+    kind = p.recompute_granularity or "none"
+    if kind == "full" and p.recompute_method == "block":
+        kind = "block"
     each = Layout(
         tp=p.tensor_model_parallel_size,
         pp=p.pipeline_model_parallel_size,
@@ -75,19 +81,33 @@ def own_plan(plans: Plans, flags: str) -> Plans:
         micro_batch=b.micro_batch_size,
         micro_batches=b.global_batch_size // (b.micro_batch_size * p.data_parallel_size),
         zero=p.zero,
-        recompute="full" if p.recompute_granularity == "full" else "none",
+        recompute=kind,
+        again=(p.recompute_num_layers or 1) if kind == "block" else 0,
+        cp=p.context_parallel_size,
+        comm=p.cp_comm_type[0],
+        schedule=p.schedule,
+        offload=config.gpu.cpu_offload_activations,
+        overlap="none" if p.tp_comm_overlap == "none" else "ring",
+        dtype=(f.fp8_recipe or "bf16") if f.fp8_format else "bf16",
+        each=p.zero_reduce_each_microbatch,
     )
     return search.told(plans.model, plans.cluster, [each])
 
 
-def read_asked(text: str) -> dict[str, int]:
+def read_asked(text: str) -> Asked:
     """Return what --what-if asks: name=value, name=value. Raises PlanError."""
-    asked = {}
+    asked: Asked = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if name == "float8" and value in RECIPES:
+            asked[name] = value
+            continue
         if name not in ASKED or not value.isdigit() or not 1 <= int(value) <= ASKED[name]:
             known = ", ".join(f"{key} up to {most:,}" for key, most in ASKED.items())
-            raise PlanError(f"--what-if {part.strip()!r} is not name=value of {known}")
+            raise PlanError(
+                f"--what-if {part.strip()!r} is not name=value of {known}, float8 of "
+                f"{', '.join(RECIPES)}"
+            )
         asked[name] = int(value)
     return asked
 
@@ -100,8 +120,8 @@ def build_parser() -> Parser:
     parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
     parser.add_argument("--seq-length", type=whole(1, 1 << 24), default=SEQUENCE, help="tokens")
     parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed")
-    parser.add_argument("--check", type=whole(0, 100), default=0, help="of these, by --dry-run too")
+    parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
+    parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; left out: bfloat16")
     parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
     parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
@@ -125,7 +145,9 @@ def answer(args: argparse.Namespace) -> list[str]:
     if args.model is None or args.cluster is None:
         raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
     cluster = read_cluster(args.cluster)
-    asked = {"seq-length": args.seq_length}
+    asked: Asked = {"seq-length": args.seq_length}
+    if args.float8:
+        asked["float8"] = args.float8
     if args.nodes:
         cluster = cluster.of(args.nodes)
     if args.rank_orders is not None:
@@ -141,12 +163,7 @@ def answer(args: argparse.Namespace) -> list[str]:
     if args.what_if is not None:
         other = plans_of(args.model, cluster, {**asked, **read_asked(args.what_if)})
         return table.what_if(plans, other, args.what_if)
-    lines = table.ranking(plans, args.top, args.tokens)
-    for n in plans.order()[: args.check]:
-        flags = table.command(plans, int(n))
-        told_bytes = dry_run_bytes(flags, cluster.gpus)
-        lines.append(f"{told_bytes / 1e9:.2f} GB by --dry-run: {plans.layouts[n].flags()}")
-    return lines
+    return table.ranking(plans, args.top, args.tokens)
 
 
 def main(argv: Sequence[str]) -> int:

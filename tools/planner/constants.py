@@ -148,6 +148,7 @@ def device_constants(name: str) -> dict[str, float]:
         "sms": device["sms"],
         "bandwidth": device["bandwidth"],
         "link": device.levels[0].bandwidth,
+        "host_bandwidth": device["host_bandwidth"],
     }
 
 

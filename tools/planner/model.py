@@ -3,7 +3,6 @@
 
 import shlex
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import pretrain_llama
@@ -26,29 +25,11 @@ HUGGING_FACE = {  # pretrain_llama.py's flag of each key
     "vocab_size": "--vocab-size", "rope_theta": "--rotary-base",
 }  # fmt: skip
 REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what a parse asks for beside a plan
-FEW, MORE = 1, 2  # layers of the models from which one of any number is told
+FEW = 1  # layers of a model whose parts are costed
 
 
 class ModelError(ValueError):
     """A model that cannot be planned: the text names what was given and the rule."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one rank has of a micro-batch of one sequence, in bytes, at a tp and a recomputation.
-
-    layer: kept of each layer. again: of one layer while it is recomputed, and what the embedding
-    keeps. logits. working: of one operation; working_more: for each sequence more. layer_numbers,
-    end_numbers: parameters of a layer, and of embedding and head together.
-    """
-
-    layer: float
-    again: float
-    logits: float
-    working: float
-    working_more: float
-    layer_numbers: float
-    end_numbers: float
 
 
 @dataclass(frozen=True)
@@ -58,10 +39,6 @@ class Model:
     name: str
     flags: tuple[str, ...]
     config: Config
-
-    def unit(self, tp: int, recompute: str, sequence: int) -> Unit:
-        """Return what --dry-run counts for a layer more, and what it counts beside the layers."""
-        return _unit(self.flags, tp, recompute, sequence)
 
     def costs(self) -> tuple[float, float, float]:
         """Return forward FLOPs of a token: embedding, a layer, head."""
@@ -115,47 +92,14 @@ def _hugging_face(path: Path) -> list[str]:
 
 def dry_run_bytes(flags: str, world: int) -> float:
     """Return the bytes of the fullest pipeline rank of a run, as --dry-run tells them."""
-    config = parse([*shlex.split(flags.replace("--bf16", "")), *REST.split()], world)
+    own = [word for word in shlex.split(flags) if word != "--bf16"]  # REST has it
+    config = parse([*own, *REST.split()], world)
     held = activations.held(config, pretrain_llama.model_provider)
     ranks = [memory(config, pretrain_llama.model_provider, n, each) for n, each in enumerate(held)]
     return max(float(sum(kinds.values())) for kinds in ranks)
 
 
-RECOMPUTE = {  # flags of each kind of recomputation
-    "none": "",
-    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-}
-
-
-@lru_cache(maxsize=256)
-def _unit(flags: tuple[str, ...], tp: int, recompute: str, sequence: int) -> Unit:
-    told: list[dict[str, float]] = []
-    for layers, sequences in ((FEW, 1), (MORE, 1), (FEW, 2)):
-        argv = [*flags, *REST.split(), *RECOMPUTE[recompute].split(), "--num-layers", str(layers),
-                "--seq-length", str(sequence), "--tensor-model-parallel-size", str(tp),
-                "--micro-batch-size", str(sequences),
-                "--global-batch-size", str(sequences)]  # fmt: skip
-        argv += ["--sequence-parallel"] * (tp > 1)
-        config = parse(_last(argv), tp)
-        held = activations.held(config, pretrain_llama.model_provider)[0]
-        kinds = memory(config, pretrain_llama.model_provider, 0, held)
-        told.append(dict(kinds))
-    few, more, two = told
-    numbers = [kinds["parameters"] / 2 for kinds in told]
-    layer = more["activations"] - few["activations"]
-    layer_numbers = numbers[1] - numbers[0]
-    return Unit(
-        layer=layer,
-        again=few["activations"] - FEW * layer,
-        logits=few["logits"],
-        working=few["working memory"],
-        working_more=two["working memory"] - few["working memory"],
-        layer_numbers=layer_numbers,
-        end_numbers=numbers[0] - FEW * layer_numbers,
-    )
-
-
-def _last(argv: list[str]) -> list[str]:
+def last_of_each(argv: list[str]) -> list[str]:
     """Return flags without what a later one of the same name replaces."""
     given = [n for n, word in enumerate(argv) if word.startswith("--")]
     latest = {argv[n]: n for n in given}

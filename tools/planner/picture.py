@@ -63,9 +63,9 @@ def svg(plans: Plans) -> str:
     front = [place(n) for n in pareto(plans) if seconds[n] <= high and gb[n] <= most]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
     parts.append(f'<polyline points="{points}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
-    order = plans.order()
-    if len(order):
-        parts += _bar(plans, int(order[0]), TOP + PLOT_H + 68)
+    best = plans.best(1)
+    if best:
+        parts += _bar(plans, best[0], TOP + PLOT_H + 68)
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -24,23 +24,13 @@ TERMS = {  # each times its constant is a part of a rank's memory
 }
 
 
-def rank_layers(r: Runs) -> Array:
-    """Return [runs, pipeline ranks]: the layers of each rank, its chunks together."""
-    width = int(r.pp.max())
-    if not (r.virtual > 1).any():
-        return np.asarray(r.cut[:, :width])
-    number = np.arange(r.cut.shape[1])[None, :]
-    place = number % r.pp[:, None].astype(int)
-    return np.stack([np.where(place == rank, r.cut, 0.0).sum(1) for rank in range(width)], 1)
-
-
 def terms(r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
     """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1.
 
     calm: which runs do not stall. Those that do keep nothing that tp does not cut: they were made
     by another version of their program, as far as their memory tells.
     """
-    layers = rank_layers(r)
+    layers = r.by_rank(r.cut)
     number = np.arange(layers.shape[1])[None, :]
     pp, tp = r.pp[:, None], r.tp[:, None]
     home = (number == (r.head % r.pp)[:, None]).astype(float)

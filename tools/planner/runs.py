@@ -25,7 +25,10 @@ class Runs:
     are in float8. schedule: an index into SCHEDULES. node: GPUs of a node. network: bytes a second
     of one GPU's share of the node's network cards, one direction. cut: [runs, stages], the layers
     of each stage, 0 beyond pp * virtual. head: the stage that has the output layer. idle: 1 where a
-    pipeline rank has nothing to do.
+    pipeline rank has nothing to do. core_again: 1 where attention runs again in backward. comm: how
+    keys and values travel, an index into COMMS. overlap: 1 where tp's transfers travel in a ring
+    beside matmuls. offload: bytes of a layer and micro-batch that wait in host memory. reduces:
+    sums of gradients of a step.
     """
 
     layers: Array
@@ -54,6 +57,11 @@ class Runs:
     network: Array
     head: Array
     idle: Array
+    core_again: Array
+    comm: Array
+    overlap: Array
+    offload: Array
+    reduces: Array
     cut: Array
 
     def __len__(self) -> int:
@@ -98,7 +106,26 @@ class Runs:
         return matmuls + score * self.layers * self.sequence * self.hidden
 
 
+    def by_rank(self, values: Array) -> Array:
+        """Return [runs, ranks] of [runs, stages]: the sum over a pipeline rank's own stages."""
+        width = int(self.pp.max())
+        if not (self.virtual > 1).any():
+            return np.asarray(values[:, :width])
+        pp = np.maximum(self.pp, 1).astype(int)[:, None]
+        number = np.arange(values.shape[1])[None, :]
+        chunk, place = number // pp, number % pp
+        back = np.isin(self.schedule, V_SHAPED)[:, None] & (chunk % 2 == 1)
+        place = np.where(back, pp - 1 - place, place)
+        used = chunk < self.virtual[:, None]
+        at = np.arange(len(self))[:, None] * width + np.where(used, place, 0)
+        total = np.bincount(at.ravel(), np.where(used, values, 0.0).ravel(), len(self) * width)
+        return np.asarray(total.reshape(len(self), width))
+
+
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "zb-2p")
+V_SHAPED = (SCHEDULES.index("zb-v"), SCHEDULES.index("v-half"))
+COMMS = ("p2p", "all_gather", "a2a")
+PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1}  # unless said
 
 
 def even_cut(layers: int, stages: int) -> list[int]:
@@ -113,5 +140,7 @@ def stacked(records: Sequence[dict[str, Any]]) -> Runs:
     for row, record in zip(cut, records, strict=True):
         row[: len(record["cut"])] = record["cut"]
     names = [field.name for field in fields(Runs) if field.name != "cut"]
-    values = {name: np.array([float(r[name]) for r in records]) for name in names}
+    values = {
+        name: np.array([r.get(name, PLAIN.get(name)) for r in records], float) for name in names
+    }
     return Runs(**values, cut=cut)

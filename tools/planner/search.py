@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enumerate the layouts of a model on a cluster, tell their memory and time, and rank them.
+"""Time every layout of a model on a cluster, tell its memory, and rank them.
 
-Memory is what --dry-run counts (training/plan), from two small models at each tp and recomputation.
-Time is tools/planner/step_time.py. Every layout is timed; there is no heuristic that leaves one out
-but the rules of pretrain_llama.py's flags.
-
-t tp, p pipeline ranks, v virtual stages a rank, m micro-batches, b sequences of a micro-batch
+Layouts are those of tools/planner/layout.py, memory is tools/planner/rank_bytes.py, time is
+tools/planner/step_time.py. How keys and values travel, and whether tp's transfers go in a ring, is
+chosen once for each tp, cp and micro-batch: the way in which a layer takes the least time.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mpu.pipeline import layout
-from mpu.pipeline.schedules import stage_of
 from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
-from tools.planner.model import RECOMPUTE, Model
-from tools.planner.runs import SCHEDULES, Array, Runs, stacked
-from tools.planner.step_time import Times, times
+from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
+from tools.planner.model import Model
+from tools.planner.rank_bytes import exactly, many, sizes, unit
+from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
+from tools.planner.step_time import Times, layer, times
 from tools.rehearsal.device_file import read_device
 
-CHUNKS = (1, 2, 4)
-MICRO_BATCHES = (1, 2, 4, 8)
-DEEPEST = 64  # pipeline ranks
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
+NEARLY = 1.1  # layouts whose memory is told to be so much above the limit are told exactly too
 
 
 class PlanError(ValueError):
@@ -35,35 +31,11 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One layout of a run: what the flags say."""
-
-    tp: int
-    pp: int
-    virtual: int
-    dp: int
-    micro_batch: int
-    micro_batches: int
-    zero: int
-    recompute: str
-
-    def flags(self) -> str:
-        """Return pretrain_llama.py's flags of the layout."""
-        words = [f"--tensor-model-parallel-size {self.tp}"]
-        words += ["--sequence-parallel"] * (self.tp > 1)
-        words.append(f"--pipeline-model-parallel-size {self.pp}")
-        if self.virtual > 1:
-            words.append(f"--num-virtual-stages-per-pipeline-rank {self.virtual}")
-        words.append(f"--micro-batch-size {self.micro_batch}")
-        words.append(f"--global-batch-size {self.micro_batch * self.micro_batches * self.dp}")
-        if self.zero:
-            words.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-        return " ".join([*words, RECOMPUTE[self.recompute]]).strip()
-
-
-@dataclass(frozen=True)
 class Plans:
-    """Layouts with what is told of them, in the same order. bytes: of the fullest rank."""
+    """Layouts with what is told of them, in the same order.
+
+    bytes: of the fullest rank, to a few percent. limit: what a GPU counts on.
+    """
 
     model: Model
     cluster: Cluster
@@ -86,70 +58,102 @@ class Plans:
     def mfu(self) -> Array:
         return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak"]
 
+    @cached_property
+    def known(self) -> dict[int, list[float]]:
+        """Return the bytes of each pipeline rank of the layouts that were told exactly."""
+        return {}
+
+    def exact(self, n: int) -> float:
+        """Return the bytes of a layout's fullest rank as --dry-run tells them."""
+        if n not in self.known:
+            self.known[n] = exactly(self.model, self.layouts[n])
+        return max(self.known[n])
+
+    def command(self, n: int) -> str:
+        """Return the flags of model and layout; data, learning rate and length are the user's."""
+        return f"{' '.join(self.model.flags)} --bf16 {self.layouts[n].flags()}"
+
     def order(self) -> npt.NDArray[np.intp]:
         """Return the layouts that fit, fastest first; of equals the one with more memory left."""
         found = np.flatnonzero(self.fits)
         return found[np.lexsort((self.bytes[found], self.times.step[found]))]
 
-
-def layouts(model: Model, cluster: Cluster, batch: int) -> Iterator[Layout]:
-    """Yield every layout that the flags allow for a batch of so many sequences."""
-    m = model.config.model
-    groups = m.num_query_groups or m.num_attention_heads
-    for tp in (1, 2, 4, 8, 16):
-        if tp > cluster.node or groups % tp or m.seq_length % tp or cluster.gpus % tp:
-            continue
-        for pp in range(1, min(DEEPEST, m.num_layers, cluster.gpus // tp) + 1):
-            if cluster.gpus % (tp * pp):
-                continue
-            dp = cluster.gpus // (tp * pp)
-            for virtual, b, recompute in product(CHUNKS, MICRO_BATCHES, RECOMPUTE):
-                count, rest = divmod(batch, dp * b)
-                if rest or not count or (virtual > 1 and (pp == 1 or count % pp)):
-                    continue
-                if pp * virtual > m.num_layers:
-                    continue
-                yield Layout(
-                    tp=tp,
-                    pp=pp,
-                    virtual=virtual,
-                    dp=dp,
-                    micro_batch=b,
-                    micro_batches=count,
-                    zero=int(dp > 1),
-                    recompute=recompute,
-                )
+    def best(self, top: int) -> list[int]:
+        """Return the first layouts that fit by --dry-run's arithmetic, fastest first."""
+        near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
+        ranked = near[np.lexsort((self.bytes[near], self.times.step[near]))]
+        found: list[int] = []
+        for n in map(int, ranked[: 3 * top + 5]):
+            if self.exact(n) <= self.limit:
+                found.append(n)
+            if len(found) == top:
+                break
+        return found
 
 
-def cut_of(model: Model, pp: int, virtual: int, costs: tuple[float, float, float]) -> list[int]:
+def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> list[int]:
     """Return the layers of each stage as pretrain_llama.py balances them."""
-    embedding, layer, head = costs
-    each = (layer,) * model.config.model.num_layers
+    embedding, one, head = costs
+    layers = (one,) * model.config.model.num_layers
+    if each.pp == 1:
+        return [len(layers)]
     ends = {"embedding_cost": embedding, "head_cost": head}
-    stages = layout.stages(each, pp, virtual, **ends)
+    stages = layout.stages(layers, each.pp, each.virtual, each.v_shape, **ends)
     return [len(stage.layers) for stage in stages]
 
 
-def runs_of(model: Model, cluster: Cluster, found: list[Layout], float8: bool = False) -> Runs:
+def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
     """Return layouts as runs to be timed."""
     m, costs = model.config.model, model.costs()
     heads = m.num_attention_heads
-    records = []
-    for each in found:
-        records.append({
-            "layers": m.num_layers, "hidden": m.hidden_size, "heads": heads,
-            "kv_heads": m.num_query_groups or heads, "ffn": _ffn(model),
-            "vocab": m.vocab_size, "sequence": m.seq_length, "gated": 1,
-            "tied": not m.untie_embeddings_and_output_weights, "causal": 1, "tp": each.tp,
-            "cp": 1, "dp": each.dp, "pp": each.pp, "virtual": each.virtual,
-            "micro_batch": each.micro_batch, "micro_batches": each.micro_batches,
-            "zero": each.zero, "recompute": each.recompute == "full",
-            "sequence_parallel": each.tp > 1, "float8": float8,
-            "schedule": SCHEDULES.index("interleaved" if each.virtual > 1 else "1f1b"),
-            "node": cluster.node, "network": cluster.network, "head": each.pp * each.virtual - 1,
-            "idle": 0, "cut": cut_of(model, each.pp, each.virtual, costs),
-        })  # fmt: skip
-    return stacked(records)
+    cuts: dict[tuple[int, int, bool], list[int]] = {}
+    for e in found:
+        key = (e.pp, e.virtual, e.v_shape)
+        if key not in cuts:
+            cuts[key] = cut_of(model, e, costs)
+    longest = max(map(len, cuts.values()))
+    padded = {key: np.pad(np.array(cut, float), (0, longest - len(cut)))
+              for key, cut in cuts.items()}  # fmt: skip
+    same = {
+        "layers": m.num_layers, "hidden": m.hidden_size, "heads": heads,
+        "kv_heads": m.num_query_groups or heads, "ffn": _ffn(model), "vocab": m.vocab_size,
+        "sequence": m.seq_length, "gated": 1, "tied": not m.untie_embeddings_and_output_weights,
+        "causal": 1, "node": cluster.node, "network": cluster.network, "idle": 0,
+    }  # fmt: skip
+    columns: dict[str, list[float]] = {
+        "tp": [e.tp for e in found], "cp": [e.cp for e in found], "dp": [e.dp for e in found],
+        "pp": [e.pp for e in found], "virtual": [e.virtual for e in found],
+        "micro_batch": [e.micro_batch for e in found],
+        "micro_batches": [e.micro_batches for e in found], "zero": [e.zero for e in found],
+        "recompute": [_again(model, e) for e in found],
+        "core_again": [e.recompute == "selective" for e in found],
+        "sequence_parallel": [e.tp > 1 for e in found],
+        "float8": [e.dtype != "bf16" for e in found],
+        "schedule": [SCHEDULES.index(e.schedule) for e in found],
+        "head": [e.pp * e.virtual - 1 for e in found],
+        "comm": [COMMS.index(e.comm) for e in found],
+        "overlap": [e.overlap != "none" for e in found],
+        "offload": [_offloaded(model, e) for e in found],
+        "reduces": [e.micro_batches if e.each else 1 for e in found],
+    }  # fmt: skip
+    arrays = {key: np.array(values, float) for key, values in columns.items()}
+    arrays |= {key: np.full(len(found), float(value or 0)) for key, value in same.items()}
+    arrays["cut"] = np.stack([padded[e.pp, e.virtual, e.v_shape] for e in found])
+    return Runs(**arrays)
+
+
+def _again(model: Model, e: Layout) -> float:
+    """Return the share of the layers that backward runs again."""
+    if e.recompute == "block":
+        return min(1.0, e.again * e.pp * e.virtual / model.config.model.num_layers)
+    return float(e.recompute == "full")
+
+
+def _offloaded(model: Model, e: Layout) -> float:
+    """Return the bytes of a layer and micro-batch that wait in host memory."""
+    if not e.offload:
+        return 0.0
+    return unit(model.flags, e.tp, "none", e.dtype).layer * e.micro_batch / e.cp
 
 
 def _ffn(model: Model) -> float:
@@ -157,64 +161,80 @@ def _ffn(model: Model) -> float:
     m = model.config.model
     heads = m.num_attention_heads
     attention = 2 * m.hidden_size + 2 * (m.num_query_groups or heads) * m.hidden_size / heads
-    numbers = model.unit(1, "none", m.seq_length).layer_numbers
-    return (numbers / m.hidden_size - attention) / 3
+    return (sizes(model.flags, 1).layer / m.hidden_size - attention) / 3
 
 
-def memory_of(model: Model, found: list[Layout], runs: Runs) -> Array:
-    """Return the bytes that --dry-run tells of each layout's fullest rank."""
-    sequence = model.config.model.seq_length
-    tied = not model.config.model.untie_embeddings_and_output_weights
-    told = np.zeros(len(found))
-    for n, each in enumerate(found):
-        unit = model.unit(each.tp, each.recompute, sequence)
-        cut = runs.cut[n]
-        for rank in range(each.pp):
-            own = [stage_of(rank, chunk, each.pp, False) for chunk in range(each.virtual)]
-            layers = sum(cut[stage] for stage in own)
-            first, last = rank == 0, rank == each.pp - 1
-            share = unit.end_numbers * ((first or last) if tied else (first + last) / 2)
-            numbers = layers * unit.layer_numbers + share
-            shard = each.dp if each.zero else 1
-            state = numbers * (6 + 12 / shard)
-            b = each.micro_batch
-            held = waiting(each, rank) * layers / each.virtual
-            kept = b * (held * unit.layer + unit.again + (unit.logits if last else 0))
-            told[n] = max(told[n], state + kept + unit.working + (b - 1) * unit.working_more)
-    return told
+def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, int], Choice]:
+    """Return, for each tp, cp and micro-batch, the way in which a layer takes the least time."""
+    tried = [
+        Layout(tp=tp, pp=1, virtual=1, dp=1, micro_batch=b, micro_batches=1, zero=0,
+               recompute="none", cp=cp, comm=way.comm, overlap=way.overlap, dtype=dtype)
+        for tp, cp in grids(model, cluster) for b in MICRO_BATCHES
+        for way in choices(model, tp, cp)
+    ]  # fmt: skip
+    if not tried:
+        return {}
+    compute, exposed = layer(_constants(cluster), runs_of(model, cluster, tried))
+    told: dict[tuple[int, int, int], tuple[float, Choice]] = {}
+    for e, seconds in zip(tried, compute + exposed, strict=True):
+        key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
+        if key not in told or seconds < told[key][0] - 1e-12:
+            told[key] = (float(seconds), way)
+    return {key: way for key, (_, way) in told.items()}
 
 
-def waiting(each: Layout, rank: int) -> int:
-    """Return the micro-batches of a chunk that a rank has in flight at its fullest moment."""
-    total = each.micro_batches * each.virtual
-    if each.virtual == 1:
-        return min(each.pp - rank, total)
-    return min(2 * (each.pp - rank - 1) + (each.virtual - 1) * each.pp + 1, total)
+def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Plans:
+    """Return every layout of a model on a cluster, timed. Raises PlanError where there is none.
 
-
-def plan(model: Model, cluster: Cluster, batch: int, float8: bool = False) -> Plans:
-    """Return every layout of a model on a cluster, timed. Raises PlanError where there is none."""
-    found = list(layouts(model, cluster, batch))
+    dtype: of the layers' matmuls, bf16 or a float8 recipe.
+    """
+    found = list(layouts(model, cluster, batch, choose(model, cluster, dtype), dtype))
     if not found:
         raise PlanError(
             f"no layout of {cluster.gpus} GPUs divides a batch of {batch} sequences, "
             f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
             "heads: another --global-batch-size may"
         )
-    return told(model, cluster, found, float8)
+    return told(model, cluster, found)
 
 
-def told(model: Model, cluster: Cluster, found: list[Layout], float8: bool = False) -> Plans:
+def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return what is told of given layouts."""
-    runs = runs_of(model, cluster, found, float8)
+    runs = runs_of(model, cluster, found)
     limit = read_device(cluster.device)["memory"] * POOL - OVERHEAD
-    timed = times(profile(f"weft_{cluster.device}"), runs)
     return Plans(
         model=model,
         cluster=cluster,
         layouts=found,
         runs=runs,
-        times=timed,
-        bytes=memory_of(model, found, runs),
+        times=_timed(_constants(cluster), runs),
+        bytes=many(model, found, runs),
         limit=limit,
     )
+
+
+def _constants(cluster: Cluster) -> dict[str, float]:
+    return profile(f"weft_{cluster.device}")
+
+
+def _timed(c: dict[str, float], runs: Runs) -> Times:
+    """Time runs, those with as many stages together, so that arrays are no wider than needed."""
+    count = (runs.pp * runs.virtual).astype(int)
+    parts: list[tuple[npt.NDArray[np.intp], Times]] = []
+    for stages in np.unique(count):
+        at = np.flatnonzero(count == stages)
+        some = runs[at]
+        parts.append((at, times(c, replace(some, cut=some.cut[:, :stages]))))
+    values: dict[str, Array] = {}
+    for field in fields(Times):
+        whole = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))
+        for at, some_times in parts:
+            own = getattr(some_times, field.name)
+            if own.ndim == 2:
+                whole[at, : own.shape[1]] = own
+            else:
+                whole[at] = own
+        values[field.name] = whole
+    return Times(**values)
+
+

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.planner.runs import SCHEDULES, Array, Runs
+from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
 
 Constants = Mapping[str, float]
 SURE = 4  # the power by which odds become a median
 SOCKET = 4  # GPUs of one socket
+RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
+MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,10 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
                       * r.layer_weights / tp)  # fmt: skip
     f_compute = forward + attention + f_passes
     b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
-    whole = 2 * t * h
-    one = collective(c, r, whole, tp, np.ones_like(tp))
-    shown = np.where(r.sequence_parallel > 0, c["tp_backward"], np.minimum(4, c["tp_backward"]))
-    exposed = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
-    ring = collective(c, r, 4 * t * r.cp * r.kv_heads * r.head_size / tp, r.cp, tp)
-    shadow = (f_compute + b_compute) * c["cp_hidden"]
-    exposed = exposed + np.maximum(3 * ring - shadow, 0.2 * ring)
+    b_compute = b_compute + r.core_again * (1 - r.recompute) * attention
+    exposed = _tensor(c, r, t, forward + backward) + _context(c, r, t, f_compute + b_compute)
+    down = r.offload / c["host_bandwidth"]
+    exposed = exposed + np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute)
     if (r.zero >= 3).any():  # in a pipeline a stage's weights stay whole for a step: gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
         gather = collective(c, r, c["parameter_bytes"] * weights, size, tp)
@@ -116,6 +115,30 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
         )
     return f_compute + b_compute + c["layer_start"] * (1 + r.recompute / 3), exposed
+
+
+def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
+    """Return the exposed tp transfers of F and B of a layer. matmuls: seconds beside them."""
+    one = collective(c, r, 2 * t * r.hidden, r.tp, np.ones_like(r.tp))
+    shown = np.where(r.sequence_parallel > 0, c["tp_backward"], np.minimum(4, c["tp_backward"]))
+    plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
+    first = plain / r.tp  # a ring's first part has no matmul beside it, and parts slow matmuls
+    ring = np.maximum(plain - matmuls, first) + RING_SLOWS * plain
+    ring = ring + MATMULS * (r.tp - 1) * c["kernel_seconds"]
+    return np.where(r.overlap > 0, ring, plain)
+
+
+def _context(c: Constants, r: Runs, t: Array, compute: Array) -> Array:
+    """Return the exposed cp transfers of F and B of a layer. compute: seconds of F and B."""
+    if not (r.cp > 1).any():
+        return np.zeros(len(r))
+    kv, q = 4 * r.kv_heads * r.head_size, 2 * r.hidden
+    ring = collective(c, r, t * r.cp * kv / r.tp, r.cp, r.tp)
+    moved = ring * (3 + r.recompute)  # K and V forward; K, V and their gradients backward
+    heads = collective(c, r, t * (2 * q + kv) / r.tp, r.cp, r.tp) * (2 + r.recompute)
+    round_ = np.maximum(moved - compute * c["cp_hidden"], 0.2 * ring)
+    told = np.where(r.comm == COMMS.index("all_gather"), moved, round_)
+    return np.asarray(np.where(r.comm == COMMS.index("a2a"), heads, told))
 
 
 def head(c: Constants, r: Runs) -> tuple[Array, Array]:
@@ -189,27 +212,12 @@ def messages(c: Constants, r: Runs) -> Array:
 
 def rank_weights(r: Runs) -> Array:
     """Return the numbers that the fullest pipeline rank holds."""
-    stages = r.cut.reshape(len(r), -1)
     ends = r.vocab * r.hidden
-    first = _rank_layers(r, 0) * r.layer_weights + ends
-    place = np.minimum(r.head, stages.shape[1] - 1).astype(int)
-    last = stages[np.arange(len(r)), place] * r.layer_weights + ends
-    both = (r.head == 0) & (r.tied == 0)
-    middle = stages.max(1) * r.virtual * r.layer_weights
-    return np.maximum(np.maximum(first + both * ends, last), middle) / r.tp
-
-
-def _rank_layers(r: Runs, rank: int) -> Array:
-    """Return the layers of a pipeline rank: chunk after chunk, pp stages apart."""
-    if not (r.virtual > 1).any():
-        return np.asarray(r.cut[:, rank])
-    total = np.zeros(len(r))
-    for chunk in range(int(r.virtual.max())):
-        place = rank + chunk * r.pp
-        inside = (chunk < r.virtual) & (place < r.cut.shape[1])
-        at = np.minimum(place, r.cut.shape[1] - 1).astype(int)
-        total += np.where(inside, r.cut[np.arange(len(r)), at], 0)
-    return total
+    number = np.arange(r.cut.shape[1])[None, :]
+    has = r.by_rank((number == 0) + (number == r.head[:, None]).astype(float))
+    has = np.where((has > 1) & (r.tied > 0)[:, None], 1.0, has)
+    held = r.by_rank(r.cut) * r.layer_weights[:, None] + has * ends[:, None]
+    return np.asarray(held.max(1) / r.tp)
 
 
 def gradients(c: Constants, r: Runs, backward: Array) -> Array:
@@ -221,8 +229,8 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
     scatter = collective(c, r, c["gradient_bytes"] * weights, size, inner, calls)
     gather = collective(c, r, c["parameter_bytes"] * weights, size, inner, calls)
-    sums = np.where(r.zero > 0, scatter, 2 * scatter)
-    hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward
+    sums = np.where(r.zero > 0, scatter, 2 * scatter) * r.reduces
+    hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
     by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
     shown = np.where((r.zero > 0) & ~by_layer, gather * c["gather_exposed"], 0.0)
@@ -249,17 +257,8 @@ def times(c: Constants, r: Runs) -> Times:
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
     sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
     both = (gpu**sharp + host**sharp) ** (1 / sharp)
-    slowest = both.max(1)
-    virtual, pp = r.virtual, r.pp
-    if (virtual > 1).any():  # a rank's own chunks, one after another
-        rank_time = np.zeros(len(r))
-        total = both.sum(1)
-        for rank in range(int(pp.max())):
-            own = np.where((number % np.maximum(pp, 1)[:, None]) == rank, both, 0.0).sum(1)
-            rank_time = np.maximum(rank_time, own)
-        slowest = np.where(virtual > 1, rank_time, slowest)
-    else:
-        total = both.sum(1)
+    slowest = r.by_rank(both).max(1)  # a rank's own chunks, one after another
+    virtual, pp, total = r.virtual, r.pp, both.sum(1)
     message = messages(c, r)
     slot = slowest + np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
     ends = np.maximum(total / virtual - slowest / virtual, 0.0) * bubble_share(r)
@@ -283,8 +282,17 @@ def times(c: Constants, r: Runs) -> Times:
 
 
 def bubble_share(r: Runs) -> Array:
-    """Return the bubble in units of 1F1B's: its formula for each schedule (docs/pipeline.md)."""
-    zero_bubble = r.schedule == SCHEDULES.index("zb-h1")
-    v_shape = (r.schedule == SCHEDULES.index("zb-v")) | (r.schedule == SCHEDULES.index("v-half"))
-    none = r.schedule == SCHEDULES.index("zb-2p")
-    return np.where(none, 0.0, np.where(zero_bubble, 1 / 3, np.where(v_shape, 0.2, 1.0)))
+    """Return the bubble in units of 1F1B's: its formula for each schedule (docs/pipeline.md).
+
+    With F = W = 1 and B = 1 + what runs again, (p - 1) (F + B - W) of zb-h1, and of a chunk
+    (p - 1) F of zb-v, 3 (p - 1) F of v-half; B that is longer adds to both.
+    """
+    again = np.maximum(r.recompute, 0.0)
+    shares = {
+        "zb-h1": (1 + again) / (3 + again), "zb-v": (1 + 2 * again) / (3 + again),
+        "v-half": np.ones(len(r)), "zb-2p": np.zeros(len(r)),
+    }  # fmt: skip
+    told = np.ones(len(r))
+    for name, share in shares.items():
+        told = np.where(r.schedule == SCHEDULES.index(name), share, told)
+    return told

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mpu.pipeline import schedules
 from mpu.pipeline.simulate import Costs, simulate
+from tools.planner.layout import Layout
 from tools.planner.search import Plans
 from tools.planner.step_time import Times
 
@@ -13,7 +14,7 @@ ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/p
 MOST_ACTIONS = 20_000  # of a schedule that is simulated
 TERMS = {  # of Times, as they add up to a step
     "compute": "compute of the slowest stage",
-    "exposed": "exposed transfers of tp in it",
+    "exposed": "exposed transfers of tp and cp, copies to the host",
     "host": "waiting for the host, and messages",
     "bubble": "the pipeline's ends",
     "sums": "exposed sums of gradients, gathers of weights",
@@ -65,9 +66,8 @@ def simulated(plans: Plans, n: int) -> float | None:
     count = each.pp * each.virtual
     if count * each.micro_batches * 3 > MOST_ACTIONS or each.pp == 1:
         return None
-    schedule = schedules.build("interleaved" if each.virtual > 1 else "1f1b", each.pp,
-                               each.micro_batches, each.virtual)  # fmt: skip
-    shares = (1, 2, 1) if each.recompute == "full" else (1, 1, 1)
+    schedule = schedules.build(each.schedule, each.pp, each.micro_batches, each.virtual)
+    shares = (1.0, 1.0 + float(plans.runs.recompute[n]), 1.0)
     own = [float(seconds) / sum(shares) for seconds in t.stages[n][:count]]
     forward, dgrad, wgrad = ([part * seconds for seconds in own] for part in shares)
     timeline = simulate(schedule, Costs(forward, dgrad, wgrad, float(t.message[n]))).timeline
@@ -77,65 +77,71 @@ def simulated(plans: Plans, n: int) -> float | None:
 
 def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
     """Return the ranked table of the layouts that fit, and the best one's flags."""
-    order = plans.order()
     cluster, m = plans.cluster, plans.model.config.model
     batch = plans.layouts[0].micro_batch * plans.layouts[0].micro_batches * plans.layouts[0].dp
     lines = [
         f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({cluster.nodes} nodes), "
         f"{batch:,} sequences of {m.seq_length:,} tokens: {len(plans.layouts):,} layouts, "
-        f"{len(order):,} fit",
+        f"{int(plans.fits.sum()):,} fit",
     ]
-    if not len(order):
+    best = plans.best(top)
+    if not best:
         least = int(plans.bytes.argmin())
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
-    head = ("tp", "pp", "v", "dp", "b", "m", "zero", "recompute", "step s", "simulated",
-            "tokens/s/GPU", "MFU", "GB", "bubble", "exposed", "bound by", "GPU-hours")  # fmt: skip
+    head = ("tp", "cp", "pp", "v", "schedule", "dp", "b", "m", "zero", "again", "overlap",
+            "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed",
+            "bound by", "GPU-hours")  # fmt: skip
     rows: list[Sequence[str]] = [head]
-    for n in order[:top]:
-        each, parts = plans.layouts[n], breakdown(plans, int(n))
-        again = simulated(plans, int(n))
+    for n in best:
+        each, parts = plans.layouts[n], breakdown(plans, n)
+        again = simulated(plans, n)
         exposed = parts.seconds["exposed"] + parts.seconds["sums"]
         rows.append((
-            *map(str, (each.tp, each.pp, each.virtual, each.dp, each.micro_batch,
-                       each.micro_batches, each.zero, each.recompute)),
+            str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
+            *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
+            *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)), kept(each),
+            each.overlap, each.dtype,
             f"{plans.times.step[n]:.2f} +-{ERROR:.0%}", f"{again:.2f}" if again else "-",
-            f"{plans.rate[n]:,.0f}", f"{plans.mfu[n]:.1%}", f"{plans.bytes[n] / 1e9:.1f}",
+            f"{plans.rate[n]:,.0f}", f"{plans.mfu[n]:.1%}", f"{plans.exact(n) / 1e9:.1f}",
             f"{parts.seconds['bubble'] / parts.step:.1%}", f"{exposed / parts.step:.1%}",
             parts.bound, f"{tokens / plans.rate[n] / 3600:,.0f}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
     lines.append(
-        f"GPU-hours are to {tokens:.3g} tokens; {plans.limit / 1e9:.1f} GB of a GPU count on"
+        f"GPU-hours are to {tokens:.3g} tokens, as far off as step s; GB are --dry-run's, of "
+        f"{plans.limit / 1e9:.1f} that a GPU counts on"
     )
-    lines.append(f"flags of the first: {command(plans, int(order[0]))}")
+    lines.append(f"flags of the first: {plans.command(best[0])}")
     return lines
 
 
-def command(plans: Plans, n: int) -> str:
-    """Return the flags of model and layout; data, learning rate and iterations are the user's."""
-    return f"{' '.join(plans.model.flags)} --bf16 {plans.layouts[n].flags()}"
+def kept(each: Layout) -> str:
+    """Return what becomes of activations: recomputed, or put in host memory."""
+    if each.offload:
+        return "offload"
+    return f"{each.again} a stage" if each.recompute == "block" else each.recompute
 
 
 def why(plans: Plans, own: Plans) -> list[str]:
     """Return a layout beside the best one, term by term. own: the plans of that one layout."""
     mine = breakdown(own, 0)
     lines = [f"yours: {own.layouts[0].flags()}"]
-    if not own.fits[0]:
-        lines.append(f"it needs {own.bytes[0] / 1e9:.1f} GB; {own.limit / 1e9:.1f} GB count on")
-    order = plans.order()
-    if not len(order):
+    if own.exact(0) > own.limit:
+        lines.append(f"it needs {own.exact(0) / 1e9:.1f} GB; {own.limit / 1e9:.1f} GB count on")
+    found = plans.best(1)
+    if not found:
         return [*lines, "no layout fits, so there is no best one to compare with"]
-    best = breakdown(plans, int(order[0]))
-    lines.append(f"best:  {plans.layouts[order[0]].flags()}")
+    best = breakdown(plans, found[0])
+    lines.append(f"best:  {plans.layouts[found[0]].flags()}")
     rows: list[Sequence[str]] = [("", "yours s", "best s", "difference")]
     for key, meaning in TERMS.items():
         a, b = mine.seconds[key], best.seconds[key]
         rows.append((meaning, f"{a:.3f}", f"{b:.3f}", f"{a - b:+.3f}"))
     rows.append(("step", f"{mine.step:.3f}", f"{best.step:.3f}", f"{mine.step - best.step:+.3f}"))
-    gb = (own.bytes[0] / 1e9, plans.bytes[order[0]] / 1e9)
+    gb = (own.exact(0) / 1e9, plans.exact(found[0]) / 1e9)
     rows.append(("memory, GB", f"{gb[0]:.1f}", f"{gb[1]:.1f}", f"{gb[0] - gb[1]:+.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += [
@@ -152,14 +158,14 @@ def what_if(base: Plans, other: Plans, asked: str) -> list[str]:
     """Return the best layout of another question beside the best of this one."""
     lines = []
     for name, plans in (("now", base), (asked, other)):
-        order = plans.order()
-        if not len(order):
+        found = plans.best(1)
+        if not found:
             lines.append(f"{name}: no layout fits")
             continue
-        n = order[0]
+        n = found[0]
         lines.append(
             f"{name}: {plans.times.step[n]:.2f} s a step, {plans.rate[n]:,.0f} tokens/s/GPU, "
-            f"{plans.rate[n] * plans.cluster.gpus:,.0f} tokens/s, {plans.bytes[n] / 1e9:.1f} GB: "
+            f"{plans.rate[n] * plans.cluster.gpus:,.0f} tokens/s, {plans.exact(n) / 1e9:.1f} GB: "
             f"{plans.layouts[n].flags()}"
         )
     return lines

@@ -6,6 +6,7 @@ many micro-batches are kept at once. Not counted are the buffers of collectives,
 and of the kernels.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpu.pipeline.simulate import simulate
@@ -41,10 +42,18 @@ def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankPr
     return rank_profile(config, provider, stages, pp_rank, split)
 
 
-def held(config: Config, provider: ModelProvider) -> list[Held]:
-    """Return what each pipeline rank keeps in a step of the run's largest batch."""
+def held(
+    config: Config,
+    provider: ModelProvider,
+    profile_of: Callable[[int], Sequence[StageProfile]] | None = None,
+) -> list[Held]:
+    """Return what each pipeline rank keeps in a step of the run's largest batch.
+
+    profile_of: the profiles of a pipeline rank's stages, where they are known otherwise.
+    """
     ranks = range(config.parallel.pipeline_model_parallel_size)
-    own = [profile(config, provider, rank).stages for rank in ranks]
+    tell = profile_of or (lambda rank: profile(config, provider, rank).stages)
+    own = [tell(rank) for rank in ranks]
     stages: dict[int, StageProfile] = {}
     for rank in ranks:
         stages |= zip(pipeline.own_stages(config, rank), own[rank], strict=True)

@@ -29,7 +29,7 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
-from training.config import Config
+from training.config import BatchConfig, Config, ParallelConfig
 from training.plan.kept import recompute_of
 from training.plan.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
 
@@ -125,7 +125,9 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
     model = replace(config.model, make_vocab_size_divisible_by=1)
-    return _model_profile(replace(plannable(config), model=model), provider)
+    alone = ParallelConfig()  # of one rank, as the grid below: a cache key
+    one = replace(config, model=model, parallel=alone, batch=BatchConfig())
+    return _model_profile(one, provider)
 
 
 @lru_cache(maxsize=16)

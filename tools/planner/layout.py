@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List every layout of a model on a cluster: tp, cp, pipeline, dp, ZeRO, what is recomputed.
+
+A layout is listed where the rules of pretrain_llama.py's flags allow it. Left out are ZeRO stages 2
+and 3 in a pipeline, as whole gradients and weights stand there at the fullest moment, offload where
+W is apart from B, and context parallelism that leaves a rank less than SHORTEST tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from mpu.pipeline.schedules import CHUNKS as OWN
+from mpu.pipeline.schedules import V_SHAPED
+from tools.planner.cluster import Cluster
+from tools.planner.model import Model
+
+TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2),
+             ("v-half", 2))  # fmt: skip
+MICRO_BATCHES = (1, 2, 4, 8)
+RECOMPUTE = ("none", "selective", "block", "full")
+DEEPEST = 64  # pipeline ranks
+SPLIT = ("zb-h1", "zb-v", "v-half")  # W keeps on the device what came up for B
+SHORTEST = 1024  # tokens of a context-parallel rank
+RECOMPUTE_FLAGS = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout of a run: what the flags say.
+
+    again: the layers of each stage that "block" recomputes. comm: --cp-comm-type. overlap: how tp's
+    transfers travel. offload: activations wait in host memory. dtype: bf16, or a float8 recipe.
+    """
+
+    tp: int
+    pp: int
+    virtual: int
+    dp: int
+    micro_batch: int
+    micro_batches: int
+    zero: int
+    recompute: str
+    again: int = 0
+    cp: int = 1
+    comm: str = "p2p"
+    schedule: str = "1f1b"
+    offload: bool = False
+    overlap: str = "none"
+    dtype: str = "bf16"
+    each: bool = False  # --zero-reduce-each-microbatch
+
+    def flags(self) -> str:
+        """Return pretrain_llama.py's flags of the layout."""
+        words = [f"--tensor-model-parallel-size {self.tp}"]
+        if self.tp > 1:
+            words.append("--sequence-parallel")
+            words += [f"--tp-comm-overlap {self.overlap}"] * (self.overlap != "none")
+        if self.cp > 1:
+            words.append(f"--context-parallel-size {self.cp} --cp-comm-type {self.comm}")
+        words.append(f"--pipeline-model-parallel-size {self.pp}")
+        if self.pp > 1 and self.schedule not in ("1f1b", "interleaved"):
+            words.append(f"--pipeline-schedule {self.schedule}")
+        elif self.virtual > 1:
+            words.append(f"--num-virtual-stages-per-pipeline-rank {self.virtual}")
+        words.append(f"--micro-batch-size {self.micro_batch}")
+        words.append(f"--global-batch-size {self.micro_batch * self.micro_batches * self.dp}")
+        if self.zero:
+            level = f"--zero-stage {self.zero}"
+            words.append("--use-distributed-optimizer" if self.zero == 1 else level)
+            words.append("--overlap-grad-reduce --overlap-param-gather")
+            words += ["--zero-reduce-each-microbatch"] * self.each
+        words.append(RECOMPUTE_FLAGS[self.recompute] + f" {self.again}" * (self.again > 0))
+        words += ["--cpu-offload-activations"] * self.offload
+        if self.dtype != "bf16":
+            words.append(f"--fp8-format hybrid --fp8-recipe {self.dtype}")
+        return " ".join(word for word in words if word).strip()
+
+    @property
+    def split(self) -> bool:
+        """Return whether the schedule separates W from B."""
+        return self.pp > 1 and self.schedule not in ("1f1b", "interleaved", "gpipe")
+
+    @property
+    def v_shape(self) -> bool:
+        """Return whether the second chunk comes back up the ranks."""
+        return self.pp > 1 and self.schedule in V_SHAPED
+
+
+class Choice(NamedTuple):
+    """How a layer's transfers travel: --cp-comm-type and --tp-comm-overlap."""
+
+    comm: str = "p2p"
+    overlap: str = "none"
+
+
+def choices(model: Model, tp: int, cp: int) -> list[Choice]:
+    """Return every way that the flags allow at a tp and a cp."""
+    m = model.config.model
+    heads = m.num_attention_heads // tp
+    groups = max(1, (m.num_query_groups or m.num_attention_heads) // tp)
+    kinds = ["p2p"]
+    if cp > 1:
+        kinds.append("all_gather")
+        if heads % cp == 0 and (groups % cp == 0 or cp % groups == 0):
+            kinds.append("a2a")
+    return [Choice(*both) for both in product(kinds, ("none", "ring") if tp > 1 else ("none",))]
+
+
+def grids(model: Model, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Yield every tp and cp that the model's sizes and the cluster allow."""
+    m = model.config.model
+    groups = m.num_query_groups or m.num_attention_heads
+    for tp, cp in product(TENSOR, CONTEXT):
+        if tp > cluster.node or groups % tp or cluster.gpus % (tp * cp):
+            continue
+        if m.seq_length % (2 * tp * cp) or (cp > 1 and m.seq_length // cp < SHORTEST):
+            continue
+        yield tp, cp
+
+
+def layouts(
+    model: Model, cluster: Cluster, batch: int, how: dict[tuple[int, int, int], Choice],
+    dtype: str = "bf16",
+) -> Iterator[Layout]:  # fmt: skip
+    """Yield every layout for a batch of so many sequences. how: of each tp, cp and micro-batch."""
+    layers = model.config.model.num_layers
+    for tp, cp in grids(model, cluster):
+        ranks = cluster.gpus // (tp * cp)
+        for pp in range(1, min(DEEPEST, layers, ranks) + 1):
+            if ranks % pp:
+                continue
+            dp = ranks // pp
+            for (schedule, virtual), b in product(SCHEDULES if pp > 1 else SCHEDULES[:1],
+                                                  MICRO_BATCHES):  # fmt: skip
+                count, rest = divmod(batch, dp * b)
+                if rest or not count or pp * virtual > layers:
+                    continue
+                if schedule == "interleaved" and count % pp:
+                    continue
+                assert schedule == "interleaved" or OWN[schedule] == virtual
+                longest = -(-layers // (pp * virtual))
+                for zero, recompute, offload in product(_zeros(pp, dp * cp), RECOMPUTE, (0, 1)):
+                    again = longest // 2 if recompute == "block" else 0
+                    if (recompute == "block" and not again) or (offload and recompute != "none"):
+                        continue
+                    if offload and (layers <= pp * virtual or schedule in SPLIT):
+                        continue
+                    yield Layout(
+                        tp=tp, pp=pp, virtual=virtual, dp=dp, micro_batch=b, micro_batches=count,
+                        zero=zero, recompute=recompute, again=again, cp=cp,
+                        comm=how[tp, cp, b].comm, overlap=how[tp, cp, b].overlap,
+                        schedule=schedule, offload=bool(offload), dtype=dtype,
+                        each=zero > 1 and count > 1,
+                    )  # fmt: skip
+
+
+def _zeros(pp: int, sharing: int) -> tuple[int, ...]:
+    if sharing == 1:
+        return (0,)
+    return (1, 2, 3) if pp == 1 else (1,)
