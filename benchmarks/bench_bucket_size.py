@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure --ddp-bucket-size auto against a sweep of sizes, over slow links of three speeds.
 
-    sudo python benchmarks/bench_bucket_size.py [--rates 200mbit 800mbit 3200mbit] [--steps 20]
+    sudo python benchmarks/bench_bucket_size.py [--rates 30mbit 80mbit 250mbit] [--steps 20]
 
 Two data-parallel ranks, each in a network namespace of its own, joined by a virtual cable whose
 rate tc limits (Linux, root, iproute2). One run of each size, and one of the size that auto takes,
@@ -54,7 +54,7 @@ MODEL = (
     "--untie-embeddings-and-output-weights"
 )
 CPU = torch.device("cpu")
-FORWARD, BACKWARD = 0.2, 0.4  # seconds that --asleep sleeps
+FORWARD, BACKWARD = 0.5, 1.0  # seconds that --asleep sleeps
 
 
 class Sleeper:
@@ -159,7 +159,7 @@ def over_link(rate: str, words: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rates", nargs="+", default=["200mbit", "800mbit", "3200mbit"])
+    parser.add_argument("--rates", nargs="+", default=["30mbit", "80mbit", "250mbit"])
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each size")
     parser.add_argument("--flags", default="", help="more flags of every run, in quotes")
     parser.add_argument("--asleep", action="store_true", help="sleep instead of computing")

@@ -5,8 +5,8 @@
     bucket 0                 [reduce-scatter][all-gather]
     bucket 1                               [reduce-scatter ...
 
-Pure functions of measured times. The links do one transfer after another, in the order of their
-starts; a latency passes beside them. As in ParamAndGradBuffer, a bucket that leaves first waits for
+Pure functions of measured times. The links do one collective after another, in the order of their
+starts, as a stream of NCCL does. As in ParamAndGradBuffer, a bucket that leaves first waits for
 the collective that is under way of the bucket before it, and then starts that one's next.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpu.zero.layout import BLOCK, BucketLayout, ParamEntry, automatic_size, make_buckets
 
 FINEST = 16  # times BLOCK and the ranks: elements of the smallest size that is tried
-WORTH = 0.01  # share of the exposed time by which a smaller bucket must gain over a larger one
+WORTH = 0.01  # share of a step by which smaller buckets must gain over larger ones
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Timeline:
 
 
 class _Link:
-    """One transfer after another."""
+    """One collective after another."""
 
     def __init__(self) -> None:
         self.free = 0.0
 
     def start(self, now: float, cost: Cost, elements: int) -> float:
         """Return when a collective that starts now is over."""
-        self.free = max(now, self.free) + cost.each * elements
-        return self.free + cost.start
+        self.free = max(now, self.free) + cost.start + cost.each * elements
+        return self.free
 
 
 def exposed_sums(
@@ -152,7 +152,7 @@ def seconds_of(
     return found
 
 
-def choose(sizes: Sequence[int], seconds: Sequence[float]) -> int:
-    """Return the largest size that is within WORTH of the best."""
-    limit = min(seconds) * (1 + WORTH)
+def choose(sizes: Sequence[int], seconds: Sequence[float], step: float) -> int:
+    """Return the largest size that is within WORTH of the best. step: seconds but for these."""
+    limit = min(seconds) + WORTH * (step + min(seconds))
     return max(size for size, each in zip(sizes, seconds, strict=True) if each <= limit)

@@ -96,7 +96,8 @@ def settle(
     )  # fmt: skip
     mine = torch.tensor([own], dtype=torch.float64, device=device)
     seconds = all_gather(mine, grid.world)[0].max(0).values.tolist()  # of the slowest rank
-    chosen = choose(sizes, seconds)
+    steps = torch.tensor([timeline.forward + timeline.backward], dtype=torch.float64, device=device)
+    chosen = choose(sizes, seconds, all_gather(steps, grid.world)[0].min().item())
     told = dict(zip(sizes, seconds, strict=True))
     first, *_ = costs.sums
     note(

@@ -20,6 +20,31 @@ def report(config):
     return dry_run.report(config, model_provider)
 
 
+def test_the_groups_follow_the_order_of_the_ranks():
+    config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 --rank-order pp-dp-tp-cp", 16)
+    text = report(config)
+    for line in (
+        "ranks count along the axes in the order pp-dp-tp-cp, fastest first\n",
+        "tensor-parallel group of rank 0: 0, 8\n",
+        "data-parallel group of rank 0: 0, 4\n",
+        "pipeline group of rank 0: 0, 1, 2, 3\n",
+    ):
+        assert line in text
+    assert "ranks count along" not in report(read(f"{PIPELINE} 32", 8))
+    alias = read(f"{PIPELINE} 32 --use-tp-pp-dp-mapping", 8)
+    assert alias.parallel.rank_order == "tp-cp-pp-dp"
+    megatrons = read(f"{PIPELINE} 32 --rank-order tp-cp-ep-dp-pp", 8)
+    assert megatrons.parallel.rank_order == "tp-cp-dp-pp"
+    with pytest.raises(UsageError, match="--rank-order tp-dp-pp: must name each of tp, cp, dp, pp"):
+        read(f"{PIPELINE} 32 --rank-order tp-dp-pp", 8)
+    alone = read("--rank-order dp-tp-cp-pp", 4)
+    assert "--rank-order has nothing to act on: ranks lie along one axis" in alone.notes
+    both = read("--context-parallel-size 2 --rank-order dp-cp-tp-pp", 4)
+    assert any(
+        "the bits are not those of an order with cp before dp" in note for note in both.notes
+    )
+
+
 def test_the_report_of_a_pipeline():
     config = read(f"{PIPELINE} 32 --num-virtual-stages-per-pipeline-rank 2 --bf16", 8)
     text = report(config)
