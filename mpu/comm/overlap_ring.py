@@ -6,6 +6,7 @@ the next rank's first.
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from mpu.comm.collectives import sum_of_parts
 from mpu.comm.overlap import Gathering, OverlapMethod, Product
 from mpu.comm.p2p import exchange
 from mpu.comm.transport import DONE, Axis, Handle, Label
+
+TRITON = find_spec("triton") is not None
 
 
 class _RingGathering(Gathering):
@@ -87,6 +90,11 @@ class Ring(OverlapMethod):
         def finish() -> None:
             for handle in flying:
                 handle.wait()
-            sum_of_parts(parts, out)
+            if TRITON and out.is_cuda:
+                from mpu.kernels import sum_of_parts as kernel
+
+                kernel.sum_of_parts(parts, out)
+            else:
+                sum_of_parts(parts, out)
 
         return out, Handle(finish=finish)

@@ -112,6 +112,7 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "norm_forward_kernel": _norm_forward,
     "norm_backward_kernel": lambda a: _pass(a, "h w inverse dy dh", "dx parts"),
     "fold_kernel": _fold,
+    "sum_of_parts_kernel": lambda a: _pass(a, "parts", "out"),
     "rope_kernel": _rope,
     "swiglu_forward_kernel": lambda a: _pass(a, "x", "y"),
     "swiglu_backward_kernel": lambda a: _pass(a, "x dy", "dx"),
