@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulation by which --ddp-bucket-size auto chooses, held to timelines worked out by hand."""
 
-import pytest
+from types import SimpleNamespace
 
-from mpu.zero.layout import ParamEntry, make_buckets
+import pytest
+import torch
+from torch import nn
+
+from mpu.comm.transport import Handle, Transport
+from mpu.grid import Grid
+from mpu.launch import Launch
+from mpu.zero.layout import BucketLayout, ParamEntry, ZeroConfig, make_buckets
+from mpu.zero.optimizer import Optimizer
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.plan.bucket_size import (
     Cost,
     Costs,
@@ -96,3 +105,110 @@ def test_slow_starts_ask_for_large_buckets_and_slow_links_for_small_ones() -> No
 def test_of_sizes_that_are_as_good_the_largest_is_taken() -> None:
     assert choose([1, 2, 3, 4], [1.0, 0.5, 0.504, 0.6], 0.0) == 3
     assert choose([1, 2, 3, 4], [1.0, 0.5, 0.504, 0.51], 1.0) == 4  # within 1 % of a step
+
+
+class Clock:
+    """Time that passes only where somebody lets it."""
+
+    def __init__(self) -> None:
+        self.now, self.free = 0.0, 0.0
+
+
+class Timed(Transport):
+    """Carries nothing, and takes what a link of some cost would, one collective after another."""
+
+    def __init__(self, clock: Clock, scatter: Cost, gather: Cost) -> None:
+        self.clock, self.scatter, self.gather = clock, scatter, gather
+
+    def _start(self, cost: Cost, elements: int) -> Handle:
+        clock = self.clock
+        clock.free = max(clock.now, clock.free) + cost.start + cost.each * elements
+        over = clock.free
+
+        def wait() -> None:
+            clock.now = max(clock.now, over)
+
+        return Handle(SimpleNamespace(wait=wait, is_completed=lambda: clock.now >= over))
+
+    def all_reduce(self, x, axis, op, async_op, label):
+        raise AssertionError("not in a bucket's step")
+
+    def all_gather(self, x, axis, into, async_op, label):
+        return into, self._start(self.gather, into.numel())
+
+    def reduce_scatter(self, x, axis, into, async_op, label):
+        return into, self._start(self.scatter, x.numel())
+
+
+def step(
+    stage: int, size: int, overlap: bool, scatter: Cost, gather: Cost, sizes: list[int]
+) -> tuple[float, float, list[BucketLayout], Timeline]:
+    """Let the trainer's own buckets run a step in made-up time; return what was exposed."""
+    clock = Clock()
+    grid = Grid(2, launch=Launch(0, 2)).carried_by(Timed(clock, scatter, gather))
+    config = ZeroConfig(stage, size, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    sink = ParamAndGradBuffer(grid, torch.float32, config)
+    module = nn.Module()
+    module.layers = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in sizes])
+    sink.attach(module)
+    optimizer = Optimizer(module, sink, grid, lambda name, param: (False, False))
+    names = [name for name, _ in module.named_parameters()]
+    count = len(names)
+    time = Timeline(
+        {name: 0.5 * i / count for i, name in enumerate(names)},
+        {name: 1.0 - i / count for i, name in enumerate(names)},
+        0.5,
+        1.0,
+    )
+    clock.now = clock.free = 0.0
+    sink.begin_step(1)
+    before = 0.0
+    for name, param in reversed(list(module.named_parameters())):
+        clock.now += time.ready[name] - before
+        before = time.ready[name]
+        sink.grad_slot(param)[0].fill_(1.0)
+        sink.register_grad_ready(param)
+    clock.now += time.backward - before
+    sink.finish_grad_sync()
+    sums = clock.now - time.backward
+    began = clock.now = clock.free = 100.0
+    optimizer._gather_weights()
+    late = clock.now - began
+    for name, param in module.named_parameters():
+        clock.now = max(clock.now, began + time.used[name] + late)
+        sink.acquire(param)
+        late = clock.now - began - time.used[name]
+    return sums, late, [bucket.layout for bucket in sink.buckets], time
+
+
+@pytest.mark.parametrize(
+    ("stage", "overlap"),
+    [
+        (0, True),
+        (1, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.prove)
+            for each in ((0, False), (1, False), (2, True))
+        ),
+    ],
+)
+def test_the_simulation_tells_what_the_trainers_buckets_do(stage: int, overlap: bool) -> None:
+    """Whatever the cost of links, for every size that is tried; in time that the test makes."""
+    sizes = [1500, 30_000, 30_000, 7000, 64_000, 2048, 9000, 30_000]
+    tried = candidates(sum(sizes), 2)[::2]
+    assert len(tried) > 2
+    for scatter, gather in (
+        (Cost(0.001, 2e-6), Cost(0.001, 2e-6)),
+        (Cost(0.05, 1e-6), Cost(0.02, 3e-6)),
+        (Cost(0.0, 2e-5), Cost(0.01, 1e-5)),
+    ):
+        found = []
+        for size in tried:
+            sums, late, buckets, time = step(stage, size, overlap, scatter, gather, sizes)
+            costs = Costs((scatter,) if stage else (scatter, gather), gather if stage else None)
+            assert sums == pytest.approx(exposed_sums(buckets, time, costs.sums, overlap))
+            told = exposed(buckets, time, costs, overlap, overlap)
+            assert sums + late == pytest.approx(told), (size, scatter, gather)
+            found.append(sums + late)
+        chosen = tried.index(choose(tried, found, 1.5))
+        assert 1.5 + found[chosen] <= 1.05 * (1.5 + min(found))
