@@ -40,7 +40,7 @@ def test_a_row_of_the_log(tmp_path, capsys):
         assert row["params_norm"] > 1 and row["loss"] == pytest.approx(4.6, abs=0.5)
     assert rows[1]["consumed_samples"] == 12
     said = capsys.readouterr().out
-    assert "1 ranks" in said and "iteration 3/3" in said and "MFU" in said
+    assert "1 ranks" in said and "3/3 | loss" in said and "MFU" in said
 
 
 def test_profile_writes_a_trace_of_the_steps_asked_for(tmp_path):

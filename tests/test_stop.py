@@ -90,7 +90,7 @@ def by_train(case, monkeypatch):
         run=settings,
         checkpoint=kept,
         model=SimpleNamespace(seq_length=1),
-        log=None,
+        log=SimpleNamespace(sample_interval=None),
         fault=FaultConfig(rerun_mode="disabled"),
     )
     run = SimpleNamespace(
@@ -129,7 +129,7 @@ def by_train(case, monkeypatch):
         values=lambda *about: {},
         step=lambda **numbers: None,
         note=lambda text: None,
-        validation=lambda iteration, loss: None,
+        validation=lambda iteration, loss, loader: None,
     )
     signal = SimpleNamespace(
         begin=lambda speak: None,

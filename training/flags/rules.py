@@ -284,8 +284,11 @@ def _run(config: Config) -> None:
             raise UsageError(
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
-    device = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if log.record_memory_history and device == "cpu" and not config.run.dry_run:
+    if (
+        log.record_memory_history
+        and not config.run.dry_run
+        and (config.parallel.device == "cpu" or not torch.cuda.is_available())
+    ):
         raise UsageError(
             "--record-memory-history needs --device cuda: it records CUDA's allocator, and memory "
             "of a CPU has no such record; --dry-run counts a rank's memory by kind, and --rehearse "

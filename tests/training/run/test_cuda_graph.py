@@ -110,7 +110,7 @@ def operations_of_torch(monkeypatch):
     """Let no operation pass torch's dispatcher by, as none does on a GPU."""
     monkeypatch.setattr(fused, "fits", lambda *args, **kwargs: False)
     monkeypatch.setattr(cross_entropy, "fits", lambda *args, **kwargs: False)
-    monkeypatch.setattr(attention, "_native", lambda *args: False)
+    monkeypatch.setattr(attention, "takes_native", lambda *args: False)
 
 
 def build(more=""):
