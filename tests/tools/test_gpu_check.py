@@ -183,7 +183,8 @@ def test_launches_are_counted_where_a_kernel_was_launched():
 
 
 def test_the_first_part_measures_a_step_of_the_program(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(attention, "takes_native", lambda *args: False)  # a GPU's attention is torch's
+    # a GPU's attention is torch's
+    monkeypatch.setattr(attention, "takes_native", lambda *args: False)
     made = tmp_path / "prediction.json"
     made.write_text(json.dumps(PREDICTED))
     out = tmp_path / "first.json"
