@@ -88,15 +88,15 @@ def _gather_names(comm, tp, cp, pp, order=ORDER):
 
 
 def test_groups_connect_the_ranks_of_their_axis(world):
-    for layout in ((2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 1, 2)):
+    for layout in ((1, 2, 1), (1, 1, 1), (2, 1, 2)):
         for seen in world(4).run(_gather_names, *layout):
             for ranks, gathered in seen.values():
                 assert gathered == list(ranks)
 
 
-@pytest.mark.parametrize("order", [("pp", "dp", "cp", "tp"), ("dp", "tp", "pp", "cp")])
+@pytest.mark.parametrize("order", [("dp", "tp", "pp", "cp")])
 def test_groups_of_another_order_connect_their_ranks(world, order):
-    for layout in ((2, 1, 2), (1, 2, 1), (2, 2, 1)):
+    for layout in ((2, 1, 2), (2, 2, 1)):
         for seen in world(4).run(_gather_names, *layout, order):
             for ranks, gathered in seen.values():
                 assert gathered == list(ranks)

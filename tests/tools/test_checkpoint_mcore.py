@@ -220,7 +220,7 @@ def test_no_damage_is_more_than_a_refusal(tmp_path, sound):
     """Flipped and cut bytes of .metadata: it opens, or CheckpointError says why not."""
     data, rng = (sound / ".metadata").read_bytes(), random.Random(0)
     refused = 0
-    for i in range(300):
+    for i in range(90):
         bad = bytearray(data)
         if i % 3:
             bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
@@ -231,7 +231,7 @@ def test_no_damage_is_more_than_a_refusal(tmp_path, sound):
             McoreCheckpoint(sound)
         except CheckpointError:
             refused += 1
-    assert refused > 150
+    assert refused > 45
 
 
 def test_a_flipped_bit_of_a_weight_is_found(tmp_path, sound, capsys):
