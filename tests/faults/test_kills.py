@@ -2,8 +2,8 @@
 """A run resumes after kill -9 of one rank or all, at each phase of a save and anywhere in a step.
 
 It loads the last checkpoint that was committed, never a directory that was being written, and ends
-with the losses, weights and optimizer state of an undisturbed run, bit for bit. All of it is long: in
-`make test` tests/chaos and tests/tools/test_supervise.py kill a rank and compare the bits.
+with the losses, weights and optimizer state of an undisturbed run, bit for bit. All of it is long;
+in `make test` tests/chaos and tests/tools/test_supervise.py kill a rank and compare the bits.
 """
 
 import re
