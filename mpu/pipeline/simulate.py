@@ -175,9 +175,7 @@ def simulate(
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
-    peak_activations = [
-        _peak_activations(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))
-    ]
+    peaks = peak_activations(schedule, for_b, for_w)
     step = max(ends) - min(begins)
     return Simulation(
         timeline=timeline,
@@ -185,9 +183,9 @@ def simulate(
         bubble=step - max(busy),
         busy=tuple(busy),
         idle=tuple(e - b - w for b, e, w in zip(begins, ends, busy, strict=True)),
-        peak_for_b=tuple(p[0] for p in peak_activations),
-        peak_for_w=tuple(p[1] for p in peak_activations),
-        peak=tuple(p[2] for p in peak_activations),
+        peak_for_b=tuple(p[0] for p in peaks),
+        peak_for_w=tuple(p[1] for p in peaks),
+        peak=tuple(p[2] for p in peaks),
     )
 
 
@@ -220,22 +218,33 @@ def _time(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(mine) for mine in spans)
 
 
-def _peak_activations(
+def peak_activations(
+    schedule: Schedule, for_b: Sequence[float], for_w: Sequence[float]
+) -> list[tuple[float, float, float]]:
+    """Return the most that each rank holds for its B's, for its W's, and for both at once.
+
+    for_b, for_w: as held_for_b and held_for_w of `simulate`. No time is needed: a rank's list is in
+    order.
+    """
+    return [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
+
+
+def _peaks(
     schedule: Schedule, rank: int, for_b: Sequence[float], for_w: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Return the most that a rank holds for its B's, for its W's, and for both at once."""
     trains = any(action.kind == "B" for action in schedule.ranks[rank])
-    b = w = 0.0
-    most = (0.0, 0.0, 0.0)
+    stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
+    b = w = most_b = most_w = most = 0.0
     for kind, chunk, i in schedule.ranks[rank] if trains else ():
-        stage = schedule.stage(rank, chunk)
-        drained = stage == schedule.stages - 1 and i < schedule.deferred  # after the last action
+        stage = stages[chunk]
         if kind == "F":
             b += for_b[stage]
         elif kind == "B":
             b -= for_b[stage]
-            w += for_w[stage] if schedule.split or drained else 0.0
-        elif schedule.split:
+            if split or (stage == last and i < deferred):  # the latter: after the last action
+                w += for_w[stage]
+        elif split:
             w -= for_w[stage]
-        most = (max(most[0], b), max(most[1], w), max(most[2], b + w))
-    return most
+        most_b, most_w, most = max(most_b, b), max(most_w, w), max(most, b + w)
+    return most_b, most_w, most

@@ -9,7 +9,7 @@ and of the kernels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpu.pipeline.simulate import simulate
+from mpu.pipeline.simulate import peak_activations
 from training.config import Config
 from training.plan import batch_size, pipeline
 from training.plan.model_profile import ModelProvider
@@ -59,21 +59,19 @@ def held(
         stages |= zip(pipeline.own_stages(config, rank), own[rank], strict=True)
     cut = [stages[number] for number in sorted(stages)]
     schedule = pipeline.schedule_of(config, max(pipeline.micro_batch_counts(config)))
-    costs = pipeline.costs(config, provider)
-    kept = simulate(schedule, costs, [s.for_b for s in cut], [s.for_w for s in cut])
-    of_loss = [stage.logits for stage in cut]
+    kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
     waits = [stage.logits if stage.for_w else 0 for stage in cut]  # their gradients, for W
-    apart = simulate(schedule, costs, of_loss, waits)
-    away = simulate(schedule, costs, [s.offloaded for s in cut], [0] * len(cut))
+    apart = peak_activations(schedule, [s.logits for s in cut], waits)
+    away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
     return [
         Held(
-            int(kept.peak_for_b[rank]),
-            int(kept.peak_for_w[rank]),
-            activations=int(kept.peak[rank]) + max(stage.again for stage in own[rank]),
-            logits=int(apart.peak[rank]),
+            int(kept[rank][0]),
+            int(kept[rank][1]),
+            activations=int(kept[rank][2]) + max(stage.again for stage in own[rank]),
+            logits=int(apart[rank][2]),
             working=max(stage.working for stage in own[rank]),
             under_way=max(stage.under_way for stage in own[rank]),
-            in_host=int(away.peak[rank]),
+            in_host=int(away[rank][2]),
         )
         for rank in ranks
     ]
