@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu import native
 from mpu.layers.block_attention import block_attention
-from mpu.layers.fused import KINDS, apply_rope, call
+from mpu.layers.fused import apply_rope, attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 
@@ -67,16 +66,9 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
 
 def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
-    library, alike = native.load(), q.stride() == k.stride() == v.stride()
-    return (
-        library is not None
-        and q.device.type == "cpu"
-        and q.dtype in KINDS
-        and alike  # slices of one tensor
-        and q.stride()[2:] == (q.shape[3], 1)
-        and torch.get_num_threads() <= q.shape[1] * k.shape[2]
-        and library.weft_attention_is_fast()
-    )
+    alike = q.stride() == k.stride() == v.stride()  # slices of one tensor
+    whole = q.stride()[2:] == (q.shape[3], 1)
+    return alike and whole and attention_is_fast(q, q.shape[1] * k.shape[2])
 
 
 class CausalAttention(torch.autograd.Function):

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu import native
 from mpu.layers.attention_blocks import Block, Part, blocks
-from mpu.layers.fused import KINDS, call
+from mpu.layers.fused import attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 aten = torch.ops.aten
@@ -217,16 +216,8 @@ def _backward(
 
 def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes a block, fast, and has work for all threads."""
-    library = native.load()
-    return (
-        library is not None
-        and q.device.type == "cpu"
-        and q.dtype in KINDS
-        and q.stride(3) == k.stride(3) == 1
-        and k.stride() == v.stride()
-        and torch.get_num_threads() <= k.shape[0] * k.shape[1]
-        and library.weft_attention_is_fast()
-    )
+    alike = q.stride(3) == k.stride(3) == 1 and k.stride() == v.stride()
+    return alike and attention_is_fast(q, k.shape[0] * k.shape[1])
 
 
 def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,18 @@ def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> N
     )
 
 
+def attention_is_fast(q: Tensor, units: int) -> bool:
+    """Return whether csrc/attention.h takes q, fast, with work in `units` for all threads."""
+    library = native.load()
+    return (
+        library is not None
+        and q.device.type == "cpu"
+        and q.dtype in KINDS
+        and torch.get_num_threads() <= units
+        and bool(library.weft_attention_is_fast())
+    )
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in the accumulation dtype.
 

@@ -120,9 +120,9 @@ def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
         attention.core_attention(x, cos, sin, 2, 1, None, **more)
         return bool(called)
 
-    monkeypatch.setattr(attention.native, "load", lambda: None)
+    monkeypatch.setattr("mpu.native.load", lambda: None)
     assert not uses(qkv)
-    monkeypatch.setattr(attention.native, "load", fast)
+    monkeypatch.setattr("mpu.native.load", fast)
     monkeypatch.setattr("mpu.layers.fused.fits", lambda *x, **y: False)  # rope, in torch
     monkeypatch.setattr("mpu.layers.block_attention._native_takes", lambda *x: False)
     assert uses(qkv) and uses(qkv.bfloat16())
