@@ -7,7 +7,7 @@ given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 # What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
-KNOWN := PYTHON JOBS PART DATA ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
+KNOWN := PYTHON JOBS PART DATA JSON_KEYS ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
   LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS PREDICTION
 STRANGE := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name))))
 ifneq ($(STRANGE),)
@@ -28,8 +28,8 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 check-data:
 	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --check-only "$$DATA")
 
-train: check-data setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" ON_BAD_DOCUMENT=skip ...)
-	@$(RUN) tools/quickstart.py $(if $(call given,DATA),--data "$$DATA") $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+train: check-data setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" JSON_KEYS=content ON_BAD_DOCUMENT=skip ...)
+	@$(RUN) tools/quickstart.py $(if $(call given,DATA),--data "$$DATA") $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(if $(call given,JSON_KEYS),--json-keys "$$JSON_KEYS") $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
 
 test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile

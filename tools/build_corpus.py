@@ -20,8 +20,9 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
 
+SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
 PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
 
 SKIPPED_FOLDERS = {
@@ -85,17 +87,20 @@ def read(library: Path) -> list[tuple[str, str]]:
 
 
 def pieces(
-    files: list[str], size: int = PIECE, bad: BadDocuments | None = None
+    files: list[str],
+    size: int = PIECE,
+    bad: BadDocuments | None = None,
+    keys: Sequence[str] = ("text",),
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every document of the files, cut into pieces where it is long.
 
     A piece ends at the first line end after `size` characters; where there is none in as many
     again, after a space, or anywhere.
     """
-    total = sum(Path(file).stat().st_size for file in files)
+    total = len(keys) * sum(Path(file).stat().st_size for file in files)
     with progress("reading", total) as tell:
-        for file in files:
-            for text in documents(file, bad=bad, tell=tell):
+        for file, key in product(files, keys):
+            for text in documents(file, key, bad, tell):
                 begin = 0
                 while begin < len(text):
                     end = _end(text, begin, size)
@@ -165,14 +170,18 @@ class TooFew(ValueError):
 
 
 def build_given(
-    names: list[str], output: Path, percent: float, bad: BadDocuments
+    names: list[str],
+    output: Path,
+    percent: float,
+    bad: BadDocuments,
+    keys: Sequence[str] = ("text",),
 ) -> dict[str, Any]:
     """Build the corpus of a person's files. Raises ValueError for too little text."""
     files = find_files(names)
     total = sum(size for _, size, _ in stat_files(files))
     size = min(PIECE, max(LEAST, total // FEWEST))
     try:
-        return build(pieces(files, size, bad), output, percent)
+        return build(pieces(files, size, bad, keys), output, percent)
     except TooFew as few:
         if sum(few.counts.values()) < 2:
             left_out = f" ({bad.line()})" * bool(bad.kinds)
@@ -182,7 +191,7 @@ def build_given(
             ) from None
         bad.kinds.clear()  # the same are found again
         percent = percent if few.counts["train"] else 0
-        return build(pieces(files, size, bad), output, percent, few.least)
+        return build(pieces(files, size, bad, keys), output, percent, few.least)
 
 
 def main() -> None:
@@ -200,13 +209,16 @@ def main() -> None:
     )
     parser.add_argument("--heldout-percent", type=float, default=5.0, help="share held out, in %%")
     parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="of --input (text)"
+    )
+    parser.add_argument(
         "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
     )
     parser.add_argument(
         "--check-only", metavar="PATHS", help="check these, separated by spaces; build nothing"
     )
     args = parser.parse_args()
-    bad = BadDocuments(args.on_bad_document)
+    bad = BadDocuments(args.on_bad_document, SKIP)
     try:
         if args.check_only is not None:
             stat_files(find_files(split_names(args.check_only), "DATA"), "DATA")
@@ -214,7 +226,8 @@ def main() -> None:
         if args.output_dir is None:
             parser.error("--output-dir is missing: the folder to write into")
         if args.input:
-            about = build_given(args.input, args.output_dir, args.heldout_percent, bad)
+            percent, keys = args.heldout_percent, args.json_keys
+            about = build_given(args.input, args.output_dir, percent, bad, keys)
         else:
             about = build(read(args.library), args.output_dir, args.heldout_percent)
     except (ValueError, OSError) as error:

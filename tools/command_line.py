@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools' command lines share: messages fit to print, whole numbers with bounds."""
+"""What the tools' command lines share: messages fit to print, bounds, a tokenizer's flags."""
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
+from training.data.tokenizer import TOKENIZER_TYPES
 from training.untrusted import printable, sentence
 
 MOST = (1 << 63) - 1
@@ -34,3 +36,29 @@ def whole(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
+    """Add the flags by which pretrain_llama.py finds a tokenizer. left_out: the type, without."""
+    add = parser.add_argument
+    kinds = ", ".join(TOKENIZER_TYPES) + (f"; left out: {left_out}" if left_out else "")
+    kinds = textwrap.fill(kinds, 76)
+    add("--tokenizer-type", required=not left_out, type=_kind, metavar="TYPE", help=kinds)
+    add("--tokenizer-model", metavar="PATH", help="its file, or a Hugging Face folder")
+    add("--vocab-file", metavar="PATH", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", metavar="PATH", help="left out: merges.txt beside --vocab-file")
+
+
+def _kind(name: str) -> str:
+    if name not in TOKENIZER_TYPES:
+        raise argparse.ArgumentTypeError(f"{name[:40]!r} is none of {', '.join(TOKENIZER_TYPES)}")
+    return name
+
+
+def model_of(kind: str | None, model: str | None, vocab_file: str | None) -> str | None:
+    """Return the file that a tokenizer is read from. Raises ValueError for one that is not read."""
+    if vocab_file is None:
+        return model
+    if kind not in ("GPT2BPETokenizer", None):
+        raise ValueError(f"--vocab-file: {kind} does not read it: give --tokenizer-model alone")
+    return vocab_file  # as in Megatron-LM, --tokenizer-model is not read

@@ -29,10 +29,10 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import unique_parameters
-from tools.command_line import Parser, whole
+from tools.command_line import Parser, add_tokenizer, model_of, whole
 from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
 from training.checkpoint.huggingface import BY_NAME
-from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet
 from training.run.sample import gather_logits, pick
@@ -82,11 +82,11 @@ def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
     """Build the flags' tokenizer, else the checkpoint's. Raises ValueError if that has changed."""
     state, directory = found.state, found.directory
     size = state["hf_config"]["vocab_size"]
-    kind, path = args.tokenizer_type, args.tokenizer_model
+    kind = args.tokenizer_type
+    path = model_of(kind, args.tokenizer_model, args.vocab_file)
     if kind is not None or path is not None:
-        return build_tokenizer(
-            kind or state.get("tokenizer_type"), path or state.get("tokenizer_model"), size
-        )
+        kind, path = kind or state.get("tokenizer_type"), path or state.get("tokenizer_model")
+        return build_tokenizer(kind, path, size, args.merge_file)
     tokenizer = tokenizer_in(state, str(directory), size)
     if tokenizer is None:
         raise ValueError(
@@ -200,8 +200,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--top-k", type=whole(), default=0, help="draw among the k likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
     add("--seed", type=whole(0), default=1234, help="of the draws (1234)")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="left out: the checkpoint's")
-    add("--tokenizer-model", metavar="PATH", help="left out: the checkpoint's")
+    add_tokenizer(parser, "the checkpoint's")
     add("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
     add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")

@@ -7,7 +7,8 @@
 
 writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
-lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all such files below it.
+lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all such files below it. A
+.json that is named is read as a .jsonl.
 
 The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
 is interrupted, the same command goes on after the shards that are complete. The two files appear
@@ -31,19 +32,20 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.command_line import Parser, told, whole
+from tools.command_line import Parser, add_tokenizer, model_of, told, whole
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
-from training.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from training.data.tokenizer import Tokenizer, build_tokenizer
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
@@ -53,12 +55,22 @@ than 1 GiB: skip leaves it out and counts it, error refuses it with its file, li
 byte (left out: empty ones are skipped, others refused)"""
 
 
+# Flags of Megatron-LM's tool that change nothing here: documents stay in order, in one pair.
+MEGATRON: dict[str, dict[str, Any]] = {
+    "--dataset-impl": {"choices": ["mmap"]},
+    "--partitions": {"type": whole(1)},
+    "--keep-sequential-samples": {"action": "store_true"},
+    "--log-interval": {"type": whole(1)},
+}
+
+
 @dataclass(frozen=True)
 class Job:
     """What all shards have in common; the fields are the flags of these names."""
 
     tokenizer_type: str
     tokenizer_model: str | None
+    merge_file: str | None
     vocab_size: int | None
     json_keys: tuple[str, ...]
     append_eod: bool
@@ -67,7 +79,9 @@ class Job:
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer, once a process."""
-        return _tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+        return _tokenizer(
+            self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.merge_file
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,7 @@ def preprocess(
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
     *,
+    merge_file: str | None = None,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     lines: bool = False,
@@ -102,8 +117,8 @@ def preprocess(
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
     job = Job(
-        *(tokenizer_type, tokenizer_model, vocab_size, tuple(json_keys), append_eod, lines),
-        on_bad_document,
+        *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
+        *(append_eod, lines, on_bad_document),
     )
     inputs = find_files(inputs)
     files = stat_files(inputs)
@@ -247,8 +262,10 @@ def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str,
 
 
 @functools.cache
-def _tokenizer(kind: str, model: str | None, vocab_size: int | None) -> Tokenizer:
-    return build_tokenizer(kind, model, vocab_size)
+def _tokenizer(
+    kind: str, model: str | None, vocab_size: int | None, merge_file: str | None
+) -> Tokenizer:
+    return build_tokenizer(kind, model, vocab_size, merge_file)
 
 
 def _start_worker() -> None:
@@ -272,21 +289,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
-    add("--output-prefix", required=True, help="path of the output; _KEY_document is appended")
-    add("--json-keys", nargs="+", default=["text"], help="keys to read (default: text)")
-    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    add("--tokenizer-model", help="the tokenizer's file; NullTokenizer has none")
+    add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended to it")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)")
+    add_tokenizer(parser)
     add(
         "--vocab-size",
         type=whole(1, (1 << 31) - 1),
+        metavar="N",
         help="for NullTokenizer: ids below this are tokens",
     )
     add("--append-eod", action="store_true", help="end each document with its own token")
     add("--lines", action="store_true", help="take each line of a .txt as a document")
     add("--on-bad-document", choices=POLICIES, help=BAD)
-    add("--workers", type=whole(1, 1024), default=1, help="processes (default: 1)")
+    add("--workers", type=whole(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    for flag, options in MEGATRON.items():
+        add(flag, **options, help=argparse.SUPPRESS)
     args = vars(parser.parse_args(argv))
+    for flag in MEGATRON:
+        args.pop(flag[2:].replace("-", "_"))
     try:
+        files = args["tokenizer_type"], args["tokenizer_model"], args.pop("vocab_file")
+        args["tokenizer_model"] = model_of(*files)
         preprocess(args.pop("input"), **args)
     except (ValueError, OSError) as error:
         print(told("preprocess_data.py", error), file=sys.stderr)

@@ -53,14 +53,15 @@ MODEL: dict[str, Any] = {
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
 
 
-def prepare(data: list[str], out: Path, on_bad: str | None) -> str:
+def prepare(data: list[str], out: Path, on_bad: str | None, keys: list[str] | None) -> str:
     """Make corpus, tokenizer and token files; return the key of corpus and tokenizer.
 
-    data: files, folders and patterns. on_bad: --on-bad-document.
+    data: files, folders and patterns. on_bad: --on-bad-document. keys: --json-keys.
     """
     if data:
         source: list[Any] = [file[1:] for file in stat_files(find_files(data, "DATA"), "DATA")]
         given = ["--input", *data, *(["--on-bad-document", on_bad] if on_bad else [])]
+        given += ["--json-keys", *keys] if keys else []
     else:
         source, given = [platform.python_version(), sysconfig.get_path("stdlib")], []
     corpus, model = out / "corpus", out / "tokenizer" / "weft.model"
@@ -236,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--data", default="", help="files, folders, patterns, between spaces")
     parser.add_argument("--on-bad-document", choices=POLICIES, help="of --data")
+    parser.add_argument("--json-keys", type=str.split, help="of --data: keys of a line, or columns")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
@@ -256,7 +258,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        key = prepare(data, out, args.on_bad_document)
+        key = prepare(data, out, args.on_bad_document, args.json_keys)
         flags, folder = train(out, tp, args.pp, args.iters, key)
         finish(out, folder, flags, tp, args.pp)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from tools.command_line import Parser, told, whole
 from tools.progress import progress
+from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
 
@@ -33,19 +35,31 @@ BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]
 META = 3 + 256 + len(NEWLINES) + len(BLANK_LINES)  # pieces that are there whatever the text
 
 
-def texts(files: list[Path], what: str) -> Iterator[str]:
-    """Yield the documents of the files, and show how far that is."""
-    with progress(what, sum(file.stat().st_size for file in files)) as tell:
-        for file in files:
-            yield from documents(file, tell=tell)
+@dataclass(frozen=True)
+class Texts:
+    """Files of text, and how they are read; the fields are the flags of these names."""
+
+    files: list[Path]
+    json_keys: tuple[str, ...] = ("text",)
+    lines: bool = False
+    on_bad_document: str | None = None
+
+    def read(self, what: str, bad: BadDocuments | None = None) -> Iterator[str]:
+        """Yield the documents, and show how far that is. bad: takes those that cannot be read."""
+        bad = bad or BadDocuments(self.on_bad_document)
+        total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
+        with progress(what, total) as tell:
+            for file in self.files:
+                for key in self.json_keys:
+                    yield from documents(file, key, bad, tell, self.lines)
 
 
-def lines(files: list[Path], limit: int, kept: set[str] | None = None) -> Iterator[str]:
+def lines(texts: Texts, limit: int, kept: set[str] | None = None) -> Iterator[str]:
     """Yield the texts' lines that are not blank, up to `limit` bytes of text.
 
     A line of more than 10,000 characters comes in parts. kept: leave other characters out.
     """
-    for text in texts(files, "learning pieces"):
+    for text in texts.read("learning pieces"):
         for line in text.split("\n"):
             limit -= len(line.encode())
             if limit < 0:
@@ -56,18 +70,28 @@ def lines(files: list[Path], limit: int, kept: set[str] | None = None) -> Iterat
                 yield from (line[at : at + 10_000] for at in range(0, len(line), 10_000))
 
 
-def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
+def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000) -> int:
     """Write {prefix}.model and {prefix}.vocab; return the vocabulary's size.
 
     A text too small for vocab_size pieces gets as many as it can fill. Where it has more characters
-    than that, the rarest are made of single bytes.
+    than that, the rarest are made of single bytes. Raises ValueError for a document that cannot be
+    read, as Texts.on_bad_document says.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     kept: set[str] | None = None
+    refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
+
+    def sentences() -> Iterator[str]:
+        try:
+            yield from lines(texts, limit, kept)
+        except ValueError as error:
+            refused.append(error)
+            raise
+
     while True:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines(files, limit, kept),
+                sentence_iterator=sentences(),
                 model_prefix=str(prefix),
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -83,9 +107,11 @@ def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000
                 minloglevel=2,
             )
             return vocab_size
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if refused:
+                raise refused[0] from None
             if "required_chars" in str(error) and kept is None:
-                count = Counter(chain.from_iterable(lines(files, limit)))
+                count = Counter(chain.from_iterable(lines(texts, limit)))
                 kept = {c for c, _ in count.most_common(max(1, (vocab_size - META) // 2))}
                 continue
             most = re.search(r"value <= (\d+)", str(error))
@@ -94,11 +120,11 @@ def train(files: list[Path], prefix: Path, vocab_size: int, limit: int = 100_000
             vocab_size = int(most[1])
 
 
-def check(model: Path, files: list[Path]) -> float:
-    """Return the files' characters a token. Raises ValueError if a text does not come back."""
+def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
+    """Return the texts' characters a token. Raises ValueError if a text does not come back."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     characters = tokens = 0
-    for number, document in enumerate(texts(files, "checking pieces"), 1):
+    for number, document in enumerate(texts.read("checking pieces", bad), 1):
         ids = processor.encode(document)
         if processor.decode(ids) != document.replace(SPACE, " "):
             raise ValueError(f"--check: text {number} is not given back as it was by {model}")
@@ -116,26 +142,40 @@ def main() -> None:
         metavar="PATH",
         help=".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns",
     )
-    parser.add_argument("--output-prefix", type=Path, required=True, help="PREFIX of PREFIX.model")
     parser.add_argument(
-        "--vocab-size", type=whole(1, 1 << 24), default=2048, help="pieces, at most"
+        "--output-prefix", type=Path, required=True, help="of PREFIX.model", metavar="PREFIX"
+    )
+    parser.add_argument(
+        "--vocab-size", type=whole(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
     )
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="PATH", help="texts to round-trip"
     )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)"
+    )
+    parser.add_argument("--lines", action="store_true", help="take each line of a .txt by itself")
+    parser.add_argument(
+        "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
+    )
     args = parser.parse_args()
+    bad = BadDocuments(args.on_bad_document)
     try:
         files, checked = (
             [Path(at) for at, _, _ in stat_files(find_files(names, flag), flag)]
             for names, flag in ((args.input, "--input"), (args.check, "--check"))
         )
-        size = train(files, args.output_prefix, args.vocab_size)
-        ratio = check(Path(f"{args.output_prefix}.model"), checked or files)
+        texts = Texts(files, tuple(args.json_keys), args.lines, args.on_bad_document)
+        size = train(texts, args.output_prefix, args.vocab_size)
+        held = replace(texts, files=checked or files)
+        ratio = check(Path(f"{args.output_prefix}.model"), held, bad)
     except (ValueError, OSError) as error:
         sys.exit(told("train_tokenizer.py", error))
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )
+    if bad.kinds:
+        print(bad.line())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.build_corpus import build, held_out, pieces, read
+from tools.build_corpus import SKIP, build, build_given, held_out, pieces, read
+from training.data.bad_documents import BadDocuments
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,3 +100,13 @@ def test_too_little_text_is_one_sentence(tmp_path, name):
     )
     assert done.returncode == 1 and "too" in done.stderr and "out" in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+def test_the_key_of_a_line_and_what_make_calls_the_flag(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "a line of text, "}\n' * 99)
+    with pytest.raises(ValueError, match="has 'content'; --json-keys names .*ON_BAD_DOCUMENT=skip"):
+        build_given([str(tmp_path / "a.jsonl")], tmp_path / "out", 5.0, BadDocuments(None, SKIP))
+    about = build_given(
+        [str(tmp_path / "a.jsonl")], tmp_path / "out", 5.0, BadDocuments(), ["content"]
+    )
+    assert about["texts"] == 99

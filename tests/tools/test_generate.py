@@ -199,6 +199,7 @@ def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
         (NUMBERS, ["--prompt", "7 x"], "reads numbers below"),
         ({"hf_config": None}, [], "hf_config must be a dict"),
         (NUMBERS, ["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (NUMBERS, ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v"], "--vocab-file v"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(

@@ -61,8 +61,9 @@ def test_a_text_of_many_signs_gets_a_tokenizer(tmp_path: Path) -> None:
     """SentencePiece refuses a text of more different characters than it may have pieces."""
     text = "".join(chr(0x4E00 + n * 7919 % 3000) for n in range(12_000))
     (tmp_path / "a.txt").write_text("\n".join(text[at : at + 60] for at in range(0, 12_000, 60)))
-    assert train_tokenizer.train([tmp_path / "a.txt"], tmp_path / "t", 1000) == 1000
-    train_tokenizer.check(tmp_path / "t.model", [tmp_path / "a.txt"])
+    texts = train_tokenizer.Texts([tmp_path / "a.txt"])
+    assert train_tokenizer.train(texts, tmp_path / "t", 1000) == 1000
+    train_tokenizer.check(tmp_path / "t.model", texts)
 
 
 def command(*words: object, stderr: int = subprocess.PIPE) -> list[str]:

@@ -235,3 +235,25 @@ def test_a_stopped_run_keeps_what_is_complete(tmp_path, workers, stop, status, s
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0 and "of 30 shards were complete already" in out, err
     assert "30 documents, 3,000,000 tokens" in out
+
+
+def test_a_command_of_megatrons_tool(tmp_path, capsys):
+    """GPT-2's two files by their flags, a .json of lines, and flags that change nothing here."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(["low lower lowest"] * 9, 300, special_tokens=["<|endoftext|>"])
+    model.save_model(str(tmp_path))
+    merges = (tmp_path / "merges.txt").rename(tmp_path / "the-merges.txt")
+    (tmp_path / "my.json").write_text(json.dumps({"text": "low lower"}) + "\n")
+    files = ["--vocab-file", tmp_path / "vocab.json", "--merge-file", merges]
+    flags = ["--input", tmp_path / "my.json", "--output-prefix", tmp_path / "out", "--append-eod"]
+    flags += ["--workers", 1, "--partitions", 1, "--log-interval", 9, "--dataset-impl", "mmap"]
+    flags = [str(word) for word in [*flags, *files, "--keep-sequential-samples"]]
+    assert main([*flags, "--tokenizer-type", "GPT2BPETokenizer"]) == 0
+    read = IndexedTokens(str(tmp_path / "out_text_document")).tokens
+    end = model.token_to_id("<|endoftext|>")
+    assert read.tolist() == [*model.encode("low lower").ids, end]
+    capsys.readouterr()
+    assert main([*flags, "--tokenizer-type", "TikTokenizer"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("preprocess_data.py: --vocab-file: TikTokenizer does not read it")

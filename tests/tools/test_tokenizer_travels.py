@@ -151,11 +151,11 @@ def test_ids_of_an_imported_model_are_kept(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_sentencepiece_model_gets_the_name_that_hugging_face_reads(tmp_path: Path) -> None:
-    from tools.train_tokenizer import train
+    from tools.train_tokenizer import Texts, train
 
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven\n" * 50)
-    train([text], tmp_path / "own", 300)
+    train(Texts([text]), tmp_path / "own", 300)
     data = replace(
         RUN.data,
         tokenizer_type="SentencePieceTokenizer",

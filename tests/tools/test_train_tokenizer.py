@@ -11,7 +11,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.train_tokenizer import check, train
+from tools.train_tokenizer import Texts, check, train
 
 ROOT = Path(__file__).parents[2]
 CODE = "".join(
@@ -24,7 +24,7 @@ CODE = "".join(
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "code.txt").write_text(CODE)
-    assert train([folder / "code.txt"], folder / "weft", vocab_size=350) == 350
+    assert train(Texts([folder / "code.txt"]), folder / "weft", vocab_size=350) == 350
     return folder / "weft.model"
 
 
@@ -62,13 +62,14 @@ def test_a_prompt_that_ends_in_a_space_is_a_prefix_of_its_continuation(processor
 
 def test_a_small_text_gets_a_smaller_vocabulary(tmp_path):
     (tmp_path / "a.txt").write_text("abc abd\n")
-    size = train([tmp_path / "a.txt"], tmp_path / "t", vocab_size=2000)
+    texts = Texts([tmp_path / "a.txt"])
+    size = train(texts, tmp_path / "t", vocab_size=2000)
     assert 256 < size < 300
-    assert check(tmp_path / "t.model", [tmp_path / "a.txt"]) > 0
+    assert check(tmp_path / "t.model", texts) > 0
 
 
 def test_training_twice_gives_the_same_file(model, tmp_path):
-    train([model.parent / "code.txt"], tmp_path / "again", vocab_size=350)
+    train(Texts([model.parent / "code.txt"]), tmp_path / "again", vocab_size=350)
     first = sentencepiece.SentencePieceProcessor(model_file=str(model))
     second = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "again.model"))
     pieces = [[p.id_to_piece(i) for i in range(p.get_piece_size())] for p in (first, second)]
@@ -85,7 +86,7 @@ def test_a_tokenizer_that_changes_a_text_is_refused(tmp_path):
         minloglevel=2,
     )
     with pytest.raises(ValueError, match="--check: text 1 is not given back as it was"):
-        check(tmp_path / "bad.model", [tmp_path / "a.txt"])
+        check(tmp_path / "bad.model", Texts([tmp_path / "a.txt"]))
 
 
 def run(*arguments):
@@ -108,3 +109,16 @@ def test_a_missing_input_is_one_sentence(tmp_path):
     done = run("--input", tmp_path / "no.txt", "--output-prefix", tmp_path / "t")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "no.txt: cannot be read" in done.stderr
+
+
+def test_a_bad_document_is_one_sentence_or_left_out(tmp_path):
+    """SentencePiece wraps what its iterator raises in a traceback; the flag was not there."""
+    rows = [json.dumps({"body": CODE}), '{"body": "broken', json.dumps({"body": CODE})]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    texts = Texts([tmp_path / "a.jsonl"], ("body",))
+    with pytest.raises(ValueError, match="a.jsonl, line 2, byte .*skip leaves such documents out$"):
+        train(texts, tmp_path / "t", 350)
+    flags = ["--json-keys", "body", "--on-bad-document", "skip", "--vocab-size", 350]
+    done = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "t", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "1 document(s) left out: 1 not JSON (first: " in done.stdout

@@ -13,14 +13,15 @@ class BadDocuments:
     leaves out empty ones and refuses others.
     """
 
-    def __init__(self, policy: str | None = None) -> None:
-        self.policy = policy
+    def __init__(self, policy: str | None = None, skip: str = "--on-bad-document skip") -> None:
+        """Take --on-bad-document. skip: what a person writes for "skip", told in a refusal."""
+        self.policy, self.skip = policy, skip
         self.kinds: dict[str, tuple[int, str]] = {}  # {kind: (how many, where the first is)}
 
     def found(self, kind: str, place: Callable[[], str], why: str) -> None:
         """Count a document, or raise ValueError with its place. place: costs a look at the file."""
         if self.policy == "error" or (self.policy is None and kind != "empty"):
-            hint = "" if self.policy else "; --on-bad-document skip leaves such documents out"
+            hint = "" if self.policy else f"; {self.skip} leaves such documents out"
             raise ValueError(f"{place()}: {why}{hint}")
         count, first = self.kinds.get(kind) or (0, place())
         self.kinds[kind] = (count + 1, first)

@@ -20,7 +20,10 @@ def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | 
     table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
     schema = table.schema_arrow
     if column not in schema.names:
-        raise ValueError(f"{path}: no column {column!r}; it has {', '.join(schema.names[:20])}")
+        raise ValueError(
+            f"{path}: no column {column!r}; it has "
+            f"{', '.join(schema.names[:20])}; --json-keys names the column"
+        )
     stored = schema.field(column).type
     if pyarrow.types.is_dictionary(stored):
         stored = stored.value_type

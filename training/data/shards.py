@@ -156,7 +156,7 @@ class Shard:
             where = Where(where.line, where.byte + len(text[: error.pos].encode()))
             why = f" ({error.msg})"
         except KeyError:
-            why = f" (it has {', '.join(map(repr, list(found)[:9]))})"
+            why = f" (it has {', '.join(map(repr, list(found)[:9]))}; --json-keys names the key)"
         except (ValueError, TypeError, AttributeError, RecursionError):
             value = None
         if isinstance(value, str):
@@ -187,7 +187,8 @@ def documents(
     key: str = "text",
     bad: BadDocuments | None = None,
     tell: Callable[[int], object] = int,
+    lines: bool = False,
 ) -> Iterator[str]:
     """Yield the documents of one file, as `Shard.texts` does."""
-    for _, text in Shard(os.fspath(path), 0, None).texts(key, False, bad, tell):
+    for _, text in Shard(os.fspath(path), 0, None).texts(key, lines, bad, tell):
         yield text

@@ -28,14 +28,16 @@ def kind_of(path: str) -> str:
     """Return "txt", "jsonl" or "parquet"; raise ValueError for other names."""
     packed = path.endswith(PACKED)
     kind = (path.rpartition(".")[0] if packed else path).rpartition(".")[2]
+    kind = "jsonl" if kind == "json" else kind  # as Megatron-LM's pages call lines of JSON
     if kind not in KINDS or (packed and kind == "parquet"):
         raise ValueError(f"{path}: neither {NAMES}")
     return kind
 
 
 def _known(path: str) -> bool:
+    """Return whether a folder stands for this file: not for a .json, which may be anything."""
     try:
-        return bool(kind_of(path))
+        return bool(kind_of(path)) and not path.endswith((".json", ".json.gz", ".json.zst"))
     except ValueError:
         return False
 
@@ -63,10 +65,11 @@ def find_files(names: Iterable[str], flag: str = "--input") -> list[str]:
     """Return the files that names stand for, each once: a file, a folder of them, or a pattern.
 
     A folder stands for all files below it whose names `kind_of` knows, a pattern such as a/*.txt
-    for what it matches; both in the order of their names. Raises ValueError, which names the flag,
-    where there is no such file.
+    for what it matches; both in the order of their names. A file that several names reach
+    through links is taken by the first. Raises ValueError, which names the flag, where there is no
+    such file.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}  # by the name without links
     for name in names:
         if os.path.isdir(name):
             some = [
@@ -85,8 +88,9 @@ def find_files(names: Iterable[str], flag: str = "--input") -> list[str]:
             some = [f for f in glob.iglob(name, recursive=True) if not os.path.isdir(f)]
             if not some:
                 raise ValueError(f"{flag} {name}: no file has such a name")
-        found.update(dict.fromkeys(sorted(some)))
-    return list(found)
+        for file in sorted(some):
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
 
 
 def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, int, int]]:
@@ -112,6 +116,11 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
                 )
         if begin[:2] in (b"\xff\xfe", b"\xfe\xff") and not path.endswith(tuple(BEGINNINGS)):
             raise ValueError(f"{flag} {path}: UTF-16, and text is read as UTF-8")
+        if path.endswith(".json") and begin.lstrip().startswith(b"["):
+            raise ValueError(
+                f"{flag} {path}: one JSON array, and one JSON object a line is read: jq -c '.[]' "
+                "makes such lines"
+            )
         need_package(path)
         files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
     if files and not any(size for _, size, _ in files):

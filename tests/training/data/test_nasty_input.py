@@ -25,7 +25,11 @@ NASTY = {  # name: (a line, what it is counted as, what the refusal says after f
     "no JSON": (b"one two\n", "not JSON", "byte 16: no JSON object.*Expecting value"),
     "a comma too many": (b'{"text": "a",}\n', "not JSON", "byte 29: no JSON object"),
     "cut short": (b'{"text": "a\n', "not JSON", "byte 27: .*Invalid control character"),
-    "another key": (b'{"body": "a", "n": 1}\n', "without a text", "byte 16: .*it has 'body', 'n'"),
+    "another key": (
+        b'{"body": 1, "n": 1}\n',
+        "without a text",
+        "has 'body', 'n'; --json-keys names",
+    ),
     "no object": (b'["text"]\n', "without a text", "byte 16: no JSON object with a text 'text'"),
     "a number": (b'{"text": 7}\n', "without a text", "byte 16: no JSON object with a text"),
     "null": (b'{"text": null}\n', "without a text", "byte 16: no JSON object with a text"),
@@ -85,6 +89,7 @@ FILES = {  # name: (contents, sentence)
     "renamed.parquet": (GOOD, "renamed.parquet: it does not begin as a .parquet file does"),
     "table.csv": (b"a,b", "table.csv: neither .txt nor .jsonl"),
     "empty.txt": (b"", "no document with text in 1 file"),
+    "array.json": (b' [{"text": "one"}]', "array.json: one JSON array, and one JSON object a line"),
 }
 
 
@@ -126,6 +131,24 @@ def test_folders_patterns_and_names_with_spaces(tmp_path, monkeypatch):
     assert split_names("d.txt my text  c [1].txt *.txt no.txt") == [
         "d.txt", "my text", "c [1].txt", "*.txt", "no.txt"
     ]  # fmt: skip
+
+
+def test_a_circle_of_links_gives_each_file_once(tmp_path, monkeypatch):
+    """Followed, it gave the file under forty names."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("d")
+    (tmp_path / "d" / "a.txt").write_text("one")
+    (tmp_path / "d" / "up").symlink_to("..")
+    assert find_files(["**/*.txt"]) == ["d/a.txt"] == find_files(["."])[0][2:].split()
+
+
+def test_a_json_is_read_where_it_is_named(tmp_path):
+    """A folder has other files of that name: a tokenizer's, a model's."""
+    for name in ("a.json", "b.jsonl"):
+        (tmp_path / name).write_bytes(GOOD)
+    assert find_files([str(tmp_path)]) == [str(tmp_path / "b.jsonl")]
+    (found,) = find_files([str(tmp_path / "*.json")])
+    assert stat_files([found]) and list(documents(found)) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
