@@ -33,7 +33,7 @@ def _data(config: Config) -> None:
         if paths:
             _blend("--" + name.replace("_", "-"), paths, dry)
     shares = _split(d.split) if d.split is not None else (1.0, 1.0, 0.0)
-    if config.run.eval_interval is not None and config.run.eval_iters > 0:
+    if config.run.eval_interval and config.run.eval_iters > 0:
         if shares[1] == 0 or (d.train_data_path and not d.valid_data_path):
             raise UsageError(
                 f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: give the "
