@@ -404,7 +404,8 @@ def test_a_mistake_is_one_sentence(more, world, sentence):
     "gone,sentence",
     [
         ("--num-layers 4", "--num-layers is missing"),
-        ("--lr 1e-3", "--lr is missing"),
+        ("--lr 1e-3", "^--lr is missing: it has no default$"),
+        ("--seq-length 32 --lr 1e-3", "^--seq-length, --lr are missing: they have no default$"),
         ("--train-iters 10", "--train-iters or --train-samples is missing"),
         ("--mock-data", "no data: give --data-path, --train-data-path or --mock-data"),
         ("--vocab-size 100", "--vocab-size is missing: NullTokenizer"),
