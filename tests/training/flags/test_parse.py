@@ -432,6 +432,11 @@ def test_data_files_must_stand(tmp_path):
     prefix = tmp_path / "corpus"
     with pytest.raises(UsageError, match=r"--data-path .*corpus: there is no file .*corpus\.bin"):
         real(tmp_path, prefix)
+    longer = tmp_path / "corpus_text_document.bin"  # what --output-prefix corpus made
+    longer.touch()
+    with pytest.raises(UsageError, match=r"\(did you mean .*/corpus_text_document\?\)$"):
+        real(tmp_path, prefix)
+    longer.unlink()
     (tmp_path / "corpus.bin").touch()
     with pytest.raises(UsageError, match=r"there is no file .*corpus\.idx"):
         real(tmp_path, prefix)
