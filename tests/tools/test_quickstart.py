@@ -93,6 +93,19 @@ def test_the_printed_command_is_the_one_that_runs(capsys):
     assert max(map(len, printed.splitlines())) <= 100
 
 
+def test_the_sample_is_not_given_a_thread_a_core(monkeypatch):
+    """Two threads decoded the small model at 5 tokens/s, where one does hundreds."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    say = [sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
+    asked = [quickstart.run(say, *threads, stdout=subprocess.PIPE) for threads in ((None,), (3,))]
+    assert asked == ["None\n", "3\n"]
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, **how: ran.append((command, how)))
+    quickstart.sample(Path("runs/mine"))
+    ((command, how),) = ran
+    assert "tools/generate.py" in command and how == {"threads": None}
+
+
 @pytest.mark.parametrize("tp, pp, ranks, micro", [(2, 1, 2, 4), (1, 2, 2, 1), (2, 2, 4, 1)])
 def test_the_layout_reaches_the_trainer(monkeypatch, tp, pp, ranks, micro):
     """Flags that the trainer takes, on so many ranks; the same samples a step in every layout."""
