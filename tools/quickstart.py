@@ -191,10 +191,13 @@ def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
     return speed
 
 
-def sample(folder: Path) -> None:
-    """Print a text that the run's model goes on with."""
+def sample(folder: Path, heldout: Path) -> None:
+    """Print a text that the run's model goes on with: "def ", or words of a person's own text."""
+    with open(heldout, encoding="utf-8") as file:
+        record = json.loads(file.readline())
+    prompt = "def " if record["path"].endswith(".py") else " ".join(record["text"].split()[:3])
     command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
-    command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.6"]
+    command += ["--prompt", prompt[:60], "--max-new-tokens", "200", "--temperature", "0.6"]
     show(command)
     run(command, threads=None)  # it takes one thread for a small model, which is far faster
 
@@ -230,7 +233,7 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
             "                 Both have the same cores, so the ranks cannot be faster by having\n"
             f"                 more of them: {why}"
         )
-    sample(folder)
+    sample(folder, out / "corpus" / "heldout.jsonl")
     print(
         f"\npicture          {picture}\n"
         f"TensorBoard      .venv/bin/tensorboard --logdir {folder}\n"
