@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from training.config import UsageError
+from training.data.tokenizer import OTHER_TYPE
 from training.flags.megatron import CHECKED, REFUSED
 from training.flags.numbers import read_number
 from training.flags.spelling import like
@@ -218,8 +219,7 @@ LIVE = """
 """  # noqa: E501
 
 OTHERS = {  # what to write for a value that other programs have
-    "--tokenizer-type": "; for the tokenizer of a Hugging Face folder give HuggingFaceTokenizer "
-    "and --tokenizer-model FOLDER",
+    "--tokenizer-type": OTHER_TYPE,
 }
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
 
@@ -272,9 +272,9 @@ class Flag:
         if self.rule.startswith("one of "):
             choices = self.rule.removeprefix("one of ").partition(";")[0].split(",")
             if values not in choices:
-                others = OTHERS.get(self.name, "")
-                what = f"must be one of {', '.join(choices)}{others}"
-                raise UsageError(f"{self.name} {values}: {what}")
+                what = f"must be one of {', '.join(choices)}"
+                other = f"; {OTHERS[self.name]}" if self.name in OTHERS else ""
+                raise UsageError(f"{self.name} {values}: {what}{other}")
             return int(values) if values.isdigit() else values
         if self.rule.endswith(" or auto") and values == "auto":
             return 0
