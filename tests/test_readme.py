@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """README: short, its links lead somewhere, its commands parse, and its blocks run as pasted.
 
-The blocks are taken from README.md itself. Three variables that they name make them small: TEXT and
-MODEL (whose text, which model) and ITERS; `make train` takes its ITERS from MAKEFLAGS.
+The blocks are taken from README.md itself. They find the text and the model that they name, both
+small; fewer iterations stand where they have 500, and `make train` takes its ITERS from MAKEFLAGS.
 """
 
 import os
@@ -114,19 +114,20 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
     """One shell, block after block. The new .venv sees this interpreter's torch."""
     clone = tmp_path / "weft"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    texts = tmp_path / "my texts"
+    texts = clone / "my_text"
     texts.mkdir()
     for page in sorted((ROOT / "docs").glob("*.md")):
         shutil.copy(page, texts / f"{page.stem}.txt")
-    tiny_model(tmp_path / "their model")
+    tiny_model(clone / "Llama-3.2-1B")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SLURM_"))}
-    small = {"TEXT": str(texts), "MODEL": str(tmp_path / "their model"), "ITERS": "4"}
     make = {"MAKEFLAGS": f" -- ITERS=20 PYTHON={sys.executable}"}
     script = "set -euo pipefail\n" + "\n".join(blocks())
+    assert script.count("--train-iters 500 ") == 2
+    script = script.replace("--train-iters 500 ", "--train-iters 4 ")
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=clone,
-        env=kept | small | make,
+        env=kept | make,
         capture_output=True,
         text=True,
         timeout=1800,

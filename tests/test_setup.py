@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,20 @@ def test_probe_tells_python_and_torch_without_importing_it():
     assert (found, place) == (torch.__version__, torch.__file__)
     assert setup_env.probe("/nonexistent/python") is None
     assert setup_env.probe("/bin/false") is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_pip_shows_its_progress_to_a_person_alone(monkeypatch, terminal):
+    """Torch is 200 MB, and more with CUDA: minutes without a word looked like a hang."""
+    commands = []
+    monkeypatch.setattr(
+        setup_env.subprocess,
+        "run",
+        lambda words: commands.append(words) or SimpleNamespace(returncode=0),
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    setup_env.pip("install", "torch")
+    assert ("-qq" in commands[0]) is not terminal
 
 
 def test_an_environment_behind_a_link_is_never_cleared(monkeypatch, tmp_path):

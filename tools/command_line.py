@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
-from training.data.tokenizer import TOKENIZER_TYPES
+from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
 from training.untrusted import printable, sentence
 
 MOST = (1 << 63) - 1
@@ -51,7 +51,8 @@ def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
 
 def _kind(name: str) -> str:
     if name not in TOKENIZER_TYPES:
-        raise argparse.ArgumentTypeError(f"{name[:40]!r} is none of {', '.join(TOKENIZER_TYPES)}")
+        known = f"{name[:40]!r} is none of {', '.join(TOKENIZER_TYPES)}"
+        raise argparse.ArgumentTypeError(f"{known}; {OTHER_TYPE}")
     return name
 
 

@@ -152,11 +152,14 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__.split("\n\n")[0], allow_abbrev=False, usage="%(prog)s [...] [-- FLAGS]"
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="the model's file, as --model-file names it")
+    add("--model", metavar="FILE", help="the model's file, as --model-file names it")
     add("--full", action="store_true", help="every layout of up to 8 ranks; takes long")
     add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
-    return parser.parse_args(argv[:at]), list(argv[at + 1 :])
+    options = parser.parse_args(argv[:at])
+    if options.model is None:
+        parser.error("--model FILE is missing: make fork-check MODEL=my_model.py")
+    return options, list(argv[at + 1 :])
 
 
 def chosen(full: bool, only: str) -> list[Case]:

@@ -207,7 +207,9 @@ def main() -> None:
         "--names", nargs="+", metavar="NAME", help="of the runs (left out: their folders' names)"
     )
     parser.add_argument("--axis", choices=AXES, default="iterations", help="what runs across")
-    parser.add_argument("--output", type=Path, required=True, help="the .png or .svg to write")
+    parser.add_argument(
+        "--output", type=Path, help="the .png or .svg to write (left out: LOG with the ending .png)"
+    )
     parser.add_argument("--title", default="Loss", help="title of the picture")
     parser.add_argument(
         "--reference",
@@ -218,6 +220,7 @@ def main() -> None:
         help="a dashed line at a loss to compare with, in nats",
     )
     args = parser.parse_args()
+    args.output = args.output or args.logs[0].with_suffix(".png")
     try:
         references = [(float(value), name) for value, name in args.reference]
         names = args.names or names_of(args.logs)
@@ -231,6 +234,7 @@ def main() -> None:
             if not run.curves["loss"]:
                 raise ValueError(f"{log}: holds no loss yet")
         draw(runs, args.output, args.title, references, args.axis)
+        print(f"drawn: {args.output}")
     except (ValueError, OSError) as error:
         sys.exit(told("plot_loss.py", error))
 

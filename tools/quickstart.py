@@ -191,6 +191,17 @@ def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
     return speed
 
 
+def sample(folder: Path, heldout: Path) -> None:
+    """Print a text that the run's model goes on with: "def ", or words of a person's own text."""
+    with open(heldout, encoding="utf-8") as file:
+        record = json.loads(file.readline())
+    prompt = "def " if record["path"].endswith(".py") else " ".join(record["text"].split()[:3])
+    command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
+    command += ["--prompt", prompt[:60], "--max-new-tokens", "200", "--temperature", "0.6"]
+    show(command)
+    run(command, threads=None)  # it takes one thread for a small model, which is far faster
+
+
 def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> None:
     """Print the results: loss against unigram entropy, speed, a sample; draw the loss."""
     lines = records(folder / "log.jsonl")
@@ -213,16 +224,16 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
         layout += " with sequence parallelism" * (tp > 1)
         ours = statistics.median(r["tokens_per_second"] for r in steps[-20:])
         alone = one_process_speed(out, flags)
+        why = "this shows what cutting a model costs, not a gain."
+        if ours > alone:
+            why = "the threads of one process wait for one another."
         print(
             f"\nspeed            {ours:,.0f} tokens/s, {layout} on {world} ranks\n"
             f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores\n"
             "                 Both have the same cores, so the ranks cannot be faster by having\n"
-            "                 more of them: this shows what cutting a model costs, not a gain."
+            f"                 more of them: {why}"
         )
-    command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
-    command += ["--prompt", "def ", "--max-new-tokens", "200", "--temperature", "0.6"]
-    show(command)
-    run(command)
+    sample(folder, out / "corpus" / "heldout.jsonl")
     print(
         f"\npicture          {picture}\n"
         f"TensorBoard      .venv/bin/tensorboard --logdir {folder}\n"

@@ -123,8 +123,9 @@ def reachable(url: str) -> bool:
 
 
 def pip(*arguments: str) -> None:
-    """Run the environment's pip. Raises SetupError if it fails."""
+    """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
+    command += [] if sys.stdout.isatty() else ["-qq"]
     if subprocess.run(command).returncode:
         raise SetupError("pip failed, as it says above; the next make setup goes on from here")
 
@@ -167,7 +168,7 @@ def install_torch() -> None:
                 " that pip is set up to find",
                 flush=True,
             )
-    pip("install", "-qq", *extra, "torch==" + TORCH)
+    pip("install", *extra, "torch==" + TORCH)
 
 
 def build_native() -> None:
@@ -228,9 +229,9 @@ def prepare(chosen: bool) -> None:
     constraint = os.path.join(VENV, "weft-constraint.txt")
     with open(constraint, "w", encoding="utf-8") as file:
         file.write(f"torch=={present[1]}\n")
-    pip("install", "-qq", "-c", constraint, "setuptools>=77.0.3")
+    pip("install", "-c", constraint, "setuptools>=77.0.3")
     build_native()
-    pip("install", "-qq", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")
+    pip("install", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")
     add_torchrun()
     with open(STAMP, "w", encoding="utf-8") as file:
         json.dump(dict(wanted, python=here, torch=present[1]), file)

@@ -36,13 +36,15 @@ def show(command: list[str], threads: int | None = None) -> None:
     print("\n  $ " + " \\\n      ".join(lines).replace("\0", " ") + "\n", flush=True)
 
 
-def run(command: list[str], threads: int = CORES, stdout: int | None = None) -> str:
+def run(command: list[str], threads: int | None = CORES, stdout: int | None = None) -> str:
     """Run a command of this checkout; return its stdout if that is piped.
 
-    It runs in a session of its own, so that Ctrl-C reaches it once, from here, and its ranks have
-    the time to finish their step and save.
+    threads: None lets the command choose. It runs in a session of its own, so that Ctrl-C reaches
+    it once, from here, and its ranks have the time to finish their step and save.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     with subprocess.Popen(
         command, env=environment, text=True, start_new_session=True, stdout=stdout
     ) as child:

@@ -221,7 +221,7 @@ class CheckpointConfig:
     save: str | None = None
     load: str | None = None
     pretrained_checkpoint: str | None = None  # initial weights while `load` is empty
-    save_interval: int | None = None  # steps; None: at the end only
+    save_interval: int | None = None  # steps; None or 0: at the end only
     save_retain_interval: int | None = None  # steps; None: keep every one
     keep_last_k: int | None = None  # None: keep every one
     async_save: bool = False
@@ -242,7 +242,7 @@ class RunConfig:
     seed: int = 1234
     dtype: torch.dtype = torch.float32  # of weights and activations: float32, bfloat16 or float64
     deterministic_mode: bool = False
-    eval_interval: int | None = None  # steps; None: never
+    eval_interval: int | None = None  # steps; None or 0: never
     eval_iters: int = 100
     exit_interval: int | None = None  # steps; None or 0: never
     exit_duration_in_mins: int | None = None  # None or 0: no limit

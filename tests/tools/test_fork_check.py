@@ -268,6 +268,9 @@ def test_the_models_pass(model, only, capfd):
 
 
 def test_mistakes_in_the_command_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--model FILE is missing: make fork-check MODEL=" in capsys.readouterr().err
     assert main(["--model", str(tmp_path / "none.py")]) == 2
     assert "no such Python file" in capsys.readouterr().err
     assert main(["--model", "model/llama.py", "--only", "tp 3"]) == 2

@@ -86,7 +86,7 @@ def test_draws_a_picture(tmp_path):
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 675)
 
 
-def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, monkeypatch):
+def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, monkeypatch, capsys):
     for name, end in (("base", 3.0), ("wide", 3.01)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "log", [{"iteration": i, "loss": end + 1 / i} for i in (1, 2)])
@@ -96,6 +96,7 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
         monkeypatch.setattr(sys, "argv", ["plot_loss.py", *map(str, logs), *more])
         main()
         root = ElementTree.parse(svg).getroot()
+        assert capsys.readouterr().out == f"drawn: {svg}\n"
         words = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("}text")]
         return words, [e.get("id", "") for e in root.iter()]
 
@@ -107,6 +108,11 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
         drawn("--output", str(svg), "--names", "a")
     with pytest.raises(SystemExit, match="a.pdf: a picture is a .png or an .svg"):
         drawn("--output", "a.pdf")
+
+
+def test_without_output_the_picture_lies_beside_the_log(tmp_path):
+    done = run(write(tmp_path / "log.jsonl", [{"iteration": i, "loss": 1.0} for i in (1, 2)]))
+    assert (done.returncode, done.stdout) == (0, f"drawn: {tmp_path / 'log.png'}\n")
 
 
 @pytest.mark.parametrize(

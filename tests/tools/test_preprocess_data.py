@@ -257,3 +257,6 @@ def test_a_command_of_megatrons_tool(tmp_path, capsys):
     assert main([*flags, "--tokenizer-type", "TikTokenizer"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("preprocess_data.py: --vocab-file: TikTokenizer does not read it")
+    with pytest.raises(SystemExit):
+        main([*flags, "--tokenizer-type", "PretrainedFromHF"])
+    assert "of a Hugging Face folder give HuggingFaceTokenizer" in capsys.readouterr().err

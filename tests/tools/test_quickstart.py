@@ -93,6 +93,26 @@ def test_the_printed_command_is_the_one_that_runs(capsys):
     assert max(map(len, printed.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("path, prompt", [("ast.py", "def "), ("0a1b", "Call me Ishmael.")])
+def test_the_sample_is_not_given_a_thread_a_core(monkeypatch, tmp_path, path, prompt):
+    """Nor Python's word where a person's text is something else.
+
+    Two threads decoded the small model at 5 tokens/s, where one does hundreds.
+    """
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    say = [sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
+    asked = [quickstart.run(say, *threads, stdout=subprocess.PIPE) for threads in ((None,), (3,))]
+    assert asked == ["None\n", "3\n"]
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, **how: ran.append((command, how)))
+    record = {"text": "Call me Ishmael. Some years ago", "path": path}
+    (tmp_path / "heldout.jsonl").write_text(json.dumps(record) + "\n")
+    quickstart.sample(Path("runs/mine"), tmp_path / "heldout.jsonl")
+    ((command, how),) = ran
+    assert "tools/generate.py" in command and how == {"threads": None}
+    assert command[command.index("--prompt") + 1] == prompt
+
+
 @pytest.mark.parametrize("tp, pp, ranks, micro", [(2, 1, 2, 4), (1, 2, 2, 1), (2, 2, 4, 1)])
 def test_the_layout_reaches_the_trainer(monkeypatch, tp, pp, ranks, micro):
     """Flags that the trainer takes, on so many ranks; the same samples a step in every layout."""

@@ -127,6 +127,10 @@ TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
     "NullTokenizer",
 )
+OTHER_TYPE = (
+    "for the tokenizer of a Hugging Face folder give HuggingFaceTokenizer and "
+    "--tokenizer-model FOLDER"
+)
 
 
 def tokenizer_for(config: "Config") -> Tokenizer:

@@ -13,6 +13,18 @@ from training.flags import table
 from training.flags.spelling import like
 
 FLAG = "--ignore-flags"
+ELSEWHERE = {  # flags of other programs, and what Megatron-LM and this program call them
+    "--rope-theta": "--rotary-base",
+    "--num-key-value-heads": "--group-query-attention --num-query-groups",
+    "--tokenizer-name-or-path": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
+    "--context-parallel-algo": "--cp-comm-type",
+    "--wandb-name": "--wandb-exp-name",
+    "--learning-rate": "--lr",
+    "--max-steps": "--train-iters",
+    "--tp-size": "--tensor-model-parallel-size",
+    "--pp-size": "--pipeline-model-parallel-size",
+    "--cp-size": "--context-parallel-size",
+}
 
 
 def take_out(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -39,6 +51,64 @@ def take_out(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str]
     for name in counts:
         _refuse_known(name, own_names)
     return _without(rest, counts), tuple(asked)
+
+
+def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
+    """Return NAME:COUNT for the flags that neither Weft nor Megatron-LM knows."""
+    counts: dict[str, int] = {}
+    name, known = "", {*table.known_flags(), *own_names, "--help", "--"}
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            if name not in known:
+                counts[name] = int(bool(equals))
+        elif name in counts:
+            counts[name] += 1
+    return [f"{name[2:]}:{count}" for name, count in counts.items()]
+
+
+def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
+    """Raise UsageError for flags that nobody knows: a slip of the pen first, else all at once."""
+    found = unknown(argv, own_names)
+    names = ["--" + each.rpartition(":")[0] for each in found]
+    said = {name: _what_else(name) for name in names}
+    if name := next((name for name in names if said[name]), None):
+        raise UsageError(said[name])
+    if len(found) == 1:
+        raise UsageError(
+            f"{names[0]} is not a flag of this program nor of Megatron-LM; --help lists the flags, "
+            f"{FLAG} {found[0]} leaves it out"
+        )
+    if found:
+        raise UsageError(
+            f"{len(found)} flags are not flags of this program nor of Megatron-LM; --help lists "
+            f"the flags, and this leaves them out: {FLAG} {' '.join(found)}"
+        )
+
+
+def refuse_refused(argv: Sequence[str], own_names: Collection[str]) -> None:
+    """Raise UsageError for a flag of Megatron-LM that is not here, and name the others."""
+    names = [word.partition("=")[0] for word in argv]
+    known = table.known_flags()
+    found = {n: f.text for n in names if (f := known.get(n)) and f.kind == table.REFUSED_KIND}
+    refused = [name for name in found if name not in own_names]
+    if refused:
+        name, *others = refused
+        listed = ", ".join(others[:3]) + f" and {len(others) - 3} more" * (len(others) > 3)
+        more = f" (refused too: {listed})" * bool(others)
+        raise UsageError(f"{name} is refused: {found[name]}{more}")
+
+
+def _what_else(name: str) -> str:
+    """Return the sentence on a flag that was not meant, or that has another name here, or ""."""
+    flag, *rest = name.split()
+    if rest and flag in table.known_flags():
+        short = f"{name[:60]}{' ...' * (len(name) > 60)}"
+        return f"{short!r} came as one word: leave out the quotes that hold flags together"
+    if other := ELSEWHERE.get(name.replace("_", "-")):
+        return f"{name} is not a flag of this program; here and in Megatron-LM it is {other}"
+    close = table.suggest(name)
+    return f"{name} is not a flag of this program{close}" if close else ""
 
 
 def _refuse_known(name: str, own_names: Collection[str]) -> None:

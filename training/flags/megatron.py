@@ -101,7 +101,7 @@ CHECKED = """
 --optimizer | text | adam | the optimizer is AdamW
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
 --weight-decay-incr-style | text | constant | weight decay is constant
---persistent-save-interval | int>=1 | any | = --save-interval
+--persistent-save-interval | int>=0 | any | = --save-interval
 --dist-ckpt-strictness | text | assume_ok_unexpected,raise_unexpected,raise_all | a checkpoint is read by name and shape, all of it or not at all
 --override-opt-param-scheduler --override-opt_param-scheduler --override-lr-scheduler | switch | any | the learning rate follows the flags unless --use-checkpoint-opt-param-scheduler is given
 --use-checkpoint-opt_param-scheduler --use-checkpoint-lr-scheduler | switch | any | = --use-checkpoint-opt-param-scheduler
@@ -124,6 +124,9 @@ CHECKED = """
 --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --tokenizer-sentencepiece-legacy | switch | any | ! tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made
 --null-tokenizer-pad-id | int>=-1 | any | there is no padding token
 --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args | switch | any | a given --tokenizer-model always decides; --use-checkpoint-args takes the checkpoint's where it is left out
+--no-initialization | switch | any | ! weights are drawn all the same, and a checkpoint that is loaded replaces them
+--log-straggler --disable-straggler-on-startup | switch | any | ! a rank or a link that slows the others down is always looked for, and named
+--straggler-minmax-count | int>=1 | any | ! the slowest rank is named, where it is slower than chance
 --no-save-tokenizer-assets --disable-save-tokenizer-assets | switch | any | ! a checkpoint always holds the files of --tokenizer-model
 --ckpt-format --dist-ckpt-format | text | any | ! checkpoints are safetensors and JSON; Megatron's come in through Hugging Face
 --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load | switch | any | each rank writes and reads what it owns
@@ -472,7 +475,7 @@ REFUSED = (
     (
         "weights are drawn from one normal distribution of --init-method-std; no other",
         """
---no-initialization --embedding-init-method-std --use-mup --mup-width-mult
+--embedding-init-method-std --use-mup --mup-width-mult
 --mup-base-hidden-size --mup-embedding-mult --mup-output-mult --mup-base-head-dim
 --mup-attn-scale-power --data-parallel-random-init --init-method-xavier-uniform
         """,
@@ -646,8 +649,7 @@ REFUSED = (
     (
         "nothing is reported or served unless asked for; use --log-json, TensorBoard or W&B",
         """
---otel-enabled --otel-service-name --otel-span-groups --log-straggler
---straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup
+--otel-enabled --otel-service-name --otel-span-groups --straggler-ctrlr-port
 --run-workload-inspector-server --one-logger-async
         """,
     ),
@@ -717,11 +719,11 @@ DIFFERENCES = (
         "they do not: each weight depends on (seed, its name), data order on seed and data alone",
     ),
     (
-        "--swiglu --normalization --position-embedding-type --disable-bias-linear",
-        "default to a GPT: GELU, LayerNorm, learned positions, biases",
-        "always a Llama, given or not",
+        "without --swiglu, --normalization, --position-embedding-type, --disable-bias-linear",
+        "a GPT: GELU, LayerNorm, learned positions, biases",
+        "a Llama, as with them",
     ),
-    ("--hidden-dropout --attention-dropout", "0.1", "0, and nothing else"),
+    ("without --hidden-dropout, --attention-dropout", "0.1", "0, and nothing else"),
     ("--apply-layernorm-1p", "norms hold gamma - 1", "norms hold gamma; the same function"),
     ("--max-position-embeddings", "required", "--seq-length where left out"),
     ("--micro-batch-size", "required", "1 where left out"),

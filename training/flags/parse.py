@@ -141,6 +141,8 @@ def _read(
     taken = {f.name for f in table.known_flags().values() if f.kind != table.REFUSED_KIND}
     own_names = set(parser._option_string_actions) - taken  # a fork may have what we refuse
     argv, ignored = foreign.take_out(argv, own_names)
+    foreign.refuse_unknown(argv, own_names)
+    foreign.refuse_refused(argv, own_names)
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
@@ -168,18 +170,13 @@ def _read(
 
 
 def _expand(token: str, own_names: set[str]) -> list[str]:
-    """Return the words a flag stands for; raise UsageError where it is refused or unknown."""
+    """Return the words a flag stands for."""
     name, equals, value = token.partition("=")
     if "--" in (token, value):  # argparse would take it away
         raise UsageError(f"{token}: -- is no value")
     if not token.startswith("--") or name in own_names or name == "--help":
         return [token]
-    flag = table.known_flags().get(name)
-    if flag is None:
-        raise UsageError(f"{name} is not a flag of this program{table.suggest(name)}")
-    if flag.kind == table.REFUSED_KIND:
-        raise UsageError(f"{name} is refused: {flag.text}")
-    if spelled := flag.stands_for:
+    if spelled := table.known_flags()[name].stands_for:
         return [*spelled, value] if equals else spelled
     return [token]
 

@@ -5,6 +5,7 @@ The check opens, makes and writes nothing. A dry run may name files of another m
 only the form of the flags.
 """
 
+import glob
 import os
 import shlex
 
@@ -33,7 +34,7 @@ def _data(config: Config) -> None:
         if paths:
             _blend("--" + name.replace("_", "-"), paths, dry)
     shares = _split(d.split) if d.split is not None else (1.0, 1.0, 0.0)
-    if config.run.eval_interval is not None and config.run.eval_iters > 0:
+    if config.run.eval_interval and config.run.eval_iters > 0:
         if shares[1] == 0 or (d.train_data_path and not d.valid_data_path):
             raise UsageError(
                 f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: give the "
@@ -94,9 +95,16 @@ def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
                 raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
             if not dry and not os.path.isfile(prefix + ending):
                 raise UsageError(
-                    f"{flag} {prefix}: there is no file {prefix}{ending} "
-                    "(tools/preprocess_data.py makes a .bin/.idx pair)"
+                    f"{flag} {prefix}: there is no file {prefix}{ending} ({_instead(prefix)})"
                 )
+
+
+def _instead(prefix: str) -> str:
+    """Return what to do without a pair: the longer prefix that is there, or how one is made."""
+    made = glob.glob(f"{glob.escape(prefix)}_*_document.bin")  # --output-prefix, key
+    if made:
+        return f"did you mean {min(made).removesuffix('.bin')}?"
+    return "tools/preprocess_data.py makes a .bin/.idx pair"
 
 
 def _directories(config: Config) -> None:

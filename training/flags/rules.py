@@ -115,9 +115,9 @@ IDLE = (
 
 def check_given(given: dict[str, Any]) -> None:
     """Refuse a command line that lacks a required flag or gives two that exclude each other."""
-    for name in REQUIRED:
-        if name not in given:
-            raise UsageError(f"{name} is missing: it has no default")
+    if missing := [name for name in REQUIRED if name not in given]:
+        one = "is missing: it has" if len(missing) == 1 else "are missing: they have"
+        raise UsageError(f"{', '.join(missing)} {one} no default")
     if "--train-iters" not in given and "--train-samples" not in given:
         raise UsageError("--train-iters or --train-samples is missing: give one of them")
     for one, other in EXCLUDE:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from training.config import UsageError
+from training.data.tokenizer import OTHER_TYPE
 from training.flags.megatron import CHECKED, REFUSED
 from training.flags.numbers import read_number
 from training.flags.spelling import like
@@ -136,7 +137,7 @@ LIVE = """
 --save | text | directory; off: left out | where checkpoints go
 --load | text | directory; off: left out | resume from the newest complete checkpoint there
 --pretrained-checkpoint | text | directory; off: left out | start from these weights (Weft's or Hugging Face's) while --load holds no checkpoint
---save-interval | int>=1 | steps; off: left out, at the end only | steps between two checkpoints
+--save-interval | int>=0 | steps; off: left out or 0, at the end only | steps between two checkpoints
 --save-retain-interval | int>=1 | steps; off: left out, keep every one | after a complete save, delete older checkpoints whose step is no multiple of this
 --keep-last-k | int>=1 | checkpoints; off: left out, keep every one | after a complete save, delete older checkpoints until k complete ones are left (ours, not Megatron's)
 --async-save | switch | off: left out | copy the state, and write the copy in the background while training goes on
@@ -168,7 +169,7 @@ LIVE = """
 --bf16 | switch | off: left out, fp32 | weights and activations in bfloat16, fp32 masters and gradients
 --fp64 | switch | off: left out, fp32 | everything in double precision, for tests of exactness (ours, not Megatron's)
 --deterministic-mode | switch | off: left out | refuse kernels whose results differ from run to run
---eval-interval | int>=1 | steps; off: left out | steps between two evaluations
+--eval-interval | int>=0 | steps; off: left out or 0 | steps between two evaluations
 --eval-iters | int>=-1 | steps; off: 0 or -1 | global batches in one evaluation
 --exit-interval | int>=0 | steps; off: left out or 0 | save and stop after a step that is a multiple of this
 --exit-duration-in-mins | int>=0 | minutes; off: left out or 0 | save and stop after this time
@@ -217,6 +218,9 @@ LIVE = """
 --rehearse-trace | text | file; off: left out | write the step's predicted timeline, for Perfetto or chrome://tracing (ours, not Megatron's)
 """  # noqa: E501
 
+OTHERS = {  # what to write for a value that other programs have
+    "--tokenizer-type": OTHER_TYPE,
+}
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
 
 
@@ -268,7 +272,9 @@ class Flag:
         if self.rule.startswith("one of "):
             choices = self.rule.removeprefix("one of ").partition(";")[0].split(",")
             if values not in choices:
-                raise UsageError(f"{self.name} {values}: must be one of {', '.join(choices)}")
+                what = f"must be one of {', '.join(choices)}"
+                other = f"; {OTHERS[self.name]}" if self.name in OTHERS else ""
+                raise UsageError(f"{self.name} {values}: {what}{other}")
             return int(values) if values.isdigit() else values
         if self.rule.endswith(" or auto") and values == "auto":
             return 0
@@ -312,8 +318,6 @@ def live() -> list[Flag]:
 
 
 def suggest(name: str) -> str:
-    """Return the rest of a sentence on an unknown flag: the closest ones, or where the list is."""
+    """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
     close = like(name, [f.name for f in known_flags().values() if f.kind != REFUSED_KIND])
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return " nor of Megatron-LM; --help lists the flags, --ignore-flags leaves out other programs'"
+    return f"; did you mean {' or '.join(close)}?" if close else ""

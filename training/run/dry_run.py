@@ -63,7 +63,7 @@ def _differences(config: Config) -> list[str]:
     """Return the differences that flags of this command line touch, and how many others there are.
 
     An entry of several flags counts where one of them is given, with "with" between them where all
-    are; --lr-* stands for every flag that begins so.
+    are, and with "without" before them where one is not; --lr-* stands for all that begin so.
     """
 
     def touched(flags: str) -> bool:
@@ -72,6 +72,8 @@ def _differences(config: Config) -> list[str]:
             any(each == name or name[-1] == "*" and each.startswith(name[:-1]) for each in given)
             for name in names
         ]
+        if flags.startswith("without "):
+            return not all(found)
         return all(found) if " with " in flags else any(found)
 
     given = config.given

@@ -116,7 +116,7 @@ class Saver:
             raise checkpoint.SaveError(
                 f"it holds checkpoints of later steps than {iteration}, where this run begins "
                 f"({', '.join(later)}), and a resume would take the newest: name another --save, "
-                "or move them away"
+                "move them away, or go on from them with --load"
             )
 
     def _together(self, work: Callable[[], None]) -> None:

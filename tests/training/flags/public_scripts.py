@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 from model.load import of_checkpoint
 from training.config import UsageError
-from training.flags import path_rules, table
+from training.flags import path_rules
+from training.flags.foreign import unknown
 from training.flags.parse import parse
 
 # Data, tokenizers and outputs of other machines: say that every file is there and writable.
@@ -56,26 +57,12 @@ def refusal(flags: list[str], world: int) -> str:
     return ""
 
 
-def foreign(flags: list[str]) -> list[str]:
-    """Return --ignore-flags' NAME:COUNT for the flags that neither Weft nor Megatron-LM knows."""
-    found: dict[str, int] = {}
-    name = ""
-    for word in flags:
-        if word.startswith("--"):
-            name, equals, _ = word.partition("=")
-            if name not in table.known_flags():
-                found[name] = int(bool(equals))
-        elif name in found:
-            found[name] += 1
-    return [f"{name[2:]}:{count}" for name, count in found.items()]
-
-
 def outcome(script: Script) -> str:
     """Return one cell: what happens to the script as it is, and with --ignore-flags."""
     why = refusal(script.flags, script.world)
     if not why:
         return "parses"
-    names = foreign(script.flags)
+    names = unknown(script.flags)
     if not names:
         return f"refused: {shortened(why)}"
     given = f"`--ignore-flags {' '.join(names)}`"

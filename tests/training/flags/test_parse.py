@@ -9,6 +9,7 @@ import torch
 
 from training.flags.parse import UsageError, parse
 from training.plan.pipeline import schedule_of
+from training.run.stop import due_after
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -174,9 +175,20 @@ def test_sharding_under_megatrons_names(more, stage):
 def test_off_values_of_megatron():
     config = read("--eval-iters -1 --eval-interval 5 --exit-interval 0 --exit-duration-in-mins 0")
     assert config.run.eval_iters == -1
+    never = due_after(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 4, 10)
+    assert not (never.save or never.evaluate or never.end)
     notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
     assert "--save-interval has nothing to act on without --save" in notes
     assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes
+
+
+def test_flags_in_quotes_are_one_word():
+    """TOKENIZER="--tokenizer-type ..." and "$TOKENIZER" came as an unknown flag."""
+    quoted = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/mine.model"
+    with pytest.raises(
+        UsageError, match=r"Tokenizer --tokeniz.* \.\.\.' came as one word: leave out"
+    ):
+        parse([*SMALL.split(), quoted], 1)
 
 
 def test_deferring_the_output_layer_needs_a_pipeline_whose_schedule_does_not():
@@ -238,6 +250,26 @@ MISTAKES = [
         "--deepspeed",
         1,
         "--deepspeed is not a flag of this program nor of Megatron-LM; --help lists",
+    ),
+    (  # a script of another program: all of its flags at once, with what leaves them out
+        "--use-mpi --use-z-loss 0.1 --label=a",
+        1,
+        "3 flags are not flags of this program nor of Megatron-LM; --help lists the flags, and "
+        "this leaves them out: --ignore-flags use-mpi:0 use-z-loss:1 label:1",
+    ),
+    ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 leaves it out"),
+    ("--use-mpi --num-layer 3", 1, "did you mean --num-layers?"),
+    ("--use-mpi --rope-theta 5e5", 1, "here and in Megatron-LM it is --rotary-base"),
+    ("--learning_rate 5e5", 1, "here and in Megatron-LM it is --lr"),
+    (
+        "--fp16 --muon-momentum 0.9 --otel-enabled",
+        1,
+        "which is not here; use --bf16 (refused too: --muon-momentum, --otel-enabled)",
+    ),
+    (
+        "--tokenizer-type Llama3Tokenizer",
+        1,
+        "for the tokenizer of a Hugging Face folder give HuggingFaceTokenizer and --tokenizer-m",
     ),
     ("--rampup-batch-size 16 8 300", 1, "use --step-batch-size-schedule"),
     ("--context-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel"),
@@ -372,7 +404,8 @@ def test_a_mistake_is_one_sentence(more, world, sentence):
     "gone,sentence",
     [
         ("--num-layers 4", "--num-layers is missing"),
-        ("--lr 1e-3", "--lr is missing"),
+        ("--lr 1e-3", "^--lr is missing: it has no default$"),
+        ("--seq-length 32 --lr 1e-3", "^--seq-length, --lr are missing: they have no default$"),
         ("--train-iters 10", "--train-iters or --train-samples is missing"),
         ("--mock-data", "no data: give --data-path, --train-data-path or --mock-data"),
         ("--vocab-size 100", "--vocab-size is missing: NullTokenizer"),
@@ -399,6 +432,11 @@ def test_data_files_must_stand(tmp_path):
     prefix = tmp_path / "corpus"
     with pytest.raises(UsageError, match=r"--data-path .*corpus: there is no file .*corpus\.bin"):
         real(tmp_path, prefix)
+    longer = tmp_path / "corpus_text_document.bin"  # what --output-prefix corpus made
+    longer.touch()
+    with pytest.raises(UsageError, match=r"\(did you mean .*/corpus_text_document\?\)$"):
+        real(tmp_path, prefix)
+    longer.unlink()
     (tmp_path / "corpus.bin").touch()
     with pytest.raises(UsageError, match=r"there is no file .*corpus\.idx"):
         real(tmp_path, prefix)

@@ -208,7 +208,7 @@ def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
 
 def test_an_unknown_flag_gets_close_ones():
     assert suggest("--num-layer").startswith("; did you mean --num-layers")
-    assert "--help" in suggest("--xyzzy")
+    assert not suggest("--xyzzy")
     assert suggest("--micro_batch_size") == "; did you mean --micro-batch-size?"
 
 
@@ -260,7 +260,7 @@ ELSEWHERE = """
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_flag_of_another_program_is_not_taken_for_one_of_ours(name):
-    assert "--help" in suggest(name)
+    assert not suggest(name)
 
 
 @pytest.mark.parametrize(

@@ -169,17 +169,21 @@ def test_the_measures_that_are_told_are_those_that_help():
 
 
 def test_only_the_differences_that_the_flags_touch():
-    """A list of flags counts by one of them, "with" by both."""
+    """A list of flags counts by one of them, "with" by both, "without" where one is left out."""
 
     def told(more):
         text = report(read(more)).split("Differs from Megatron-LM\n")[1].splitlines()
         return [line.split(":")[0].strip() for line in text[:-1]], text[-1]
 
-    few, rest = told("")
+    without = [name for name in told("")[0] if name.startswith("without ")]
+    assert [name.split()[1] for name in without] == ["--swiglu,", "--hidden-dropout,"]
+    llama = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    assert not any("--swiglu" in name for name in told(llama)[0])
+    few, rest = told(f"--hidden-dropout 0 --attention-dropout 0 {llama}")
     assert few == ["--make-vocab-size-divisible-by", "--micro-batch-size", "--num-query-groups"]
     count = len(DIFFERENCES) - len(few)
     assert rest == f"  {count} more of flags that are not given: DIFFERENCES in {dry_run.SOURCE}"
-    assert "--seed" in told("--seed=3")[0] and told("--seed 3")[1].startswith(f"  {count - 1} more")
+    assert "--seed" in told("--seed=3")[0] and told("--seed 3")[1].startswith(f"  {count - 3} more")
     with_schedule = "--train-iters with --step-batch-size-schedule"
     assert with_schedule in told("--step-batch-size-schedule 0:4")[0]
     decay = "--lr-decay-style, other --lr-* flags, --weight-decay"

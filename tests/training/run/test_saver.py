@@ -113,9 +113,7 @@ def test_another_corpus_or_blend_is_refused(tmp_path: Path, capsys: Any) -> None
 
 
 @pytest.mark.parametrize("more", ["", "--finetune", "pretrained"])
-def test_a_longer_sequence_with_other_rotary_positions(
-    begun: Path, capsys: Any, more: str
-) -> None:
+def test_a_longer_sequence_with_other_rotary_positions(begun: Path, capsys: Any, more: str) -> None:
     """Refused until --allow-change says rope (and data, which the length belongs to, at a resume);
     one line tells both.
     """
@@ -144,9 +142,8 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     """A resume would take the other run's newest step for this run's."""
     assert run(begun, "--train-iters 5 --save {tmp}/saved", code=2) == []
     errors = capsys.readouterr().err
-    assert (
-        "later steps than 0" in errors and "step_00000003" in errors and "move them away" in errors
-    )
+    assert "later steps than 0" in errors and "step_00000003" in errors
+    assert "go on from them with --load" in errors
     run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved --save-interval 1")
     assert steps(begun) == [3, 4, 5]
     assert (
