@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host without GPUs can do, as a probe measured it: matmuls, passes, collectives, Python.
+
+A file is JSON: {"name", "cores", "rates", "source"}. Each rate is measured with as many threads as
+a rank has while the other cores do the same, so that memory and clock are shared as in a run.
+benchmarks/plan_cpu.py writes it; no number in it comes from a run that is predicted.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from training.untrusted import read_json
+
+Points = Sequence[Sequence[float]]  # (bytes, seconds), ascending
+
+
+class Product(NamedTuple):
+    """A matmul of a linear layer: forward x w^T, dgrad dy w, or wgrad dy^T x added to a gradient.
+
+    m, n: of the result; k is summed over.
+    """
+
+    kind: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def key(self) -> str:
+        return " ".join(map(str, self))
+
+
+class HostError(ValueError):
+    """A host's file that cannot be used: the text names the file and the rule."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank of so many threads does.
+
+    products: seconds by Product.key. calls: seconds of each number, by "name dtype": of csrc's
+    kernels, and of "update", the global norm and the optimizer. glue: of each number of a layer's
+    hidden states, in what torch adds and copies. layer, micro_batch, step, step_layer: Python's
+    seconds of F and B of a layer, for a micro-batch, for a step, and for each layer in a step.
+    """
+
+    products: Mapping[str, float]
+    calls: Mapping[str, float]
+    glue: float
+    layer: float
+    micro_batch: float
+    step: float
+    step_layer: float
+    cache: dict[str, float] = field(default_factory=dict)
+
+    def product(self, asked: Product) -> float:
+        """Return a matmul's seconds: measured, else by the rate of the nearest one measured."""
+        if asked.key in self.products:
+            return self.products[asked.key]
+        if asked.key not in self.cache:
+            near = [Product(a, b, *map(int, rest)) for a, b, *rest in map(str.split, self.products)]
+            near = [p for p in near if (p.kind, p.dtype) == (asked.kind, asked.dtype)]
+            if not near:
+                raise HostError(f"no product of {asked.kind} {asked.dtype} was measured")
+
+            def distance(p: Product) -> float:
+                return sum(abs(math.log(a / b)) for a, b in zip(p[2:], asked[2:], strict=True))
+
+            best = min(near, key=distance)
+            self.cache[asked.key] = self.products[best.key] * asked.flops / best.flops
+        return self.cache[asked.key]
+
+    def call(self, name: str, dtype: str, numbers: float) -> float:
+        """Return the seconds of one of csrc's kernels on so many numbers."""
+        return self.calls[f"{name} {dtype}"] * numbers
+
+
+@dataclass(frozen=True)
+class Host:
+    """Cores, what ranks of 1 and more threads do, and what transfers among ranks take.
+
+    rates: by a rank's threads. transfers: (bytes that a rank sends, seconds) by "verb ranks".
+    """
+
+    name: str
+    cores: int
+    rates: Mapping[int, Rates]
+    transfers: Mapping[str, Points]
+
+    def threads(self, ranks: int) -> int:
+        """Return the threads of a rank, as pretrain_llama.py shares the cores."""
+        return max(1, self.cores // ranks)
+
+    def of(self, ranks: int) -> Rates:
+        """Return what each of so many ranks does while none of them waits for a core."""
+        threads = self.threads(ranks)
+        return self.rates[max(t for t in self.rates if t <= threads)]
+
+    def transfer(self, verb: str, size: int, sent: float) -> float:
+        """Return the seconds of a core that a collective, or message, takes of each of its ranks.
+
+        size: ranks of its axis. sent: bytes that leave a rank. It was measured with nothing beside
+        it; ranks that share a core took turns, so the time of each is its share.
+        """
+        known = sorted(int(key.split()[1]) for key in self.transfers if key.split()[0] == verb)
+        if not known:
+            raise HostError(f"no {verb} was measured")
+        near = min(known, key=lambda n: abs(math.log(n / size)))
+        seconds = interpolate(self.transfers[f"{verb} {near}"], sent)
+        return seconds / max(1.0, near / self.cores)
+
+
+def interpolate(points: Points, at: float) -> float:
+    """Return the value at a place: straight lines between points, the last one's slope beyond."""
+    if len(points) == 1 or at <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    (x0, y0), (x1, y1) = points[-2:]
+    return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (at - x1)
+
+
+def rates_of(fields: dict[str, Any]) -> Rates:
+    """Return the rates that a file holds."""
+    return Rates(**fields)
+
+
+def host_of(content: Any, path: str = "the probe") -> Host:
+    """Return the host of a file's content. Raises HostError where it breaks a rule."""
+    if not isinstance(content, dict) or content.keys() != {
+        "name", "cores", "rates", "transfers", "source"
+    }:  # fmt: skip
+        raise HostError(f"{path}: must be an object with name, cores, rates, transfers and source")
+    try:
+        rates = {int(t): rates_of(each) for t, each in content["rates"].items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise HostError(f"{path}: rates: {error}") from None
+    if 1 not in rates or content["cores"] < 1:
+        raise HostError(f"{path}: rates of one thread, and cores of at least 1, must be there")
+    return Host(content["name"], content["cores"], rates, content["transfers"])
+
+
+def read_host(path: Path) -> Host:
+    """Return the host of a file. Raises HostError."""
+    return host_of(read_json(path), str(path))
