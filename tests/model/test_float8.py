@@ -39,8 +39,8 @@ def corpus() -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
 
-def rows_of(step: int) -> np.ndarray:
-    starts = [(step * ROWS + i) * 7919 % (len(corpus()) - S - 1) for i in range(ROWS)]
+def rows_of(step: int, count: int) -> np.ndarray:
+    starts = [(step * count + i) * 7919 % (len(corpus()) - S - 1) for i in range(count)]
     return np.stack([corpus()[start : start + S + 1] for start in starts])
 
 
@@ -63,10 +63,10 @@ def up_and_down(step: int) -> float:
 
 def advance(run, first: int, steps: int, rate=constant) -> list[float]:
     """Take steps; return their losses."""
-    losses, size = [], run.config.batch.micro_batch_size
+    losses, size, count = [], run.config.batch.micro_batch_size, run.config.batch.global_batch_size
     for step in range(first, first + steps):
-        rows, dp = rows_of(step), run.grid.dp
-        cuts = [rows[i : i + size] for i in range(0, ROWS, size)][dp.rank :: dp.size]
+        rows, dp = rows_of(step, count), run.grid.dp
+        cuts = [rows[i : i + size] for i in range(0, count, size)][dp.rank :: dp.size]
         batches = [make_batch(cut, DocumentRules(), 0) for cut in cuts]
         loss, _, found_inf = train_step(run, batches, rate(step), rate(step))
         assert not found_inf.item(), f"step {step}"

@@ -37,7 +37,8 @@ def test_parts_cut_anywhere_make_the_bytes_of_the_whole():
 
 def steps(comm, t, p, path, flags, count):
     """Take steps; return losses, norm, the rows of each weight, bytes kept, measured and stated."""
-    run = begin(comm.grid(t, pp=p, memory=path == "symmetric"), flags, path)
+    instances = 2 if "instances 2" in flags else 1
+    run = begin(comm.grid(t, pp=p, instances=instances, memory=path == "symmetric"), flags, path)
     losses = advance(run, 0, count)
     norm = run.optimizer.params_norm().item()
     kept = memory(run.optimizer)
