@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tools import plot_loss
 from tools.plot_loss import main, read_log, smooth, spread
 
 ROOT = Path(__file__).parents[2]
@@ -110,9 +111,14 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
         drawn("--output", "a.pdf")
 
 
-def test_without_output_the_picture_lies_beside_the_log(tmp_path):
-    done = run(write(tmp_path / "log.jsonl", [{"iteration": i, "loss": 1.0} for i in (1, 2)]))
-    assert (done.returncode, done.stdout) == (0, f"drawn: {tmp_path / 'log.png'}\n")
+def test_without_output_the_picture_lies_beside_the_log(tmp_path, monkeypatch, capsys):
+    log = write(tmp_path / "log.jsonl", [{"iteration": i, "loss": 1.0} for i in (1, 2)])
+    drawn = []
+    monkeypatch.setattr(plot_loss, "draw", lambda runs, output, *more: drawn.append(output))
+    monkeypatch.setattr(sys, "argv", ["plot_loss.py", str(log)])
+    main()
+    assert drawn == [tmp_path / "log.png"]
+    assert capsys.readouterr().out == f"drawn: {tmp_path / 'log.png'}\n"
 
 
 @pytest.mark.parametrize(

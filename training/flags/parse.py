@@ -6,6 +6,7 @@ rules between flags. Parsing happens before the first collective and writes no f
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -88,7 +89,8 @@ class _Parser(argparse.ArgumentParser):
     """Raise UsageError on a mistake instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        said = message.removeprefix("argument ")
+        raise UsageError(said.replace("ignored explicit argument", "a switch takes no value, not"))
 
 
 def model_file(argv: Sequence[str] | None) -> str:
@@ -149,7 +151,8 @@ def _read(
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
-        raise UsageError(f"{stray[0]}: a value that belongs to no flag")
+        dash = "; flags begin with --" if re.match(r"-\D|[\u2013\u2014]", stray[0]) else ""
+        raise UsageError(f"{stray[0]}: a value that belongs to no flag{dash}")
     given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
     notes = [
         f"--ignore-flags: --{name.partition(':')[0]} is left out: what it does in another program "
