@@ -154,6 +154,11 @@ def one_rank(job: Path) -> None:
         seen["rates"] = cpu_probe.rates(products_of([c for c in CASES if at_once(c) == at_once(
             cases[0])]))  # fmt: skip
     begin = time.perf_counter()
+    if launch.world == 2:
+        seen["context"] = {
+            f"{comm} {b}": measure(cpu_probe.context_config(comm, b), launch, cpu_probe.TRIALS)
+            for comm, b in cpu_probe.CONTEXT
+        }
     seen["steps"] = []
     for case in cases:
         seen["steps"].append(measure(case.config(), launch, STEPS[case.size]))
@@ -210,7 +215,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may still stand in the interpreter's shutdown
     cases = [c for c in CASES if args.only in " ".join(map(str, c))]
-    rates, transfers, real = {}, {}, {}
+    rates, transfers, real, context = {}, {}, {}, {}
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2, 4):
@@ -219,11 +224,13 @@ def main() -> None:
             if "rates" in seen:
                 rates[str(seen["threads"])] = seen["rates"]
             transfers |= seen.get("transfers", {})
+            context |= seen.get("context", {})
             real |= dict(zip(own, seen["steps"], strict=False))
     content = {
         "name": "this machine", "cores": len(os.sched_getaffinity(0)), "rates": rates,
-        "transfers": transfers, "source": "benchmarks/plan_cpu.py",
+        "transfers": transfers, "context": {}, "source": "benchmarks/plan_cpu.py",
     }  # fmt: skip
+    content["context"] = cpu_probe.context_of(host_of(content), context)
     if args.host:
         args.host.write_text(json.dumps(content, indent=1) + "\n")
     report(cases, [real[case] for case in cases], host_of(content), args.json)

@@ -150,7 +150,8 @@ def _why(event: Seen) -> list[str]:
         what = f"the input of {actions[event.waited_in]}"
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
-        return [needs, f"the outbox waits for it, the rank goes on: {actions[event.action + 1]}"]
+        following = [*actions, "the end of the step"][event.action + 1]
+        return [needs, f"the outbox waits for it, the rank goes on: {following}"]
     reasons = [needs, _hidden(event)] if event.is_async else [needs]
     return reasons if event.place.bucket is None else _why_bucket(event, reasons)
 

@@ -88,12 +88,15 @@ class Host:
     """Cores, what ranks of 1 and more threads do, and what transfers among ranks take.
 
     rates: by a rank's threads. transfers: (bytes that a rank sends, seconds) by "verb ranks".
+    context: by --cp-comm-type, what attention of a layer and micro-batch takes beyond that of
+    one rank: seconds, and seconds for each number of queries and key.
     """
 
     name: str
     cores: int
     rates: Mapping[int, Rates]
     transfers: Mapping[str, Points]
+    context: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def threads(self, ranks: int) -> int:
         """Return the threads of a rank, as pretrain_llama.py shares the cores."""
@@ -136,17 +139,17 @@ def rates_of(fields: dict[str, Any]) -> Rates:
 
 def host_of(content: Any, path: str = "the probe") -> Host:
     """Return the host of a file's content. Raises HostError where it breaks a rule."""
-    if not isinstance(content, dict) or content.keys() != {
-        "name", "cores", "rates", "transfers", "source"
-    }:  # fmt: skip
-        raise HostError(f"{path}: must be an object with name, cores, rates, transfers and source")
+    keys = ("name", "cores", "rates", "transfers", "context", "source")
+    if not isinstance(content, dict) or content.keys() != set(keys):
+        raise HostError(f"{path}: must be an object with {', '.join(keys)}")
     try:
         rates = {int(t): rates_of(each) for t, each in content["rates"].items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise HostError(f"{path}: rates: {error}") from None
     if 1 not in rates or content["cores"] < 1:
         raise HostError(f"{path}: rates of one thread, and cores of at least 1, must be there")
-    return Host(content["name"], content["cores"], rates, content["transfers"])
+    transfers, context = content["transfers"], content["context"]
+    return Host(content["name"], content["cores"], rates, transfers, context)
 
 
 def read_host(path: Path) -> Host:

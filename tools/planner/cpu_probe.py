@@ -8,7 +8,7 @@ too few to take time; the update and what is left are those of one model of a si
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,8 +26,8 @@ from mpu.launch import Launch
 from mpu.layers import fused
 from mpu.layers.linear import Recipe
 from pretrain_llama import Run, build, train_step
-from tools.planner.cpu_host import Product, rates_of
-from tools.planner.cpu_time import Rank, parts
+from tools.planner.cpu_host import Host, Product, rates_of
+from tools.planner.cpu_time import Rank, parts, told
 from tools.rehearsal.patches import Patches
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
@@ -46,8 +46,9 @@ LITTLE = "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-le
 LITTLE += " --vocab-size 128"
 OWN = (
     "--hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --group-query-attention "
-    "--num-query-groups 4 --seq-length 384 --vocab-size 2048 --num-layers 3 --global-batch-size 2"
+    "--num-query-groups 4 --seq-length 384 --vocab-size 2048 --num-layers 3"
 )  # neither tiny's nor small's
+CONTEXT = tuple((comm, b) for comm in ("p2p", "all_gather", "a2a") for b in (1, 4))
 
 
 def timed(run: Callable[[], Any], repeats: int = REPEATS, before: Any = lambda: None) -> float:
@@ -142,7 +143,7 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
     found = {each.key: product_seconds(each) for each in products}
     calls, glue = dict[str, float](), list[float]()
     for kind in sorted({each.dtype for each in products}):
-        run = alone(OWN + " --bf16" * (kind == "bfloat16"))
+        run = alone(f"{OWN} --global-batch-size 2" + " --bf16" * (kind == "bfloat16"))
         numbers = sum(p.numel() for p in run.model.parameters())
         update = timed(partial(run.optimizer.step, 1e-3), TRIALS)
         own = Rank.of(run.config)
@@ -160,6 +161,27 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
         known = layers * sum(layer) + sum(head) + update + python["micro_batch"]
         glue.append(max(0.0, step - known) / ((layers + 1) * own.own * own.hidden))
     return {"products": found, "calls": calls, "glue": max(glue), **python}
+
+
+def context_config(comm: str, b: int) -> Config:
+    """Return the run of two context-parallel ranks that is timed for one of CONTEXT."""
+    words = f"{BASE.replace('size 2', f'size {b}')} {OWN} --global-batch-size {b}"
+    return parse(f"{words} --context-parallel-size 2 --cp-comm-type {comm}".split(), 2)
+
+
+def context_of(host: Host, seconds: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return Host.context. seconds: of context_config's steps, by "comm b"."""
+    found = {}
+    for comm in dict.fromkeys(comm for comm, _ in CONTEXT):
+        at, rest = [], []
+        for b in (1, 4):
+            config = context_config(comm, b)
+            more = seconds[f"{comm} {b}"] - told(host, config).step
+            at.append(Rank.of(config).pairs)
+            rest.append(more / config.model.num_layers)
+        each = max(0.0, (rest[1] - rest[0]) / (at[1] - at[0]))
+        found[comm] = [max(0.0, rest[0] - each * at[0]), each]
+    return found
 
 
 def transfer_seconds(axis: Axis) -> dict[str, list[tuple[float, float]]]:

@@ -7,6 +7,7 @@ outnumber the cores share them: an action goes on at cores / (ranks that work) o
 rank that waits gives its share to the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,11 @@ class Rank:
             head_size=m.kv_channels, ffn=m.ffn_hidden_size // tp, vocab=padded,
         )  # fmt: skip
 
+    @property
+    def pairs(self) -> int:
+        """Return the numbers of queries, each times the keys of its row."""
+        return self.tokens * self.sequence * self.heads * self.head_size
+
     def linear(self, i: int, o: int) -> list[Product]:
         """Return forward, dgrad and wgrad of a linear layer of local sizes."""
         t, kind = self.tokens, self.dtype
@@ -98,10 +104,14 @@ def matmuls(rates: Rates, products: list[Product]) -> Cost:
     return Cost(*sums.values())
 
 
-def parts(rates: Rates, r: Rank, again: bool = False) -> tuple[Cost, Cost, Cost]:
-    """Return what a rank takes for a layer, the embedding and the head. again: B runs F again."""
-    kind, hidden = r.dtype, r.own * r.hidden
-    pairs = r.tokens * r.sequence * r.heads * r.head_size
+def parts(
+    rates: Rates, r: Rank, again: bool = False, context: Sequence[float] = (0.0, 0.0)
+) -> tuple[Cost, Cost, Cost]:
+    """Return what a rank takes for a layer, the embedding and the head.
+
+    again: B runs F again. context: of Host.context.
+    """
+    kind, hidden, pairs = r.dtype, r.own * r.hidden, r.pairs
     qkv = r.tokens * (r.heads + 2 * r.groups) * r.head_size
     glue = rates.glue * hidden
 
@@ -112,7 +122,7 @@ def parts(rates: Rates, r: Rank, again: bool = False) -> tuple[Cost, Cost, Cost]
             + rates.call(f"attention_{way}", kind, pairs)
         )  # fmt: skip
 
-    rest = (glue + rates.layer) / 3
+    rest = (glue + rates.layer + context[0] + context[1] * pairs) / 3
     layer = matmuls(rates, r.of_layer).plus(
         Cost(passes("forward") + rest, passes("backward") + 2 * rest, 0.0)
     )
@@ -142,7 +152,8 @@ def told(host: Host, config: Config) -> Told:
     rates, r, count = host.of(ranks), Rank.of(config), batch_size.micro_batches(config, 0)
     schedule, width = pipeline.schedule_of(config, count), p.pipeline_model_parallel_size
     beside, after, message = transfers(host, config, count)
-    layer, first, last = parts(rates, r, p.recompute_granularity == "full")
+    context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
+    layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
     work, update = dict[tuple[int, int], Cost](), 0.0
     for rank in range(width):
         stages = pipeline.rank_stages(config, PROVIDER, rank)

@@ -80,6 +80,7 @@ def ledger(config: Config) -> list[Flow]:
     """Return what the ranks of a run send in a step, its scalars too."""
     p, formulas, found = config.parallel, read_formulas(), list[Flow]()
     steps, stages = batch_size.micro_batches(config, 0), range(p.pipeline_model_parallel_size)
+    several = p.num_distributed_optimizer_instances > 1
     holder = {stage: rank for rank in stages for stage in pipeline.own_stages(config, rank)}
     for rank in stages:
         messages = calls_of_messages = 0
@@ -87,7 +88,10 @@ def ledger(config: Config) -> list[Flow]:
             if (row.axis, row.verb) == ("pp", "send"):
                 messages, calls_of_messages = messages + sent, calls_of_messages + calls
             elif sent:
-                found.append(Flow(row.axis, row.verb, rank, calls, sent))
+                # the document has one name for the ranks of an instance, S, and for all, D
+                inside = several and row.axis == "dp_cp" and "S" in row.bytes
+                axis = "dp_cp_shard" if inside else row.axis
+                found.append(Flow(axis, row.verb, rank, calls, sent))
         goes = Counter(
             holder[stage + step]
             for stage in pipeline.own_stages(config, rank)
@@ -130,7 +134,9 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
         return rows(axis)
     if axis == "world":
         return rows(*ORDER)
-    if axis in ("dp_cp", "dp_cp_shard"):  # as one in the ledger
+    if axis == "dp_cp":
+        return rows("dp", "cp")
+    if axis == "dp_cp_shard":
         return inside(rows("dp", "cp"), both // sizes.instances)
     if axis == "dp_cp_replicate":
         return between(rows("dp", "cp"), both // sizes.instances)

@@ -125,6 +125,21 @@ def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
         )
 
 
+def test_the_picture_has_the_steps_timeline(plans: Plans) -> None:
+    n, e = next(
+        (n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")
+    )
+    root = ElementTree.fromstring("<svg>" + "".join(picture._step(plans, n, 0)) + "</svg>")
+    boxes = [box.find("title").text for box in root.iter("rect")]  # type: ignore[union-attr]
+    assert boxes.count("the optimizer") == boxes.count("sums of gradients, gathers of weights") == 4
+    for kind in "FBW":
+        own = [text for text in boxes if str(text).startswith(kind)]
+        assert len(own) == e.pp * e.virtual * e.micro_batches
+    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in root.iter("rect")]
+    assert max(ends) == pytest.approx(picture.LEFT + picture.PLOT_W, abs=0.1)
+
+
+
 def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     content = {
         "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536,
