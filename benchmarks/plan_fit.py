@@ -22,14 +22,16 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.planner import nanotron_memory  # noqa: E402
 from tools.planner.constants import CRASHES, FOLDER, MEMORY, STALL, TIME, defaults  # noqa: E402
-from tools.planner.crashes import CRASH, crash_features  # noqa: E402
+from tools.planner.crashes import CRASH, crash_odds  # noqa: E402
+from tools.planner.known import GIB  # noqa: E402
+from tools.planner.predict import kept  # noqa: E402
 from tools.planner.published import Row, read_table  # noqa: E402
-from tools.planner.run_memory import TERMS, memory, terms  # noqa: E402
+from tools.planner.run_memory import TERMS, terms  # noqa: E402
 from tools.planner.runs import Runs, stacked  # noqa: E402
 from tools.planner.step_time import (  # noqa: E402
     STALL_ODDS,
-    odds,
     stall_features,
     stall_seconds,
     times,
@@ -106,12 +108,44 @@ def fit_stalls(c: Values, runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
 
 
 def fit_crashes(c: Values, rows: Sequence[Row]) -> Values:
-    """Return the log odds of a crash."""
+    """Return the shares that crash: those under which what crashed was the most likely."""
     runs = stacked([row.record for row in rows])
-    gib = memory(c, runs, odds(c, runs) <= 0.5)
     limit = np.array([row.limit for row in rows])
-    crashed = np.array([row.crashed for row in rows])
-    return {**c, **logistic(tuple(CRASH), crash_features(c, runs, gib, limit), crashed)}
+    gib = kept(rows[0].profile, c, runs, limit)[1]
+    ran = {key(row) for row in rows if not row.crashed}
+    crashed = np.array([key(row) not in ran for row in rows])
+
+    def loss(values: Values) -> float:
+        told = np.clip(crash_odds(values, runs, gib, limit), 1e-4, 1 - 1e-4)
+        return float(-np.log(np.where(crashed, told, 1 - told)).mean())
+
+    found = {**c, "crash_base": 0.05, "crash_memory": 12.0, "crash_stall": 0.5}
+    best, step = loss(found), dict.fromkeys(CRASH, 0.4)
+    for _ in range(2 * ROUNDS):
+        for name in CRASH:
+            for way in (1, -1):
+                other = {**found, name: moved(name, found[name], way * step[name])}
+                if (there := loss(other)) < best - 1e-7:
+                    found, best = other, there
+                    break
+            else:
+                step[name] *= 0.6
+    return found
+
+
+def key(row: Row) -> str:
+    """Return what the rows of one configuration share."""
+    return f"{row.model} {sorted(row.record.items())}"
+
+
+def moved(name: str, value: float, by: float) -> float:
+    """Return a constant of CRASH a step further: shares by their odds."""
+    if name == "crash_middle":
+        return value + by / 2
+    if name == "crash_memory":
+        return value * math.exp(by)
+    share = value * math.exp(3 * by) / (1 - value)
+    return share / (1 + share)
 
 
 def logistic(
@@ -137,12 +171,10 @@ def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> np
     )
 
 
-def fit_memory(
-    start: Values, runs: Runs, measured: npt.NDArray[np.float64], calm: npt.NDArray[np.bool_] | None
-) -> Values:
+def fit_memory(start: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> Values:
     """Return the constants with which predicted GiB are nearest to measured ones."""
     names = [name for name in TERMS if start[name] > 0]
-    parts = terms(runs, calm)
+    parts = terms(runs)
 
     def loss(values: Values) -> float:
         told = (parts @ np.array([values[name] for name in TERMS])).max(1)
@@ -164,6 +196,20 @@ def fit_memory(
     return found
 
 
+def fit_left_out(c: Values, runs: Runs, measured: npt.NDArray[np.float64], gpu: float) -> Values:
+    """Return the two constants that nanotron's tensors leave out."""
+    plain = {**c, "left_out": 1.0, "work_gib": 0.0}
+    told = nanotron_memory.memory(plain, runs, np.full(len(runs), gpu))[0]
+
+    def loss(factor: float, work: float) -> float:
+        error = np.abs((factor * told + work) / measured - 1)
+        return float(np.minimum(CAP, error).mean())
+
+    tried = [(factor / 100, work / 20) for factor in range(95, 116) for work in range(21)]
+    factor, work = min(tried, key=lambda pair: loss(*pair))
+    return {**c, "left_out": factor, "work_gib": work}
+
+
 def fit(name: str, rows: Sequence[Row]) -> Values:
     """Return the constants of a profile fitted on rows."""
     framework, _, device = name.rpartition("_")
@@ -176,7 +222,7 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
     gib = np.array([row.memory for row in ok])
     if framework != "nanotron":
         c = fit_time(c, runs, measured, keys)
-        return fit_memory(c, runs[known], gib[known], None) if known.any() else c
+        return fit_memory(c, runs[known], gib[known]) if known.any() else c
     stalled = stalled_runs(c, runs, measured)
     for _ in range(2):  # what stalls is known better once the others are fitted
         c = fit_time({**defaults(framework, device)}, runs[~stalled], measured[~stalled], keys)
@@ -185,12 +231,8 @@ def fit(name: str, rows: Sequence[Row]) -> Values:
     labels = np.concatenate([stalled, np.ones(len(trouble), dtype=bool)])
     both = stacked([row.record for row in [*ok, *trouble]])
     c = fit_stalls(c, both, labels)
-    calm = (odds(c, runs) <= 0.5)[known]
-    c = fit_memory({**c, **NANOTRON_MEMORY}, runs[known], gib[known], calm)
+    c = fit_left_out(c, runs[known], gib[known], rows[0].limit * GIB / 1e9)
     return fit_crashes(c, rows)
-
-
-NANOTRON_MEMORY = {"act_whole": 0.7, "act_hidden": 14.0, "work_gib": 0.4}
 
 
 def hooked(row: Row) -> bool:
@@ -221,10 +263,10 @@ def main(argv: list[str]) -> int:
             own = [row for row in rows if row.profile == name]
             framework, _, device = name.rpartition("_")
             c, keys = fit(name, own), [*KEYS[framework]]
-            if any(row.memory == row.memory for row in own):
-                keys += [*MEMORY]
             if framework == "nanotron":
-                keys += [*STALL, *CRASHES]
+                keys += [*STALL, *nanotron_memory.FITTED, *CRASHES]
+            elif any(row.memory == row.memory for row in own):
+                keys += [*MEMORY]
             constants = {key: float(f"{c[key]:.4g}") for key in keys}
             source = f"benchmarks/plan_fit.py, on {len(own)} published runs: docs/planning.md"
             text = json.dumps({"source": source, "constants": constants}, indent=1)

@@ -86,6 +86,9 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     # attention_ramp: tokens of a sequence at which attention reaches half of its share
     "tile_m": 128.0, "tile_n": 128.0, "ramp": 64.0, "kernel_seconds": 3e-6,
     "attention_ramp": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
+    # sum_whole: 1 where ZeRO 1 sums whole gradients on all ranks. update_whole: bytes of a number's
+    # passes that ZeRO does not share, such as the clip's
+    "sum_whole": 0.0, "update_whole": 0.0,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
@@ -94,7 +97,10 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     # backward needs, where it differs from MEMORY: TERMS of run_memory.py.
     "nanotron": dict(
         hidden_bytes=20, inner_bytes=20, ffn_bytes=12, backward_bytes=1.5, scores_bytes=0,
-        logit_bytes=60, accumulate_bytes=10, update_bytes=46, gradient_bytes=4, parameter_bytes=2,
+        logit_bytes=60, accumulate_bytes=10, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
+        sum_whole=1.0, update_whole=16,  # norm, clip and zero of float32 gradients
+        left_out=1.0, work_gib=0.1,
+        network_step=5e-4,  # where a fit starts: from 5e-5 it ends in a worse place
     ),
     "megatron-deepspeed": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=10,
@@ -128,10 +134,11 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 MEMORY = {
     "weight_bytes": 6.0, "state_bytes": 12.0, "act_hidden": 11.0, "act_ffn": 3.0, "act_scores": 0.0,
-    "act_whole": 0.0, "logit_memory": 13.0, "work_gib": 1.5,
+    "logit_memory": 13.0, "work_gib": 1.5,
 }  # fmt: skip
 CRASHES = {  # nothing but memory, where nothing was fitted
-    "crash_base": 0.0, "crash_memory": 12.0, "crash_idle": 4.0, "crash_stall": 0.0,
+    "crash_base": 0.0, "crash_memory": 12.0, "crash_middle": 0.0, "crash_idle": 0.98,
+    "crash_stall": 0.0,
 }  # fmt: skip
 NANOTRON = {  # what no other program shows: a host that waits beside messages of nodes
     "host_beside": 1e-7, "host_crossing": 1e-7,
@@ -192,7 +199,7 @@ def read_fitted(path: Path) -> dict[str, float]:
     if not isinstance(content, dict) or not isinstance(content.get("constants"), dict):
         raise ProfileError(f"{path}: must be an object with constants")
     constants: Mapping[str, object] = content["constants"]
-    allowed = {*TIME, *STALL, *MEMORY, *CRASHES}
+    allowed = {*TIME, *STALL, *MEMORY, *CRASHES, "left_out"}
     for key, value in constants.items():
         if key not in allowed:
             raise ProfileError(f"{path}: constants has {key}, which nothing reads")

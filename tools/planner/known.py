@@ -9,6 +9,7 @@ LLAMA = {  # other sizes by name: the Llama papers
     "7B": (32, 4096, 32, 11008), "13B": (40, 5120, 40, 13824), "33B": (60, 6656, 52, 17920),
     "65B": (80, 8192, 64, 22016), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248),
 }  # fmt: skip
+PLAYBOOK_UNTIED = 10_000  # an MLP from which nanotron's scaling script unties the output layer
 PLAYBOOK_NODE, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE = 8, 131072, 4096
 GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded: vTrain's, and where a table names none
 GIB = 2.0**30

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from tools.planner import nanotron_memory
 from tools.planner.constants import profile
 from tools.planner.crashes import crash_odds
+from tools.planner.known import GIB
 from tools.planner.published import Row, Table
 from tools.planner.run_memory import memory
-from tools.planner.runs import Array, stacked
-from tools.planner.step_time import odds, times
+from tools.planner.runs import Array, Runs, stacked
+from tools.planner.step_time import times
 
 COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
@@ -26,9 +29,10 @@ POOL = 0.9  # share of a GPU's memory that a run can count on: the allocator's p
 class Predictions:
     """What is predicted of rows, in their order.
 
-    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that memory
-    is within POOL of a GPU's, and no pipeline rank is idle. crash: share of such runs that crash.
-    mfu: of the bfloat16 peak, attention counted as the run computes it.
+    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank, or of the one that
+    a table tells. fits: that memory is enough on all ranks, and no pipeline rank is idle. crash:
+    share of such runs that crash. mfu: of the bfloat16 peak, attention counted as the run computes
+    it.
     """
 
     seconds: Array
@@ -55,14 +59,24 @@ def predict(
         filled = np.array([row.filled for row in own])
         limit = np.array([row.limit for row in own])
         seconds = times(c, runs).step * filled
-        gib = memory(c, runs, odds(c, runs) <= 0.5)
+        gib, most, enough = kept(name, c, runs, limit)
         values["seconds"][at] = seconds
         values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
         values["mfu"][at] = values["rate"][at] * runs.flops / c["peak"]
         values["gib"][at] = gib
-        values["fits"][at] = (gib <= POOL * limit) & (runs.idle == 0)
-        values["crash"][at] = crash_odds(c, runs, gib, limit)
+        values["fits"][at] = enough & (runs.idle == 0)
+        values["crash"][at] = crash_odds(c, runs, most, limit)
     return Predictions(**values)
+
+
+def kept(
+    name: str, c: Mapping[str, float], runs: Runs, limit: Array
+) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+    """Return GiB as a profile's table has them, GiB of the fullest rank, whether all ranks fit."""
+    if name.startswith("nanotron_"):
+        return nanotron_memory.memory(c, runs, limit * GIB / 1e9)  # a GPU of 80 GB has 80 GiB
+    gib = memory(c, runs)
+    return gib, gib, gib <= POOL * limit
 
 
 def write(path: Path, table: Table, told: Predictions) -> None:

@@ -25,6 +25,7 @@ from tools.planner.known import (
     PLAYBOOK,
     PLAYBOOK_NODE,
     PLAYBOOK_SEQUENCE,
+    PLAYBOOK_UNTIED,
     PLAYBOOK_VOCABULARY,
     SCHEDULES,
 )
@@ -165,7 +166,8 @@ def _playbook(line: Line) -> Row:
     gpus = tp * pp * dp
     record: dict[str, Any] = {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn,
-        "vocab": PLAYBOOK_VOCABULARY, "sequence": PLAYBOOK_SEQUENCE, "gated": 1, "tied": 0,
+        "vocab": PLAYBOOK_VOCABULARY, "sequence": PLAYBOOK_SEQUENCE, "gated": 1,
+        "tied": ffn < PLAYBOOK_UNTIED,
         "causal": 1, "tp": tp, "cp": 1, "dp": dp, "pp": pp, "virtual": 1, "micro_batch": mbs,
         "micro_batches": accumulated, "zero": line.number_of("zero", 0), "recompute": 0,
         "sequence_parallel": 1, "float8": 0, "schedule": 0, "node": PLAYBOOK_NODE,

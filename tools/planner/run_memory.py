@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tell the memory of published runs from sizes: what each rank keeps, and what it has in flight.
 
-For layouts of this repository use training/plan, as --dry-run does; this is for other frameworks.
+For layouts of this repository use training/plan, as --dry-run does; this is for other frameworks,
+but for nanotron, whose tensors nanotron_memory.py follows one by one.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from tools.planner.runs import SCHEDULES, Array, Runs
 
@@ -18,18 +18,13 @@ TERMS = {  # each times its constant is a part of a rank's memory
     "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp a token",
     "act_ffn": "the same, in units of f / tp",
     "act_scores": "bytes of an unfused attention's scores, each",
-    "act_whole": "values that tp does not cut, in units of f, save on a pipeline's first rank",
     "logit_memory": "bytes of a logit",
     "work_gib": "GiB of context, libraries and buffers",
 }
 
 
-def terms(r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
-    """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1.
-
-    calm: which runs do not stall. Those that do keep nothing that tp does not cut: they were made
-    by another version of their program, as far as their memory tells.
-    """
+def terms(r: Runs) -> Array:
+    """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1."""
     layers = r.by_rank(r.cut)
     number = np.arange(layers.shape[1])[None, :]
     pp, tp = r.pp[:, None], r.tp[:, None]
@@ -52,22 +47,18 @@ def terms(r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
     again = r.recompute[:, None] > 0
     flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are whole
     whole = 2 * t * h
-    gathered = 2 * t * f * np.minimum(1.0, r.micro_batches / 2)[:, None]
-    gathered = gathered * ((number > 0) | (pp == 1)) * (r.tp > 1)[:, None]
-    gathered = gathered if calm is None else gathered * calm[:, None]
     inputs = np.where(again, whole / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
     one = np.ones_like(numbers)
     columns = [
         kept, shared, flight * whole / tp, flight * 2 * t * f / tp,
         flight * t * r.sequence[:, None] * r.heads[:, None] / tp,
-        flight * gathered, home * t * r.vocab[:, None] / tp,
-        one * GIB,
+        home * t * r.vocab[:, None] / tp, one * GIB,
     ]  # fmt: skip
     every = np.stack(columns, 2) / GIB
     every[:, :, 2] += np.where(again, layers * waiting * inputs / GIB * 0.1, 0.0)
     return np.where((number < pp)[:, :, None], every, 0.0)
 
 
-def memory(c: Mapping[str, float], r: Runs, calm: npt.NDArray[np.bool_] | None = None) -> Array:
+def memory(c: Mapping[str, float], r: Runs) -> Array:
     """Return the GiB of each run's fullest rank, at a step's fullest moment."""
-    return np.asarray((terms(r, calm) @ np.array([c[name] for name in TERMS])).max(1))
+    return np.asarray((terms(r) @ np.array([c[name] for name in TERMS])).max(1))

@@ -229,18 +229,27 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
     scatter = collective(c, r, c["gradient_bytes"] * weights, size, inner, calls)
     gather = collective(c, r, c["parameter_bytes"] * weights, size, inner, calls)
-    sums = np.where(r.zero > 0, scatter, 2 * scatter) * r.reduces
+    shares = (r.zero > 0) & (c["sum_whole"] == 0)
+    sums = np.where(shares, scatter, 2 * scatter) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
     by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
     shown = np.where((r.zero > 0) & ~by_layer, gather * c["gather_exposed"], 0.0)
     total = np.where(by_layer & (c["fsdp"] > 0), 0.0, exposed) + shown
-    return np.where(size > 1, total, 0.0)
+    return np.where(size > 1, total, 0.0) + ties(c, r)
+
+
+def ties(c: Constants, r: Runs) -> Array:
+    """Return the seconds in which a pipeline's ends sum the gradient of the matrix they share."""
+    shared = c["gradient_bytes"] * r.vocab * r.hidden / r.tp
+    both = 2 * collective(c, r, shared, np.full(len(r), 2.0), r.tp * r.cp * r.dp)
+    return np.where((r.tied > 0) & (r.pp > 1), both, 0.0)
 
 
 def update(c: Constants, r: Runs) -> Array:
     shard = np.where(r.zero > 0, r.dp * r.cp, 1)
-    return passes(c, c["update_bytes"] * rank_weights(r) / shard) + c["host_step"]
+    each = c["update_bytes"] / shard + c["update_whole"]
+    return passes(c, each * rank_weights(r)) + c["host_step"]
 
 
 def times(c: Constants, r: Runs) -> Times:

@@ -168,7 +168,7 @@ def test_a_fit_finds_the_constants_that_made_the_runs(tmp_path: Path) -> None:
     assert found["host_layer_tp"] == pytest.approx(true["host_layer_tp"], rel=0.02)
     more = {**start, "logit_memory": 2 * start["logit_memory"]}
     measured = memory(more, runs)
-    again = memory(fit_memory(start, runs, measured, None), runs)
+    again = memory(fit_memory(start, runs, measured), runs)
     assert np.mean(np.abs(again / measured - 1)) < 0.3 * np.mean(
         np.abs(memory(start, runs) / measured - 1)
     )
