@@ -93,9 +93,17 @@ def _row_scales(a: Mapping[str, Any]) -> Cost:
 
 
 def _encode(a: Mapping[str, Any]) -> Cost:
-    """Numbers and scales are read, rows are written."""
+    """Numbers and scales are read, rows are written, with scales in fp32 where these are asked."""
     moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
-    return Cost(moved + a["out"].numel(), 0.0, ("out",))
+    wide = 0 if a["wide"] is None else a["wide"].nbytes
+    return Cost(moved + a["out"].numel() + wide, 0.0, ("out", "wide"))
+
+
+def _rows(a: Mapping[str, Any]) -> Cost:
+    """Numbers are read once, or twice where a tile has not all that share a scale."""
+    moved = a["n"] * a["k"] * a["x"].element_size() * (1 if a["WHOLE"] else 2)
+    wide = 0 if a["wide"] is None else a["wide"].nbytes
+    return Cost(moved + a["out"].numel() + wide, 0.0, ("out", "wide"))
 
 
 COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
@@ -107,6 +115,7 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "adamw_kernel": _adamw,
     "row_scales_kernel": _row_scales,
     "encode_kernel": _encode,
+    "rows_kernel": _rows,
     "raise_flags_kernel": lambda a: Cost(0, 0.0),
     "wait_flags_kernel": lambda a: Cost(0, 0.0),
     "norm_forward_kernel": _norm_forward,

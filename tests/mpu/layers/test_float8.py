@@ -119,6 +119,27 @@ def test_rows_made_again_change_only_what_underflows(scaling, name):
         )
 
 
+class Counting(Float8):
+    """Counts how often ranks would agree on scales; here every rank has the same numbers."""
+
+    def agree(self, scales: Tensor) -> None:
+        self.agreed.append(len(scales))
+
+
+@pytest.mark.parametrize("scaling, once", [("tensorwise", [1]), ("rowwise", [64])])
+def test_ranks_agree_on_a_weights_scales_once_for_forward_and_backward(scaling, once):
+    ctx = LayerContext(Grid(2, 2, launch=Launch(0, 2)))
+    recipe, w = Counting(scaling, "hybrid", ctx), full("w", 64, 32).float()
+    for number in (1, 2):  # an update: the scales of the second forward are its own
+        object.__setattr__(recipe, "agreed", [])
+        recipe.operand(w, "w", "k")
+        rows = recipe.operand(w, "wt", "rows")
+        assert recipe.agreed == once
+        assert torch.equal(rows, recipe.operand(w.clone(), "wt", "rows"))  # without a forward
+        assert recipe.agreed == once * 2
+        w.mul_(64.0**number)
+
+
 class Seen(Float8):
     """Notes the rows that it makes, and what wgrad takes of x and dy."""
 
