@@ -74,6 +74,10 @@ def _norm_forward(a: Mapping[str, Any]) -> Cost:
     return _pass(a, "x added w", "h y inverse" if a["ADD"] else "y inverse")
 
 
+def _norm_backward(a: Mapping[str, Any]) -> Cost:
+    return _pass(a, "h w inverse dy dh", "dx parts")
+
+
 def _fold(a: Mapping[str, Any]) -> Cost:
     """The parts, and the gradient: it is read, too, where something was added before."""
     once = _pass(a, "parts", "main")
@@ -119,7 +123,9 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "raise_flags_kernel": lambda a: Cost(0, 0.0),
     "wait_flags_kernel": lambda a: Cost(0, 0.0),
     "norm_forward_kernel": _norm_forward,
-    "norm_backward_kernel": lambda a: _pass(a, "h w inverse dy dh", "dx parts"),
+    "norm_forward_long_kernel": _norm_forward,
+    "norm_backward_kernel": _norm_backward,
+    "norm_backward_long_kernel": _norm_backward,
     "fold_kernel": _fold,
     "sum_of_parts_kernel": lambda a: _pass(a, "parts", "out"),
     "rope_kernel": _rope,
