@@ -79,7 +79,7 @@ def test_the_kernels_make_the_bytes_that_torch_makes(interpreted, every):
 
 
 EACH = list(itertools.product((8, 9, 10), ("bf16", "fp32", "rows")))
-SAMPLE = [(8, "fp32"), (9, "bf16"), (10, "rows")]
+SAMPLE = [(9, "bf16")]
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,12 @@ class Seen(Float8):
         return torch.stack([code, byte.repeat_interleave(code.shape[1] // byte.shape[1], 1)], 2)
 
 
-def pass_through(grid, sp, path, scaling, name, kind, deferred=False) -> dict[str, Tensor]:
+def pass_through(
+    grid, sp, path, scaling, name, kind, deferred=False, wgrad=True
+) -> dict[str, Tensor]:
     """Run one layer forward and backward on a rank's parts of the same full tensors."""
     ctx = LayerContext(grid, sp, FP64, FP64, sink=GradientSink(FP64))
-    recipe, t, rank = Seen(scaling, name, ctx), grid.tp.size, grid.tp.rank
+    recipe, t, rank = Seen(scaling, name, ctx, wgrad), grid.tp.size, grid.tp.rank
     object.__setattr__(recipe, "seen", {})
     x, dy = full("x", S, B, IN), full("dy", S, B, OUT)
     own = torch.cat([part.chunk(t)[rank] for part in torch.arange(OUT).split(SECTIONS)])
@@ -184,7 +186,8 @@ def pass_through(grid, sp, path, scaling, name, kind, deferred=False) -> dict[st
     y.backward(dy)
     if deferred:
         run_deferred(ctx.queue.take())
-    found = {role: recipe.of_each_number(role) for role in recipe.seen}
+    rows = [role for role in recipe.seen if wgrad or "wgrad" not in role]
+    found = {role: recipe.of_each_number(role) for role in rows}
     return found | {"own": own, "shard": torch.arange(S)[shard],
                     "y": y.detach(), "dx": x.grad, "dw": ctx.sink.main[layer.weight]}  # fmt: skip
 
@@ -203,6 +206,27 @@ def slices(whole: dict[str, Tensor], part: dict[str, Tensor], kind: str) -> dict
         "dx": whole["dx"][shard] if kind == "column" else whole["dx"][..., own],
         "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
     }  # fmt: skip
+
+
+def in_bf16(comm) -> None:
+    """wgrad of what is not in float8 is the plain one, beside dgrad on every path."""
+    for kind in ("column", "row"):
+        whole = pass_through(Grid(), False, "none", "rowwise", "hybrid", kind, wgrad=False)
+        for path, deferred in (("none", False), ("ring", False), ("symmetric", False), ("none", 1)):
+            grid = comm.grid(2, memory=path == "symmetric")
+            part = pass_through(grid, True, path, "rowwise", "hybrid", kind, deferred, wgrad=False)
+            own = part["own"]
+            wanted = {
+                "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
+                "dx": whole["dx"][part["shard"]] if kind == "column" else whole["dx"][..., own],
+            }
+            for what in wanted:
+                error = (part[what] - wanted[what]).norm() / wanted[what].norm()
+                assert error < 1e-14, f"{kind} {path} {deferred}: {what} {error:.1e}"
+
+
+def test_wgrad_in_bf16_is_that_of_one_rank_on_every_path(world):
+    world(2).run(in_bf16)
 
 
 def every_layout(comm, t: int, recipes: list, every: int = 1) -> None:
