@@ -44,21 +44,22 @@ Report = Callable[[Path, Sequence[str], bool, int], dict[str, Any]]
 
 def mfu(flags: Sequence[str], report: Report = report) -> Iterator[str]:
     """Yield the table of layouts and variants."""
-    yield "| layout | | ms a step | MFU | bound by | at least, ms | exposed, ms | waits for host |"
+    yield "| layout | | launches | ms a step | MFU | bound by | at least, ms | exposed, ms |"
     yield "|---|---|---|---|---|---|---|---|"
     for layout, words in LAYOUTS.items():
         for name, (triton, more) in VARIANTS.items():
             given = ["--num-layers=32", *words.split(), *more.split(), *flags]
-            time = report(ROOT, given, triton, 8)["time"]
+            made = report(ROOT, given, triton, 8)
+            time, launches = made["time"], sum(row["count"] for row in made["launches"])
             exposed = ", ".join(
                 f"{axis} {1e3 * seconds:.0f}"
                 for axis, seconds in sorted(time["exposed_seconds"].items())
                 if seconds >= 5e-4
             )
             yield (
-                f"| {layout} | {name} | {1e3 * time['step_seconds']:.0f} | {time['mfu']:.1%} | "
-                f"{time['bound_by']} | {1e3 * time['bound_seconds']:.0f} | {exposed or '0'} | "
-                f"{time['launch_bound_share']:.1%} |"
+                f"| {layout} | {name} | {launches:,} | {1e3 * time['step_seconds']:.0f} | "
+                f"{time['mfu']:.1%} | {time['bound_by']} | {1e3 * time['bound_seconds']:.0f} | "
+                f"{exposed or '0'} |"
             )
 
 

@@ -74,6 +74,10 @@ def _norm_forward(a: Mapping[str, Any]) -> Cost:
     return _pass(a, "x added w", "h y inverse" if a["ADD"] else "y inverse")
 
 
+def _norm_backward(a: Mapping[str, Any]) -> Cost:
+    return _pass(a, "h w inverse dy dh", "dx parts")
+
+
 def _fold(a: Mapping[str, Any]) -> Cost:
     """The parts, and the gradient: it is read, too, where something was added before."""
     once = _pass(a, "parts", "main")
@@ -93,9 +97,17 @@ def _row_scales(a: Mapping[str, Any]) -> Cost:
 
 
 def _encode(a: Mapping[str, Any]) -> Cost:
-    """Numbers and scales are read, rows are written."""
+    """Numbers and scales are read, rows are written, with scales in fp32 where these are asked."""
     moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
-    return Cost(moved + a["out"].numel(), 0.0, ("out",))
+    wide = 0 if a["wide"] is None else a["wide"].nbytes
+    return Cost(moved + a["out"].numel() + wide, 0.0, ("out", "wide"))
+
+
+def _rows(a: Mapping[str, Any]) -> Cost:
+    """Numbers are read once, or twice where a tile has not all that share a scale."""
+    moved = a["n"] * a["k"] * a["x"].element_size() * (1 if a["WHOLE"] else 2)
+    wide = 0 if a["wide"] is None else a["wide"].nbytes
+    return Cost(moved + a["out"].numel() + wide, 0.0, ("out", "wide"))
 
 
 COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
@@ -107,10 +119,13 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "adamw_kernel": _adamw,
     "row_scales_kernel": _row_scales,
     "encode_kernel": _encode,
+    "rows_kernel": _rows,
     "raise_flags_kernel": lambda a: Cost(0, 0.0),
     "wait_flags_kernel": lambda a: Cost(0, 0.0),
     "norm_forward_kernel": _norm_forward,
-    "norm_backward_kernel": lambda a: _pass(a, "h w inverse dy dh", "dx parts"),
+    "norm_forward_long_kernel": _norm_forward,
+    "norm_backward_kernel": _norm_backward,
+    "norm_backward_long_kernel": _norm_backward,
     "fold_kernel": _fold,
     "sum_of_parts_kernel": lambda a: _pass(a, "parts", "out"),
     "rope_kernel": _rope,

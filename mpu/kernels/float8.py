@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make rows of float8 (mpu/layers/float8_rows.py): the scales in one launch, the rows in another.
+"""Make rows of float8 (mpu/layers/float8_rows.py), in one launch where no other rank has a say.
 
-    row_scales   reads x once; writes a byte for each block of each row
+    rows         finds the scales and writes codes, bytes and padding: one scale a row, or a block
+    row_scales   reads x once; writes a byte for each block of each row, for ranks to agree on
     encode       reads x and the bytes; writes codes, bytes and padding
 
-x is fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of. Or it is
+x is read once where a program holds all numbers that share a scale: a block, or rows of up to HELD
+numbers that lie side by side. Else its rows are read twice, for the scale and for the codes. x is
+fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of. Or it is
 rows of float8 themselves, to be made again along their other dimension: their codes are decoded
 where they are read. Codes are made by arithmetic on the bits of fp32, the same on every device.
 """
@@ -17,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
+HELD = 16384  # numbers of a row that a program holds
 
 
 class Codes(NamedTuple):
@@ -62,17 +66,47 @@ def row_scales(given: Numbers, block: int, form: Codes) -> Tensor:
     return out
 
 
-def encode(given: Numbers, scales: Tensor, length: int, form: Codes) -> Tensor:
-    """Return rows [n, length], uint8: scales [n, blocks], whose strides may be 0."""
+def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, form: Codes) -> None:
+    """Fill rows out [n, length], uint8, and wide [n, blocks], if given, with their scales in fp32.
+
+    scales: [n, blocks], bytes, whose strides may be 0. wide lies column by column.
+    """
     *sizes, rows = given.arguments()
-    blocks = scales.shape[1]
-    out = torch.empty((given.n, length), dtype=torch.uint8, device=given.x.device)
+    length, blocks = out.shape[1], scales.shape[1]
     encode_kernel[(triton.cdiv(given.n, ROWS), triton.cdiv(given.k, STEP))](
-        *sizes, scales, *scales.stride(), out, length, blocks, FROM_ROWS=rows,
+        *sizes, scales, *scales.stride(), out, wide, length, blocks=blocks, FROM_ROWS=rows,
         BLOCK=given.k // blocks if blocks > 1 else 0, FRACTION=form.fraction, BIAS=form.bias,
         TOP=form.top, ROWS=ROWS, STEP=STEP, num_warps=WARPS,
     )  # fmt: skip
-    return out
+
+
+def rows(
+    given: Numbers, block: int, out: Tensor, wide: Tensor | None, form: Codes, square: bool
+) -> None:
+    """Fill what `encode` fills, with the scales of `row_scales`: one launch.
+
+    square: a scale is that of block rows, too.
+    """
+    *sizes, from_rows = given.arguments()
+    blocks, tile = given.k // block if block else 1, tile_of(given, block, square)
+    steps = triton.cdiv(given.k, tile["STEP"]) if block else 1
+    rows_kernel[(triton.cdiv(given.n, tile["ROWS"]), steps)](
+        *sizes, out, wide, out.shape[1], blocks, FROM_ROWS=from_rows, BLOCK=block, SQUARE=square,
+        FRACTION=form.fraction, BIAS=form.bias, TOP=form.top, SHIFT=form.shift, **tile,
+    )  # fmt: skip
+
+
+def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
+    """Return the rows and numbers of a tile, whether it holds what shares a scale, its warps."""
+    if block:
+        rows = block if square else ROWS
+        return dict(ROWS=rows, STEP=STEP, WHOLE=True, num_warps=rows * STEP // 1024)
+    side_by_side = given.block is None and given.x.stride(1) == 1
+    if side_by_side and given.k <= HELD:
+        columns = max(512, triton.next_power_of_2(given.k))
+        rows = max(1, 2048 // columns)
+        return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 512))
+    return dict(ROWS=ROWS, STEP=256, WHOLE=False, num_warps=8)
 
 
 @triton.jit
@@ -96,6 +130,50 @@ def read(
 
 
 @triton.jit
+def byte_of(top, SHIFT: tl.constexpr):
+    """Return the byte of a scale, given the bits of the largest number that shares it."""
+    byte = tl.maximum(((top + 0x1FFFFF) >> 23) - SHIFT, 1)
+    return tl.where(top >= 0x7F800000, 255, byte)
+
+
+@triton.jit
+def code_of(number, byte, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
+    """Return the codes of numbers divided by the scales of bytes, in uint8."""
+    inverse = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
+    bits = (number * inverse).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    not_a_number = size > 0x7F800000
+    size = tl.where(not_a_number, 0, size).to(tl.float32, bitcast=True)
+    size = tl.minimum(size, TOP)
+    whole = size.to(tl.int32, bitcast=True)
+    normal = (whole + ((1 << (22 - FRACTION)) - 1) + ((whole >> (23 - FRACTION)) & 1)) >> (
+        23 - FRACTION
+    )
+    magic: tl.constexpr = 2.0 ** (24 - BIAS - FRACTION)  # whose last bit is the smallest code
+    small = (size + magic).to(tl.int32, bitcast=True) & 0x7FFFFF
+    code = tl.where(size >= 2.0 ** (1 - BIAS), normal - ((127 - BIAS) << FRACTION), small)
+    return (tl.where(not_a_number, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def write_scales(row, wide, i, column, byte, n, k, blocks):
+    """Write bytes of scales behind the codes, and to `wide` in fp32, column by column."""
+    real = (i < n) & (column < blocks)
+    tl.store(row + k + column, byte.to(tl.uint8), real)
+    if wide is not None:
+        tl.store(wide + column * n + i, (byte << 23).to(tl.float32, bitcast=True), real)
+
+
+@triton.jit
+def finish(row, byte, real, k, blocks, length):
+    """Write what stands behind the scales: zeros, and a single scale once more, in fp32."""
+    place = (blocks + tl.arange(0, 16))[None, :]
+    bits = tl.where(place == 6, (byte & 1) << 7, tl.where(place == 7, byte >> 1, 0))
+    tail = tl.where(blocks == 1, bits, 0)
+    tl.store(row + k + place, tail.to(tl.uint8), real & (k + place < length))
+
+
+@triton.jit
 def row_scales_kernel(
     x, n, k, along_n, along_k, codes, sharing, out,
     FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
@@ -114,9 +192,7 @@ def row_scales_kernel(
         )
         most = tl.maximum(most, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
-    top = tl.max(tl.reshape(most, (ROWS, groups, STEP // groups)), 2)
-    byte = tl.maximum(((top + 0x1FFFFF) >> 23) - SHIFT, 1)
-    byte = tl.where(top >= 0x7F800000, 255, byte)
+    byte = byte_of(tl.max(tl.reshape(most, (ROWS, groups, STEP // groups)), 2), SHIFT)
     blocks = k // BLOCK if BLOCK else 1
     column = (tl.program_id(1) * groups + tl.arange(0, groups))[None, :]
     tl.store(out + i * blocks + column, byte.to(tl.uint8), (i < n) & (column < blocks))
@@ -124,9 +200,9 @@ def row_scales_kernel(
 
 @triton.jit
 def encode_kernel(
-    x, n, k, along_n, along_k, codes, sharing, scales, scales_n, scales_k, out, length, blocks,
-    FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
-    TOP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    x, n, k, along_n, along_k, codes, sharing, scales, scales_n, scales_k, out, wide, length,
+    blocks, FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr,
+    BIAS: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile; the first tile of a row also writes what stands behind them."""
     i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -134,27 +210,62 @@ def encode_kernel(
     inside = (i < n) & (j < k)
     at = i.to(tl.int64) * along_n + j.to(tl.int64) * along_k
     number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
-    group = j // BLOCK if BLOCK else j * 0
-    byte = tl.load(scales + i * scales_n + group * scales_k, inside, 1).to(tl.int32)
-    inverse = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
-    bits = (number * inverse).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    not_a_number = size > 0x7F800000
-    size = tl.where(not_a_number, 0, size).to(tl.float32, bitcast=True)
-    size = tl.minimum(size, TOP)
-    whole = size.to(tl.int32, bitcast=True)
-    normal = (whole + ((1 << (22 - FRACTION)) - 1) + ((whole >> (23 - FRACTION)) & 1)) >> (
-        23 - FRACTION
-    )
-    magic: tl.constexpr = 2.0 ** (24 - BIAS - FRACTION)  # whose last bit is the smallest code
-    small = (size + magic).to(tl.int32, bitcast=True) & 0x7FFFFF
-    code = tl.where(size >= 2.0 ** (1 - BIAS), normal - ((127 - BIAS) << FRACTION), small)
-    code = tl.where(not_a_number, 0x7F, code) | ((bits >> 24) & 0x80)
     row = out + i.to(tl.int64) * length
-    tl.store(row + j, code.to(tl.uint8), inside)
+    groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
+    column = (tl.program_id(1) * (groups if BLOCK else 0) + tl.arange(0, groups))[None, :]
+    real = (i < n) & (column < blocks)
+    byte = tl.load(scales + i * scales_n + column * scales_k, real, 0).to(tl.int32)
+    each = tl.broadcast_to(byte[:, :, None], (ROWS, groups, STEP // groups))
+    each = tl.reshape(each, (ROWS, STEP))
+    tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP), inside)
+    if BLOCK:
+        write_scales(row, wide, i, column, byte, n, k, blocks)
     if tl.program_id(1) == 0:
-        for start in range(k, length, STEP):
-            column = (start + tl.arange(0, STEP))[None, :]
-            real = (i < n) & (column < k + blocks)
-            tail = tl.load(scales + i * scales_n + (column - k) * scales_k, real, 0)
-            tl.store(row + column, tail.to(tl.uint8), (i < n) & (column < length))
+        if not BLOCK:
+            write_scales(row, wide, i, column, byte, n, k, blocks)
+        first = tl.max(tl.where(column == 0, byte, 0), 1)[:, None]
+        finish(row, first, i < n, k, blocks, length)
+
+
+@triton.jit
+def rows_kernel(
+    x, n, k, along_n, along_k, codes, sharing, out, wide, length, blocks, FROM_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
+    TOP: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Write rows, with the scales that they need. WHOLE: a tile has all numbers of its scales."""
+    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = out + i.to(tl.int64) * length
+    groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
+    along_i = i.to(tl.int64) * along_n
+    if WHOLE:
+        j = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
+        inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
+        number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
+        bits = number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        top = tl.max(tl.reshape(bits, (ROWS, groups, STEP // groups)), 2)
+        if SQUARE:
+            top = tl.broadcast_to(tl.max(top, 0)[None, :], (ROWS, groups))
+        byte = byte_of(top, SHIFT)
+        each = tl.broadcast_to(byte[:, :, None], (ROWS, groups, STEP // groups))
+        each = tl.reshape(each, (ROWS, STEP))
+        tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP), inside)
+    else:
+        most = tl.zeros((ROWS, STEP), tl.int32)
+        for start in range(0, k, STEP):
+            j = (start + tl.arange(0, STEP))[None, :]
+            inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
+            number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
+            most = tl.maximum(most, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        byte = byte_of(tl.max(most, 1)[:, None], SHIFT)
+        for start in range(0, k, STEP):
+            j = (start + tl.arange(0, STEP))[None, :]
+            inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
+            number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
+            tl.store(row + j, code_of(number, byte, FRACTION, BIAS, TOP), inside)
+    column = (tl.program_id(1) * groups + tl.arange(0, groups))[None, :]
+    write_scales(row, wide, i, column, byte, n, k, blocks)
+    if tl.program_id(1) == 0:
+        first = tl.max(tl.where(column == 0, byte, 0), 1)[:, None]
+        finish(row, first, i < n, k, blocks, length)

@@ -6,6 +6,9 @@
 
 Rows are cut into at most PARTS runs, which depend on the number of rows alone. A program adds up dw
 over its run in registers; `fold_kernel` adds the runs up. So the sum has one order, on every GPU.
+
+Rows longer than WIDEST do not fit registers. A program goes over such a row twice, LONG numbers at
+a time, the second time out of the cache, and adds dw up in its part, in the same order of rows.
 """
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 
 PARTS = 512
 TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
+WIDEST = {torch.bfloat16: 8192, torch.float32: 8192, torch.float64: 4096}
+LONG = 2048
 FOLD_ROWS, FOLD_COLUMNS = 64, 32
 
 
@@ -73,6 +78,73 @@ def norm_backward_kernel(
 
 
 @triton.jit
+def norm_forward_long_kernel(
+    x, added, w, h, y, inverse, rows, width, EPS: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same as norm_forward_kernel of rows in several pieces."""
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS, COLUMNS), WIDE)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(x + at, inside, 0.0)
+        if ADD:
+            value = value.to(WIDE) + tl.load(added + at, inside, 0.0).to(WIDE)
+            value = value.to(x.dtype.element_ty)
+            tl.store(h + at, value, inside)
+        squares += value.to(WIDE) * value.to(WIDE)
+    r = tl.rsqrt(tl.sum(squares, 1) / width + EPS)
+    tl.store(inverse + row, r, row < rows)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(h + at, inside, 0.0).to(WIDE)  # what this thread has written, or x
+        weight = tl.load(w + column, column < width, 0.0).to(WIDE)
+        tl.store(y + at, (value * r[:, None] * weight[None, :]).to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def norm_backward_long_kernel(
+    h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same as norm_backward_kernel of rows in several pieces."""
+    WIDE: tl.constexpr = tl.float64 if h.dtype.element_ty == tl.float64 else tl.float32
+    first = tl.program_id(0).to(tl.int64) * run
+    end = tl.minimum(first + run, rows)
+    for begin in range(first, end, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        r = tl.load(inverse + row, row < end, 0.0)[:, None]
+        pulls = tl.zeros((ROWS, COLUMNS), WIDE)
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = (row < end)[:, None] & (column < width)[None, :]
+            at = row[:, None] * width + column[None, :]
+            value = tl.load(h + at, inside, 0.0).to(WIDE)
+            grad = tl.load(dy + at, inside, 0.0).to(WIDE)
+            pulls += grad * value * tl.load(w + column, column < width, 0.0).to(WIDE)[None, :]
+        pull = tl.sum(pulls, 1)[:, None] * r * r * r / width
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = (row < end)[:, None] & (column < width)[None, :]
+            at = row[:, None] * width + column[None, :]
+            value = tl.load(h + at, inside, 0.0).to(WIDE)
+            grad = tl.load(dy + at, inside, 0.0).to(WIDE)
+            weight = tl.load(w + column, column < width, 0.0).to(WIDE)[None, :]
+            out = grad * weight * r - value * pull
+            if ADD:
+                out += tl.load(dh + at, inside, 0.0).to(WIDE)
+            tl.store(dx + at, out.to(dx.dtype.element_ty), inside)
+            place = parts + tl.program_id(0).to(tl.int64) * width + column
+            before = tl.load(place, (column < width) & (begin > first), 0.0)
+            tl.store(place, before + tl.sum(grad * value * r, 0), column < width)
+
+
+@triton.jit
 def fold_kernel(
     parts, main, count, width, FRESH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -89,8 +161,15 @@ def fold_kernel(
     tl.store(main + column, value.to(main.dtype.element_ty), column < width)
 
 
+def is_long(x: Tensor) -> bool:
+    """Return whether rows of x are longer than a program holds."""
+    return x.shape[-1] > WIDEST[x.dtype]
+
+
 def tile_of(x: Tensor) -> dict[str, int]:
     """Return the rows and columns of x that a program holds at once, and its warps."""
+    if is_long(x):
+        return dict(ROWS=2, COLUMNS=LONG, num_warps=8)
     columns = triton.next_power_of_2(x.shape[-1])
     warps = columns // 512 if columns > 4096 and x.itemsize == 2 else 8
     return dict(ROWS=max(1, TILE // columns // x.itemsize), COLUMNS=columns, num_warps=warps)
@@ -105,7 +184,8 @@ def norm_forward(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
     h = x if added is None else torch.empty_like(x)
-    norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    kernel = norm_forward_long_kernel if is_long(x) else norm_forward_kernel
+    kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         x=x, added=added, w=w, h=h, y=y, inverse=inverse, rows=rows, width=width, EPS=eps,
         ADD=added is not None, **tile,
     )  # fmt: skip
@@ -122,7 +202,8 @@ def norm_backward(
     run = tiles * tile["ROWS"]
     count = triton.cdiv(rows, run)
     dx, parts = torch.empty_like(h), h.new_empty((count, width), dtype=inverse.dtype)
-    norm_backward_kernel[(count,)](
+    kernel = norm_backward_long_kernel if is_long(h) else norm_backward_kernel
+    kernel[(count,)](
         h=h, w=w, inverse=inverse, dy=dy, dh=dh, dx=dx, parts=parts, rows=rows, width=width,
         run=run, ADD=dh is not None, **tile,
     )  # fmt: skip

@@ -37,6 +37,7 @@ from mpu.layers.float8_rows import (
     Format,
     decode,
     encode,
+    made,
     remade,
     row_bytes,
     row_scales,
@@ -71,35 +72,57 @@ class Float8(Recipe):
         Of a weight x may be its rows themselves, as ZeRO gathered them.
         """
         if role == "wt":
-            rows = self._transposed(self._rows(x, "w", "k" if cut == "rows" else "rows"), cut)
+            rows = self._transposed(x, cut)
         else:
-            rows = self._rows(x, role, cut)
+            rows = self._rows(x, role, cut, wide=role == "w" and self.scaling == "rowwise")
         if rows.is_cuda and role in ("w", "wt"):
             float8_cuda.prepare(rows, self.scaling)
         return rows
 
-    def _rows(self, x: Tensor, role: str, cut: str) -> Tensor:
+    def _rows(self, x: Tensor, role: str, cut: str, wide: bool = False) -> Tensor:
         if x.dtype == torch.uint8:
             return x
         flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
-        scales = row_scales(flat, self.block, form)
+        if self.scaling == "tensorwise" or self.shared(cut):
+            scales = self._scales(flat, form, cut)
+            if role == "w":
+                x.float8_scales = scales  # type: ignore[attr-defined]
+            rows = encode(flat, scales.expand(len(flat), -1), form, wide)
+        else:
+            rows = made(flat, self.block, form, self.scaling == "blockwise" and role == "w", wide)
+        return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
+
+    def _scales(self, x: Tensor, form: Format, cut: str) -> Tensor:
+        scales = row_scales(x, self.block, form)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
-        square = self.scaling == "blockwise" and role == "w"
-        if square:
-            scales = scales.unflatten(0, (-1, self.block)).amax(1)
         if self.shared(cut):
             self.agree(scales)
-        if square:
-            scales = scales.repeat_interleave(self.block, 0)
-        rows = encode(flat, scales.expand(len(flat), -1), form)
-        return rows.view(*x.shape[:-1], rows.shape[1])
+        return scales
 
-    def _transposed(self, rows: Tensor, cut: str) -> Tensor:
-        """Return the rows of w^T, given those of w: exact but for underflow."""
-        same = self.scaling in ("tensorwise", "blockwise")
-        agree = self.agree if self.shared(cut) else None
-        return remade(rows, self.block, E4M3, same, agree)
+    def _transposed(self, w: Tensor, cut: str) -> Tensor:
+        """Return the rows of w^T, given w or its rows: exact but for underflow.
+
+        They are made of the rows of w, which are made again, by the scales of the last forward:
+        backward multiplies the weight that forward multiplied. Rows that would have the same codes
+        are made of w itself.
+        """
+        same, made_before = self.scaling in ("tensorwise", "blockwise"), w.dtype == torch.uint8
+        cut_of_w = "k" if cut == "rows" else "rows"
+        scales: Tensor | None = getattr(w, "float8_scales", None)
+        if made_before or not same:
+            rows = w
+            if scales is not None:
+                rows = encode(w, scales, E4M3)
+            elif not made_before:
+                rows = self._rows(w, "w", cut_of_w)
+            agree = self.agree if self.shared(cut) else None
+            return remade(rows, self.block, E4M3, same, agree, wide=self.scaling == "rowwise")
+        if self.scaling == "blockwise":
+            return made(w.t(), self.block, E4M3, square=True)
+        if scales is None:
+            scales = self._scales(w, E4M3, cut_of_w)
+        return encode(w.t(), scales.expand(w.shape[1], -1), E4M3)
 
     def agree(self, scales: Tensor) -> None:
         """Make bytes of scales those of all ranks of tp."""
@@ -107,6 +130,8 @@ class Float8(Recipe):
 
     def shared(self, cut: str) -> bool:
         """Return whether ranks divide what has one scale: for blocks they never do (`check`)."""
+        if self.ctx.tp.size == 1:
+            return False
         if self.scaling == "tensorwise":
             return cut != "sp" or self.ctx.sp
         return self.scaling == "rowwise" and cut == "k"
@@ -144,15 +169,17 @@ class Float8(Recipe):
             super().accumulate(main_grad, fresh, x, dy)
             return
         form, same = FORMATS[self.format], self.scaling == "tensorwise"
-        left, right = remade(dy, self.block, form, same), remade(x, self.block, E4M3, same)
+        wide = self.scaling in ("rowwise", "blockwise")
+        left = remade(dy, self.block, form, same, wide=wide)
+        right = remade(x, self.block, E4M3, same, wide=wide)
         if x.device.type == "cuda":
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
             product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
             main_grad.copy_(product) if fresh else main_grad.add_(product)
             return
-        wide = self.ctx.accumulate
-        dy = decode(left, self.block, form, wide).t()
-        x = decode(right, self.block, E4M3, wide).t()
+        dtype = self.ctx.accumulate
+        dy = decode(left, self.block, form, dtype).t()
+        x = decode(right, self.block, E4M3, dtype).t()
         super().accumulate(main_grad, fresh, x, dy)
 
     def check(self, name: str, layer: ColumnParallelLinear | RowParallelLinear) -> None:
@@ -187,6 +214,6 @@ def use_float8(
         recipe.check(name, layer)
         layer.recipe = recipe
         if gather:
-            (o, i), several = layer.weight.shape, layer.ctx.tp.size > 1
-            shared = several and recipe.shared(layer.cuts["w"])
+            o, i = layer.weight.shape
+            shared = recipe.shared(layer.cuts["w"])
             layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

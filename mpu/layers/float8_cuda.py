@@ -7,7 +7,8 @@
                  [k/128 up to a multiple of 4, n/128] column by column
     mxfp8        bytes (e8m0) in tiles of 128 x 4, padded             10.0 up
 
-Codes are multiplied where they lie: rows of k codes a row of bytes apart.
+Codes are multiplied where they lie: rows of k codes a row of bytes apart. So is the one scale of
+tensorwise rows. Other scales are laid out anew, unless the kernel that made the rows did it.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.layers.float8_rows import BLOCKS, Format, codes, scales
+from mpu.layers.float8_rows import BLOCKS, Format, codes, scale_in_row, scales
 
 CAPABLE = {  # compute capabilities, and the devices that have them
     "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
@@ -83,15 +84,17 @@ def multiply(
 
 def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
     """Return the scales of rows as scaled_mm asks for them: of a, or of b."""
-    byte = scales(rows, BLOCKS[scaling])
     if scaling == "tensorwise":
-        return wide(byte[0])
-    if scaling == "rowwise":
-        return wide(byte) if of_a else wide(byte).t()
+        return scale_in_row(rows)
+    byte = scales(rows, BLOCKS[scaling])
     if scaling == "mxfp8":
         return swizzled(byte)
+    noted = getattr(rows, "scales_in_fp32", None)  # by the kernel that made the rows
+    if scaling == "rowwise":
+        by_row = wide(byte) if noted is None else noted
+        return by_row if of_a else by_row.t()
     if not weight:
-        return wide(byte.t()).t()  # stride 1 along n
+        return wide(byte.t()).t() if noted is None else noted  # stride 1 along n
     squares = byte[::128]
     return wide(F.pad(squares, (0, -squares.shape[1] % 4))).t()
 

@@ -5,7 +5,8 @@
 
 So a row travels, is cut, saved and gathered with all that its numbers are made of. A scale is a
 power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
-says that the block holds an infinity or a NaN: nothing of it decodes to a finite number.
+says that the block holds an infinity or a NaN: nothing of it decodes to a finite number. A row's
+only scale stands there in fp32, too, 4 bytes behind its byte: a matmul reads it where it lies.
 
 On CUDA the kernels of mpu/kernels/float8.py make rows, where triton is installed.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
 NOT_FINITE = 255
+WIDE = 4  # bytes between a row's only scale and the same in fp32
 TRITON = find_spec("triton") is not None
 
 
@@ -79,27 +81,79 @@ def row_scales(x: Tensor, block: int, form: Format) -> Tensor:
     return scale_bytes(blocks.abs().amax(2), form)
 
 
-def encode(x: Tensor, scales: Tensor, form: Format) -> Tensor:
+def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tensor:
     """Return rows: x [n, k], scales [n, blocks] (bytes) -> [n, row_bytes].
 
     Numbers are divided by their scale, clamped and rounded to the nearest code, ties to even. The
     clamp holds what fp64 or another amax puts above the top, where a cast to e5m2 gives infinity.
+    wide: the kernels note the scales in fp32 beside the rows, column by column (`scales_in_fp32`).
     """
     (n, k), blocks = x.shape, scales.shape[1]
     if on_triton(x):
         from mpu.kernels import float8 as kernels
 
-        length = row_bytes(k, k // blocks)
-        return kernels.encode(kernels.Numbers(x, n, k), scales, length, _codes(form))
+        rows, beside = _outputs(x, n, row_bytes(k, k // blocks), blocks, wide)
+        kernels.encode(kernels.Numbers(x, n, k), scales, rows, beside, _codes(form))
+        return rows
     inverse = scale_of((254 - scales.to(torch.int32)).clamp_(min=0))  # 0 for NOT_FINITE
-    wide = x if x.dtype == torch.float64 else x.float()
-    divided = wide.unflatten(1, (blocks, -1)) * inverse.unsqueeze(2)
+    numbers = x if x.dtype == torch.float64 else x.float()
+    divided = numbers.unflatten(1, (blocks, -1)) * inverse.unsqueeze(2)
     codes = divided.clamp_(-form.top, form.top).to(form.dtype)
     rows = x.new_empty((n, row_bytes(k, k // blocks)), dtype=torch.uint8)
     rows[:, :k] = codes.view(torch.uint8).flatten(1)
+    return finish(rows, k, scales)
+
+
+def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:
+    """Write what stands behind the codes of rows [n, row_bytes]: scales [n, blocks]."""
+    blocks = scales.shape[1]
     rows[:, k : k + blocks] = scales
     rows[:, k + blocks :] = 0
+    if blocks == 1:
+        rows[:, k + WIDE : k + WIDE + 4] = scale_of(scales[:, 0])[:, None].view(torch.uint8)
     return rows
+
+
+def scale_in_row(rows: Tensor) -> Tensor:
+    """Return the first row's only scale, fp32 [1], where it lies."""
+    at = rows.shape[1] - ALIGN + WIDE
+    return rows[0, at : at + 4].view(torch.float32)
+
+
+def made(x: Tensor, block: int, form: Format, square: bool = False, wide: bool = False) -> Tensor:
+    """Return rows of x [n, k], by scales that no other rank has a part in; wide: as of `encode`.
+
+    square: a scale is that of block rows, too.
+    """
+    if on_triton(x):
+        from mpu.kernels import float8 as kernels
+
+        return _made(kernels.Numbers(x, *x.shape), block, form, square, wide)
+    scales = row_scales(x, block, form)
+    if square:
+        scales = scales.unflatten(0, (-1, block)).amax(1).repeat_interleave(block, 0)
+    return encode(x, scales, form)
+
+
+def _made(numbers: Any, block: int, form: Format, square: bool, wide: bool) -> Tensor:
+    from mpu.kernels import float8 as kernels
+
+    n, k = numbers.n, numbers.k
+    rows, beside = _outputs(numbers.x, n, row_bytes(k, block), k // block if block else 1, wide)
+    kernels.rows(numbers, block, rows, beside, _codes(form), square)
+    return rows
+
+
+def _outputs(
+    x: Tensor, n: int, length: int, blocks: int, wide: bool
+) -> tuple[Tensor, Tensor | None]:
+    rows = torch.empty((n, length), dtype=torch.uint8, device=x.device)
+    if not wide:
+        return rows, None
+    beside = torch.empty(blocks * n, dtype=torch.float32, device=x.device)
+    beside = beside.view(blocks, n).t() if blocks > 1 else beside[:, None]
+    rows.scales_in_fp32 = beside  # type: ignore[attr-defined]
+    return rows, beside
 
 
 def codes(rows: Tensor, block: int, form: Format) -> Tensor:
@@ -126,13 +180,14 @@ def remade(
     form: Format,
     same: bool = False,
     agree: Callable[[Tensor], object] | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """Return the rows of the transpose: rows [n, row_bytes(k)] -> [k, row_bytes(n)].
 
     A number changes only where it underflows, that is becomes a subnormal code: below about 2^-14
     (e5m2: 2^-29) of the largest that it now shares a scale with. same: one scale is that of all
     rows, or of a square of blocks, so the codes are the same. agree: makes the new scales those of
-    all ranks, in place.
+    all ranks, in place. wide: as of `encode`.
     """
     n, k = len(rows), codes_in(rows.shape[1], block)
     if same:
@@ -143,14 +198,17 @@ def remade(
 
         numbers = kernels.Numbers(rows, k, n, block, k)
         if not same:
+            if agree is None:
+                return _made(numbers, block, form, False, wide)
             byte = kernels.row_scales(numbers, block, _codes(form))
-            if agree:
-                agree(byte)
-        return kernels.encode(numbers, byte, row_bytes(n, block), _codes(form))
-    if same:
-        out = rows.new_zeros((k, row_bytes(n, block)))
-        out[:, :n], out[:, n : n + byte.shape[1]] = rows[:, :k].t(), byte
+            agree(byte)
+        out, beside = _outputs(rows, k, row_bytes(n, block), byte.shape[1], wide)
+        kernels.encode(numbers, byte, out, beside, _codes(form))
         return out
+    if same:
+        out = rows.new_empty((k, row_bytes(n, block)))
+        out[:, :n] = rows[:, :k].t()
+        return finish(out, n, byte)
     decoded = decode(rows, block, form, torch.float32).t()
     byte = row_scales(decoded, block, form)
     if agree:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.layers.float8_rows import BLOCKS, E4M3, encode, row_bytes, row_scales
+from mpu.layers.float8_rows import BLOCKS, E4M3, encode, finish, row_bytes, row_scales
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ class WeightRows:
         (o, i), byte = self.shape, self._by_rows(scales)
         rows = out.view(o, -1)
         rows[:, :i] = codes.view(o, i)
-        rows[:, i : i + byte.shape[1]] = byte
-        rows[:, i + byte.shape[1] :] = 0
-        return rows
+        return finish(rows, i, byte)
 
     def _runs(self, part: Tensor, first: int) -> tuple[Tensor, int, int]:
         """Return runs [n, run] with zeros around the part, the first's number, the zeros before."""

@@ -16,8 +16,7 @@ from mpu import native
 from mpu.gradients import GradientSink
 
 TRITON = find_spec("triton") is not None
-# the dtypes that Triton's kernels take, and a norm's longest row whose sums fit the registers
-WIDEST = {torch.bfloat16: 8192, torch.float32: 8192, torch.float64: 4096}
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # that Triton's kernels take
 
 
 def without(device: torch.device) -> str:
@@ -37,7 +36,7 @@ def on_triton(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
     return (
         tensors[0].is_cuda
         and TRITON
-        and dtype in WIDEST
+        and dtype in DTYPES
         and accumulate in (None, sums)
         and all(t.dtype == dtype and t.is_contiguous() for t in tensors)
     )
@@ -48,7 +47,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of x + branch, x + branch, and r = 1 / sqrt(mean square + eps) [..., 1]."""
     given = (x, w) if branch is None else (x, branch, w)
-    if on_triton(*given, accumulate=kind) and x.shape[-1] <= WIDEST[x.dtype]:
+    if on_triton(*given, accumulate=kind):
         from mpu.kernels import rms_norm
 
         return rms_norm.norm_forward(x, branch, w, eps)
@@ -71,7 +70,7 @@ def norm_backward(
     """Return dx, plus `more` if given; add the gradient of the weight to the sink."""
     kind, h = r.dtype, x.shape[-1]
     given = (x, w, dy) if more is None else (x, w, dy, more)
-    if on_triton(*given, accumulate=kind) and h <= WIDEST[x.dtype]:
+    if on_triton(*given, accumulate=kind):
         from mpu.kernels import rms_norm
 
         dx, parts = rms_norm.norm_backward(x, w, r, dy, more)

@@ -271,11 +271,12 @@ class MatmulReduceScatter(torch.autograd.Function):
         operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
         method = layer.method.of("gather", operand, layer.weight.shape[1])
         gathering = method.all_gather(operand, layer.on_backward)
+        kept, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
+        if arrived and kept is not operand:  # what wgrad takes arrives beside dgrad
+            arrived = method.all_gather_beside(kept, layer.on_wgrad)
         dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
         layer.end_use()
-        kept = recipe.for_wgrad(dy, operand)
-        arrived = None if queue.defers() or kept is not operand else gathering
-        if arrived is None:
+        if arrived is not gathering:
             gathering.close()
 
         def wgrad() -> None:

@@ -65,6 +65,18 @@ def norm(dtype, rows, width, added):
     )  # fmt: skip
 
 
+def long_norm(dtype, rows, width, added):
+    """Rows that a program does not hold: in pieces of 16 numbers."""
+    from mpu.kernels import rms_norm
+
+    before = rms_norm.WIDEST, rms_norm.LONG
+    rms_norm.WIDEST, rms_norm.LONG = dict.fromkeys(rms_norm.WIDEST, 4), 16
+    try:
+        return norm(dtype, rows, width, added)
+    finally:
+        rms_norm.WIDEST, rms_norm.LONG = before
+
+
 def rope(dtype, rows, width, added):
     """added: the batch shares its positions, and q, k and v are turned where they lie."""
     from mpu.kernels.rope import rope

@@ -119,6 +119,27 @@ def test_rows_made_again_change_only_what_underflows(scaling, name):
         )
 
 
+class Counting(Float8):
+    """Counts how often ranks would agree on scales; here every rank has the same numbers."""
+
+    def agree(self, scales: Tensor) -> None:
+        self.agreed.append(len(scales))
+
+
+@pytest.mark.parametrize("scaling, once", [("tensorwise", [1]), ("rowwise", [64])])
+def test_ranks_agree_on_a_weights_scales_once_for_forward_and_backward(scaling, once):
+    ctx = LayerContext(Grid(2, 2, launch=Launch(0, 2)))
+    recipe, w = Counting(scaling, "hybrid", ctx), full("w", 64, 32).float()
+    for number in (1, 2):  # an update: the scales of the second forward are its own
+        object.__setattr__(recipe, "agreed", [])
+        recipe.operand(w, "w", "k")
+        rows = recipe.operand(w, "wt", "rows")
+        assert recipe.agreed == once
+        assert torch.equal(rows, recipe.operand(w.clone(), "wt", "rows"))  # without a forward
+        assert recipe.agreed == once * 2
+        w.mul_(64.0**number)
+
+
 class Seen(Float8):
     """Notes the rows that it makes, and what wgrad takes of x and dy."""
 
@@ -139,10 +160,12 @@ class Seen(Float8):
         return torch.stack([code, byte.repeat_interleave(code.shape[1] // byte.shape[1], 1)], 2)
 
 
-def pass_through(grid, sp, path, scaling, name, kind, deferred=False) -> dict[str, Tensor]:
+def pass_through(
+    grid, sp, path, scaling, name, kind, deferred=False, wgrad=True
+) -> dict[str, Tensor]:
     """Run one layer forward and backward on a rank's parts of the same full tensors."""
     ctx = LayerContext(grid, sp, FP64, FP64, sink=GradientSink(FP64))
-    recipe, t, rank = Seen(scaling, name, ctx), grid.tp.size, grid.tp.rank
+    recipe, t, rank = Seen(scaling, name, ctx, wgrad), grid.tp.size, grid.tp.rank
     object.__setattr__(recipe, "seen", {})
     x, dy = full("x", S, B, IN), full("dy", S, B, OUT)
     own = torch.cat([part.chunk(t)[rank] for part in torch.arange(OUT).split(SECTIONS)])
@@ -163,7 +186,8 @@ def pass_through(grid, sp, path, scaling, name, kind, deferred=False) -> dict[st
     y.backward(dy)
     if deferred:
         run_deferred(ctx.queue.take())
-    found = {role: recipe.of_each_number(role) for role in recipe.seen}
+    rows = [role for role in recipe.seen if wgrad or "wgrad" not in role]
+    found = {role: recipe.of_each_number(role) for role in rows}
     return found | {"own": own, "shard": torch.arange(S)[shard],
                     "y": y.detach(), "dx": x.grad, "dw": ctx.sink.main[layer.weight]}  # fmt: skip
 
@@ -182,6 +206,27 @@ def slices(whole: dict[str, Tensor], part: dict[str, Tensor], kind: str) -> dict
         "dx": whole["dx"][shard] if kind == "column" else whole["dx"][..., own],
         "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
     }  # fmt: skip
+
+
+def in_bf16(comm) -> None:
+    """wgrad of what is not in float8 is the plain one, beside dgrad on every path."""
+    for kind in ("column", "row"):
+        whole = pass_through(Grid(), False, "none", "rowwise", "hybrid", kind, wgrad=False)
+        for path, deferred in (("none", False), ("ring", False), ("symmetric", False), ("none", 1)):
+            grid = comm.grid(2, memory=path == "symmetric")
+            part = pass_through(grid, True, path, "rowwise", "hybrid", kind, deferred, wgrad=False)
+            own = part["own"]
+            wanted = {
+                "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
+                "dx": whole["dx"][part["shard"]] if kind == "column" else whole["dx"][..., own],
+            }
+            for what in wanted:
+                error = (part[what] - wanted[what]).norm() / wanted[what].norm()
+                assert error < 1e-14, f"{kind} {path} {deferred}: {what} {error:.1e}"
+
+
+def test_wgrad_in_bf16_is_that_of_one_rank_on_every_path(world):
+    world(2).run(in_bf16)
 
 
 def every_layout(comm, t: int, recipes: list, every: int = 1) -> None:
