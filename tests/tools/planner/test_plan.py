@@ -126,9 +126,8 @@ def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
 
 
 def test_the_picture_has_the_steps_timeline(plans: Plans) -> None:
-    n, e = next(
-        (n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")
-    )
+    four = [(n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")]
+    n, e = min(four, key=lambda item: item[1].micro_batches)
     root = ElementTree.fromstring("<svg>" + "".join(picture._step(plans, n, 0)) + "</svg>")
     boxes = [box.find("title").text for box in root.iter("rect")]  # type: ignore[union-attr]
     assert boxes.count("the optimizer") == boxes.count("sums of gradients, gathers of weights") == 4
@@ -137,7 +136,6 @@ def test_the_picture_has_the_steps_timeline(plans: Plans) -> None:
         assert len(own) == e.pp * e.virtual * e.micro_batches
     ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in root.iter("rect")]
     assert max(ends) == pytest.approx(picture.LEFT + picture.PLOT_W, abs=0.1)
-
 
 
 def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
