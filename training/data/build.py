@@ -87,7 +87,18 @@ def build_loaders(
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split holds no document: check --split and the data paths")
-    return Loaders(train, load(datasets["valid"]), load(datasets["test"]), tokenizer)
+    valid = load(datasets["valid"])
+    if valid is None and config.run.eval_interval and config.run.eval_iters > 0:
+        why = "--valid-data-path holds no token"
+        if data.data_path:
+            why = (
+                f"--split {data.split or DEFAULT_SPLIT} gives whole documents and none to "
+                "validation: give its second number more, or --valid-data-path"
+            )
+        raise ValueError(
+            f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
+        )
+    return Loaders(train, valid, load(datasets["test"]), tokenizer)
 
 
 def build_datasets(

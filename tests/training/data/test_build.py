@@ -24,12 +24,12 @@ def prefixes(tmp_path):
     return names
 
 
-def config(seed=1, seq_length=10, **data):
+def config(seed=1, seq_length=10, eval_interval=None, **data):
     return Config(
         model=ModelConfig(1, 8, 1, seq_length),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=2),
         data=DataConfig(num_workers=0, **data),
-        run=RunConfig(seed=seed),
+        run=RunConfig(seed=seed, eval_interval=eval_interval),
     )
 
 
@@ -121,6 +121,11 @@ def test_what_a_user_is_told(prefixes, tmp_path):
     refused("the train split holds no document", valid_data_path=(a,))
     with IndexedWriter(str(tmp_path / "c"), token_dtype(1000)) as writer:
         writer.add([1] * 50)
+    asked = {"eval_interval": 5, "split": "98,1,1"}
+    few = "--eval-interval 5 has nothing to evaluate on: --split 98,1,1 gives whole documents"
+    refused(few, data_path=(str(tmp_path / "c"),), **asked)
+    none = "--eval-interval 5 has nothing to evaluate on: --valid-data-path holds no token"
+    refused(none, eval_interval=5, train_data_path=(a,))
     lost = ("1", a, "0.5", str(tmp_path / "c"))
     refused("--data-path: .*c has weight 0.5 but no train tokens", data_path=lost, split="1,9")
     refused("nothing.idx: cannot be read: No such file", data_path=(str(tmp_path / "nothing"),))
