@@ -47,14 +47,13 @@ class Rates:
     """What a rank of so many threads does.
 
     products: seconds by Product.key. calls: seconds of each number, by "name dtype": of csrc's
-    kernels, and of "update", the global norm and the optimizer. glue: of each number of a layer's
-    hidden states, in what torch adds and copies. layer, micro_batch, step, step_layer: Python's
+    kernels, of "update", the global norm and the optimizer, and of "glue", all else that a layer
+    does with each number of its hidden states. layer, micro_batch, step, step_layer: Python's
     seconds of F and B of a layer, for a micro-batch, for a step, and for each layer in a step.
     """
 
     products: Mapping[str, float]
     calls: Mapping[str, float]
-    glue: float
     layer: float
     micro_batch: float
     step: float

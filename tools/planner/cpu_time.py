@@ -113,7 +113,7 @@ def parts(
     """
     kind, hidden, pairs = r.dtype, r.own * r.hidden, r.pairs
     qkv = r.tokens * (r.heads + 2 * r.groups) * r.head_size
-    glue = rates.glue * hidden
+    glue = rates.call("glue", kind, hidden)
 
     def passes(way: str) -> float:
         return (

@@ -13,7 +13,7 @@ from tools.planner.cpu_time import Cost, Rank, shared, told
 
 KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward",
            "attention_forward", "attention_backward", "softmax_stats", "softmax_gradient",
-           "update")  # fmt: skip
+           "update", "glue")  # fmt: skip
 RATE = 1e9
 
 
@@ -22,7 +22,7 @@ def content(cores=2, layer=0.0, send=((0, 0.0),)):
     products = {Product(kind, "float32", 64, 64, 64).key: 2 * 64**3 / RATE
                 for kind in ("forward", "dgrad", "wgrad")}  # fmt: skip
     rates = {
-        "products": products, "calls": {f"{name} float32": 0.0 for name in KERNELS}, "glue": 0.0,
+        "products": products, "calls": {f"{name} float32": 0.0 for name in KERNELS},
         "layer": layer, "micro_batch": 0.0, "step": 0.0, "step_layer": 0.0,
     }  # fmt: skip
     verbs = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
