@@ -151,6 +151,7 @@ def one_rank(job: Path) -> None:
         share(whole, TIMEOUT)
         seen["transfers"] = {f"{verb} {launch.world}": points for verb, points in
                              cpu_probe.transfer_seconds(whole.tp).items()}  # fmt: skip
+        seen["together"] = cpu_probe.together_seconds(whole.tp)
     if launch.world <= len(os.sched_getaffinity(0)):
         seen["rates"] = cpu_probe.rates(products_of([c for c in CASES if at_once(c) == at_once(
             cases[0])]))  # fmt: skip
@@ -216,7 +217,8 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may still stand in the interpreter's shutdown
     cases = [c for c in CASES if args.only in " ".join(map(str, c))]
-    rates, transfers, real, context = {}, {}, {}, {}
+    rates, transfers, real, context, together = {}, {}, {}, {}, {}
+    cores = len(os.sched_getaffinity(0))
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2, 4):
@@ -226,10 +228,12 @@ def main() -> None:
                 rates[str(seen["threads"])] = seen["rates"]
             transfers |= seen.get("transfers", {})
             context |= seen.get("context", {})
+            together[ranks] = seen.get("together", 0.0)
             real |= dict(zip(own, seen["steps"], strict=False))
     content = {
-        "name": "this machine", "cores": len(os.sched_getaffinity(0)), "rates": rates,
-        "transfers": transfers, "context": {}, "source": "benchmarks/plan_cpu.py",
+        "name": "this machine", "cores": cores, "rates": rates, "transfers": transfers,
+        "context": {}, "source": "benchmarks/plan_cpu.py",
+        "sharing": {"4": max(1.0, together[4] / together[2] * cores / 4)} if cores < 4 else {},
     }  # fmt: skip
     content["context"] = cpu_probe.context_of(host_of(content), context)
     if args.host:

@@ -166,6 +166,19 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
     return {"products": found, "calls": calls, **python}
 
 
+def together_seconds(axis: Axis) -> float:
+    """Return the seconds of a step that each rank of an axis takes alone, all at the same time."""
+    run, found = alone(f"{OWN} --global-batch-size 2"), []
+    batches = batches_of(run.config, 1)
+    for _ in range(TRIALS):
+        barrier(axis)
+        began = time.perf_counter()
+        train_step(run, batches, 1e-3)[0].item()
+        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        found.append(float(all_gather(seconds, axis)[0].max()))
+    return min(found)
+
+
 def context_config(comm: str, b: int) -> Config:
     """Return the run of two context-parallel ranks that is timed for one of CONTEXT."""
     words = f"{BASE.replace('size 2', f'size {b}')} {OWN} --global-batch-size {b}"
