@@ -30,9 +30,9 @@ PLANS = [  # model, cluster, nodes, sequence, sequences of a step
     ("70B", "h100_128_nodes", 32, 8192, 512), ("405B", "h100_128_nodes", 64, 8192, 512),
     ("405B", "h100_128_nodes", 128, 8192, 1024), ("405B", "h100_128_nodes", 2048, 8192, 16384),
 ]  # fmt: skip
-SMALL = (
-    "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
-    "--group-query-attention --num-query-groups 4 --vocab-size 32000 "
+EIGHT = (  # layers of 8B's size
+    "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 32000 "
     "--untie-embeddings-and-output-weights"
 )
 
@@ -131,7 +131,7 @@ def test_the_best_plan_is_rehearsed(
 def test_random_layouts_are_the_rehearsals(draw: int, rehearse: Rehearse) -> None:
     """The first rank of every second layout, the last rank of the others."""
     asked: plan.Asked = {"seq-length": 2048, "global-batch-size": 32}
-    plans = plan.plans_of(SMALL, read_cluster("h100_8_nodes").of(1 + draw % 2), asked)
+    plans = plan.plans_of(EIGHT, read_cluster("h100_8_nodes").of(1 + draw % 2), asked)
     n = random.Random(draw).randrange(len(plans.layouts))
     last = draw // 2 % 2
     rank, stage = (plans.cluster.gpus - 1, plans.layouts[n].pp - 1) if last else (0, 0)
