@@ -58,15 +58,17 @@ def words(plans: Plans, n: int) -> list[str]:
     return [*plans.command(n).split(), *rest.split()]
 
 
-def hold_memory(plans: Plans, n: int, stage: int, report: Report, over: float = 0.1) -> None:
-    """Hold a rank's memory to the rehearsal's: never 2 % less, and at most `over` more.
+def hold_memory(
+    plans: Plans, n: int, stage: int, report: Report, under: float = 0.06, over: float = 0.1
+) -> None:
+    """Hold a rank's memory to the rehearsal's: at most `under` less, and `over` more.
 
     What is recomputed in a pipeline, the logits and one operation's memory are added up, though
-    they are not always there at one moment.
+    they are not always there at one moment. Buffers of tp's transfers are not counted.
     """
     plans.exact(n)
     ratio = plans.known[n][stage] / report["memory"]["peak_bytes"]
-    assert 0.98 <= ratio <= 1 + over, (ratio, plans.layouts[n])
+    assert 1 - under <= ratio <= 1 + over, (ratio, plans.layouts[n])
 
 
 def hold_bytes(plans: Plans, n: int, stage: int, report: Report) -> None:
@@ -128,7 +130,7 @@ def test_the_best_plan_is_rehearsed(
     plans = plan.plans_of(model, read_cluster(cluster).of(nodes), asked)
     n, world = plans.best(1)[0], plans.cluster.gpus
     for rank, stage in ((0, 0), (world - 1, plans.layouts[n].pp - 1)):
-        hold_memory(plans, n, stage, rehearse(plans, n, rank), over=0.02)
+        hold_memory(plans, n, stage, rehearse(plans, n, rank), 0.02, 0.02)
 
 
 @pytest.mark.prove
