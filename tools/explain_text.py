@@ -150,8 +150,8 @@ def _why(event: Seen) -> list[str]:
         what = f"the input of {actions[event.waited_in]}"
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
-        following = [*actions, "the end of the step"][event.action + 1]
-        return [needs, f"the outbox waits for it, the rank goes on: {following}"]
+        following = [*actions[event.action + 1 :], "the end of the step"]
+        return [needs, f"the outbox waits for it, the rank goes on: {following[0]}"]
     reasons = [needs, _hidden(event)] if event.is_async else [needs]
     return reasons if event.place.bucket is None else _why_bucket(event, reasons)
 

@@ -47,14 +47,13 @@ class Rates:
     """What a rank of so many threads does.
 
     products: seconds by Product.key. calls: seconds of each number, by "name dtype": of csrc's
-    kernels, and of "update", the global norm and the optimizer. glue: of each number of a layer's
-    hidden states, in what torch adds and copies. layer, micro_batch, step, step_layer: Python's
+    kernels, of "update", the global norm and the optimizer, and of "glue", all else that a layer
+    does with each number of its hidden states. layer, micro_batch, step, step_layer: Python's
     seconds of F and B of a layer, for a micro-batch, for a step, and for each layer in a step.
     """
 
     products: Mapping[str, float]
     calls: Mapping[str, float]
-    glue: float
     layer: float
     micro_batch: float
     step: float
@@ -89,7 +88,8 @@ class Host:
 
     rates: by a rank's threads. transfers: (bytes that a rank sends, seconds) by "verb ranks".
     context: by --cp-comm-type, what attention of a layer and micro-batch takes beyond that of
-    one rank: seconds, and seconds for each number of queries and key.
+    one rank: seconds, and seconds for each number of queries and key. sharing: by ranks that
+    outnumber the cores, how much longer they take than if sharing a core cost nothing.
     """
 
     name: str
@@ -97,6 +97,13 @@ class Host:
     rates: Mapping[int, Rates]
     transfers: Mapping[str, Points]
     context: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    sharing: Mapping[str, float] = field(default_factory=dict)
+
+    def slower(self, ranks: int) -> float:
+        """Return what sharing costs so many ranks: 1 where each has a core."""
+        if ranks <= self.cores or not self.sharing:
+            return 1.0
+        return self.sharing[min(self.sharing, key=lambda n: abs(math.log(int(n) / ranks)))]
 
     def threads(self, ranks: int) -> int:
         """Return the threads of a rank, as pretrain_llama.py shares the cores."""
@@ -139,7 +146,7 @@ def rates_of(fields: dict[str, Any]) -> Rates:
 
 def host_of(content: Any, path: str = "the probe") -> Host:
     """Return the host of a file's content. Raises HostError where it breaks a rule."""
-    keys = ("name", "cores", "rates", "transfers", "context", "source")
+    keys = ("name", "cores", "rates", "transfers", "context", "sharing", "source")
     if not isinstance(content, dict) or content.keys() != set(keys):
         raise HostError(f"{path}: must be an object with {', '.join(keys)}")
     try:
@@ -148,8 +155,8 @@ def host_of(content: Any, path: str = "the probe") -> Host:
         raise HostError(f"{path}: rates: {error}") from None
     if 1 not in rates or content["cores"] < 1:
         raise HostError(f"{path}: rates of one thread, and cores of at least 1, must be there")
-    transfers, context = content["transfers"], content["context"]
-    return Host(content["name"], content["cores"], rates, transfers, context)
+    rest = (content[key] for key in ("transfers", "context", "sharing"))
+    return Host(content["name"], content["cores"], rates, *rest)
 
 
 def read_host(path: Path) -> Host:

@@ -52,7 +52,10 @@ CONTEXT = tuple((comm, b) for comm in ("p2p", "all_gather", "a2a") for b in (1, 
 
 
 def timed(run: Callable[[], Any], repeats: int = REPEATS, before: Any = lambda: None) -> float:
-    """Return the median seconds of a call, after one that warms up."""
+    """Return the fastest seconds of a call, after one that warms up.
+
+    Other programs slow a call down and never speed it up.
+    """
     run()
     found = []
     for _ in range(repeats):
@@ -60,7 +63,7 @@ def timed(run: Callable[[], Any], repeats: int = REPEATS, before: Any = lambda: 
         began = time.perf_counter()
         run()
         found.append(time.perf_counter() - began)
-    return median(found)
+    return min(found)
 
 
 def product_seconds(asked: Product) -> float:
@@ -141,7 +144,7 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
     """Return Rates' fields, for as many threads as this rank has."""
     products, python = list(products), python_seconds()
     found = {each.key: product_seconds(each) for each in products}
-    calls, glue = dict[str, float](), list[float]()
+    calls = dict[str, float]()
     for kind in sorted({each.dtype for each in products}):
         run = alone(f"{OWN} --global-batch-size 2" + " --bf16" * (kind == "bfloat16"))
         numbers = sum(p.numel() for p in run.model.parameters())
@@ -156,11 +159,24 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
         layers = run.config.model.num_layers
         fixed = python["step"] + python["step_layer"] * layers
         calls[f"update {kind}"] = max(0.0, update - fixed) / numbers
-        made = rates_of({"products": found, "calls": calls, "glue": 0.0, **python})
+        made = rates_of({"products": found, "calls": calls | {f"glue {kind}": 0.0}, **python})
         layer, _, head = parts(made, own)
         known = layers * sum(layer) + sum(head) + update + python["micro_batch"]
-        glue.append(max(0.0, step - known) / ((layers + 1) * own.own * own.hidden))
-    return {"products": found, "calls": calls, "glue": max(glue), **python}
+        calls[f"glue {kind}"] = max(0.0, step - known) / ((layers + 1) * own.own * own.hidden)
+    return {"products": found, "calls": calls, **python}
+
+
+def together_seconds(axis: Axis) -> float:
+    """Return the seconds of a step that each rank of an axis takes alone, all at the same time."""
+    run, found = alone(f"{OWN} --global-batch-size 2"), []
+    batches = batches_of(run.config, 1)
+    for _ in range(TRIALS):
+        barrier(axis)
+        began = time.perf_counter()
+        train_step(run, batches, 1e-3)[0].item()
+        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        found.append(float(all_gather(seconds, axis)[0].max()))
+    return min(found)
 
 
 def context_config(comm: str, b: int) -> Config:

@@ -113,7 +113,7 @@ def parts(
     """
     kind, hidden, pairs = r.dtype, r.own * r.hidden, r.pairs
     qkv = r.tokens * (r.heads + 2 * r.groups) * r.head_size
-    glue = rates.glue * hidden
+    glue = rates.call("glue", kind, hidden)
 
     def passes(way: str) -> float:
         return (
@@ -168,8 +168,8 @@ def told(host: Host, config: Config) -> Told:
         own = rates.call("update", r.dtype, numbers / shard) + rates.step
         own += rates.step_layer * sum(len(stage.layers) for stage in stages)
         update = max(update, own)
-    crowd = max(1.0, ranks / host.cores)
-    body = shared(schedule, work, host.cores, ranks // width, message)
+    crowd = max(1.0, ranks / host.cores) * host.slower(ranks)
+    body = shared(schedule, work, host.cores, ranks // width, message, host.slower(ranks))
     compute = count * max(
         sum(sum(cost) for (rank, _), cost in work.items() if rank == n) - beside[n]
         for n in range(width)
@@ -198,13 +198,14 @@ def transfers(host: Host, config: Config, count: int) -> tuple[list[float], list
 
 
 def shared(
-    schedule: Schedule, work: dict[tuple[int, int], Cost], cores: int, each: int, message: float
-) -> float:
+    schedule: Schedule, work: dict[tuple[int, int], Cost], cores: int, each: int, message: float,
+    slower: float = 1.0,
+) -> float:  # fmt: skip
     """Return the end of a schedule whose ranks share cores.
 
     work: seconds of each (pipeline rank, chunk), where a rank has its threads to itself.
     each: ranks of the world at a pipeline rank, which work together. message: seconds until a
-    message is there.
+    message is there. slower: what sharing costs, of Host.slower.
     """
     at = [0] * len(schedule.ranks)
     ends: dict[tuple[int, Action], float] = {}
@@ -228,7 +229,8 @@ def shared(
         if not left and not waits:
             assert all(n == len(a) for n, a in zip(at, schedule.ranks, strict=True))
             return now
-        speed = min(1.0, cores / max(1, each * len(left)))
+        running = each * len(left)
+        speed = 1.0 if running <= cores else cores / running / slower
         step = min([seconds / speed for seconds in left.values()] + [w - now for w in waits])
         now += step
         for rank in list(left):

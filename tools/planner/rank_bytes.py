@@ -26,7 +26,7 @@ from training.flags.parse import parse
 from training.plan import activations, pipeline
 from training.plan.model_profile import rank_parameters
 from training.plan.rank_profile import StageProfile, rank_profile
-from training.run.dry_run import memory
+from training.run.dry_run import memories
 
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
@@ -230,23 +230,24 @@ def _alone(config: Config) -> float:
     largest = _numbers(config, SOME) + (layers - SOME) * one
     size = p.ddp_bucket_size or automatic_size(largest)
 
-    def of(count: int, again: int) -> float:
+    def of(count: int, again: int) -> Array:
         block = p.recompute_method == "block"
         own = replace(p, ddp_bucket_size=size)
         own = replace(own, recompute_num_layers=again) if block else own
         model = replace(config.model, num_layers=count)
         asked = replace(config, model=model, parallel=own)
         (held,) = activations.held(asked, PROVIDER)
-        return float(sum(memory(asked, PROVIDER, 0, held).values()))
+        every = memories(asked, PROVIDER, 0, held)
+        return np.array([float(sum(kinds.values())) for kinds in every])
 
     if numbers is not None:
-        return of(layers, again)
+        return float(of(layers, again).max())
     if p.recompute_method != "block":
         low = of(SOME, 0)
-        return low + (layers - SOME) * (of(SOME + 1, 0) - low)
+        return float((low + (layers - SOME) * (of(SOME + 1, 0) - low)).max())
     base = of(SOME, 1)
     plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
-    return base + (layers - again - SOME + 1) * plain + (again - 1) * more
+    return float((base + (layers - again - SOME + 1) * plain + (again - 1) * more).max())
 
 
 def _numbers(config: Config, layers: int) -> int:

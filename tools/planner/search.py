@@ -24,6 +24,7 @@ from tools.rehearsal.device_file import read_device
 
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
 NEARLY = 1.1  # layouts whose memory is told to be so much above the limit are told exactly too
+LOOKED = 25  # layouts that are told exactly, at most, beside three for each that is asked for
 
 
 class PlanError(ValueError):
@@ -83,7 +84,7 @@ class Plans:
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
         ranked = near[np.lexsort((self.bytes[near], self.times.step[near]))]
         found: list[int] = []
-        for n in map(int, ranked[: 3 * top + 5]):
+        for n in map(int, ranked[: 3 * top + LOOKED]):
             if self.exact(n) <= self.limit:
                 found.append(n)
             if len(found) == top:

@@ -46,8 +46,9 @@ def stage_seconds(
             continue
         kind, _, _, stage = action
         whole = sum(parts[part][stage] for part in kind)
-        for part in kind:  # BW is both, in proportion to their work
-            measured[part, stage].append((span.end - span.begin) * parts[part][stage] / whole)
+        for part in kind:  # BW is both, in proportion to their work; a stage may have no layer
+            share = parts[part][stage] / whole if whole else 1 / len(kind)
+            measured[part, stage].append((span.end - span.begin) * share)
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     seconds: dict[str, list[float]] = {}
     for part, amounts in parts.items():
@@ -55,7 +56,7 @@ def stage_seconds(
         if lacking:
             raise ValueError(f"the record of pipeline rank {pp_rank} has no {part} of {lacking[0]}")
         mean = {s: sum(measured[part, s]) / len(measured[part, s]) for s in own}
-        unit = sum(mean.values()) / sum(amounts[s] for s in own)
+        unit = sum(mean.values()) / (sum(amounts[s] for s in own) or 1.0)
         seconds[part] = [mean.get(s, unit * amounts[s]) for s in range(schedule.stages)]
     return Costs(seconds["F"], seconds["B"], seconds["W"])
 

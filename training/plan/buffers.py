@@ -7,9 +7,10 @@ order in which a step uses the blocks gives both the gathers and how much is who
     stage 3    acquire(block i): free the others, gather block i and, a block ahead, block i + 1
 """
 
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
-from mpu.zero.layout import BucketLayout
+from mpu.zero.layout import BucketLayout, block_of
 from training.config import Config
 from training.plan import activations, pipeline, rank_memory
 from training.plan.model_profile import ModelProvider
@@ -48,33 +49,98 @@ def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list
     return [name for name in several if name in looked_up]
 
 
+def moments(
+    config: Config, provider: ModelProvider, held: activations.Held
+) -> list[dict[str, int]]:
+    """Return what lives at moments of a backward at ZeRO stages 2 and 3, without a pipeline.
+
+    The moments are the head's backward, when all activations and the logits are there, that of the
+    last layer, of the first one, and of the embedding: whole gradients, gathered weights, tied
+    look-ups, activations and logits are not all at their fullest at one of them. Between the
+    layers all of these change evenly.
+    """
+    flats, layers = rank_memory.flats(config, provider), config.model.num_layers
+    size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
+    lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
+    sharded = {
+        name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
+        for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
+    }  # fmt: skip
+    walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
+    begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
+    own = len(activations.profile(config, provider).gradients)
+    for at, (name, live) in enumerate(walk):
+        block = block_of(name)
+        if block:
+            number = int(block.rpartition(".")[2])
+            where = {layers - 1: "last", 0: "first"}.get(number, "")
+        else:  # at the head of a micro-batch's list, or at its end
+            number, where = (layers - 1, "head") if at % own < begin else (-1, "embedding")
+        if not where:
+            continue
+        now = {
+            "whole gradients": live * size,
+            "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
+            "tied look-ups": lookups * (where == "embedding"),
+            "activations": held.activations * (number + 1) // layers,
+            "logits": held.logits * (where == "head"),
+        }
+        if sum(now.values()) >= sum(found.get(where, {}).values()):
+            found[where] = now
+    return list(found.values())
+
+
+def _together(config: Config, sharded: Mapping[str, tuple[int, int]], names: Sequence[str]) -> int:
+    """Return the bytes of gathered weights while the first of these names' gradients are made."""
+    if level(config) < 3:
+        return 0
+    buckets = list(dict.fromkeys(sharded[name] for name in names if name in sharded))
+    return sum(nbytes for _, nbytes in buckets[: 1 + config.parallel.overlap_param_gather])
+
+
 def _whole_gradients(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
 ) -> int:
     """Return the elements of whole gradients at the fullest moment of a step."""
-    p, count = config.parallel, max(pipeline.micro_batch_counts(config))
     if level(config) < 2:
         return 0
+    return max(live for _, live in _walk(config, provider, flats, pp_rank))
+
+
+def _walk(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
+) -> list[tuple[str, int]]:
+    """Return the parameters in the order of their gradients, each with the elements of whole
+    gradients that live then.
+    """
+    p, count = config.parallel, max(pipeline.micro_batch_counts(config))
     total = sum(flat.length for flat in flats)
+    done = activations.profile(config, provider, pp_rank).gradients
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
     if not early or (count > 1 and not p.zero_reduce_each_microbatch):
-        return total
+        return [(name, total) for name in done] or [("", total)]
     short = [flat for flat in flats if not flat.axes]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
-    done = activations.profile(config, provider, pp_rank).gradients
-    order = [bucket_of[name] for name in done if name in bucket_of]
-    last = {bucket: at for at, bucket in enumerate(order)}
+    # the last bucket of a micro-batch is still being sent while the next one's backward begins
+    passes = 2 if p.zero_reduce_each_microbatch and count > 1 else 1
+    order = [
+        (name, n * len(short) + bucket_of[name] if name in bucket_of else -1)
+        for n in range(passes) for name in done
+    ]  # fmt: skip
+    last = {bucket: at for at, (_, bucket) in enumerate(order) if bucket >= 0}
     for name in bucket_of.keys() - set(done):  # plain autograd: known at the end of the step
-        last.pop(bucket_of[name], None)
+        for n in range(passes):
+            last.pop(n * len(short) + bucket_of[name], None)
     live: set[int] = set()
-    fullest = following = 0
-    for at, bucket in enumerate(order):
-        live.add(bucket)
-        fullest = max(fullest, sum(short[i].length for i in live))
+    told, following = list[tuple[str, int]](), 0
+    apart = sum(flat.length for flat in flats if flat.axes)
+    for at, (name, bucket) in enumerate(order):
+        live |= {bucket} if bucket >= 0 else set()
+        told.append((name, apart + sum(short[i % len(short)].length for i in live)))
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
             live.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
-    return fullest + sum(flat.length for flat in flats if flat.axes)
+    return told or [("", apart)]
 
 
 def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> int:

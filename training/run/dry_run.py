@@ -106,13 +106,24 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
 
 def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:
     """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
+    return max(memories(config, provider, pp_rank, held), key=lambda kinds: sum(kinds.values()))
+
+
+def memories(
+    config: Config, provider: ModelProvider, pp_rank: int, held: Held
+) -> list[dict[str, int]]:
+    """Return the bytes of each kind at every moment that may be a step's fullest."""
     kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
     held_kinds = {"activations": held.activations, "logits": held.logits}
     kinds |= held_kinds | {"working memory": held.working}
-    return kinds | ({"offloaded": held.under_way} if config.gpu.cpu_offload_activations else {})
+    if config.gpu.cpu_offload_activations:
+        kinds["offloaded"] = held.under_way
+    if rank_memory.level(config) < 2 or config.parallel.pipeline_model_parallel_size > 1:
+        return [kinds]
+    return [kinds | now for now in buffers.moments(config, provider, held)]
 
 
 def _layout(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from tools.planner.cpu_time import Cost, Rank, shared, told
 
 KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward",
            "attention_forward", "attention_backward", "softmax_stats", "softmax_gradient",
-           "update")  # fmt: skip
+           "update", "glue")  # fmt: skip
 RATE = 1e9
 
 
@@ -22,14 +22,14 @@ def content(cores=2, layer=0.0, send=((0, 0.0),)):
     products = {Product(kind, "float32", 64, 64, 64).key: 2 * 64**3 / RATE
                 for kind in ("forward", "dgrad", "wgrad")}  # fmt: skip
     rates = {
-        "products": products, "calls": {f"{name} float32": 0.0 for name in KERNELS}, "glue": 0.0,
+        "products": products, "calls": {f"{name} float32": 0.0 for name in KERNELS},
         "layer": layer, "micro_batch": 0.0, "step": 0.0, "step_layer": 0.0,
     }  # fmt: skip
     verbs = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
     return {
         "name": "made up", "cores": cores, "rates": {"1": rates, str(cores): rates},
         "transfers": {f"{verb} 2": [list(p) for p in send] for verb in verbs}, "context": {},
-        "source": "this test",
+        "sharing": {}, "source": "this test",
     }  # fmt: skip
 
 
@@ -80,6 +80,8 @@ def test_with_a_core_for_each_rank_it_is_the_simulation(name: str) -> None:
     crowded = shared(schedule, work, 2, 1, 0.0)
     assert busy / 2 <= crowded + 1e-9 and crowded <= busy  # at best both cores always work
     assert shared(schedule, work, 1, 1, 0.0) == pytest.approx(busy)
+    assert shared(schedule, work, 4, 1, 0.0, 1.5) == shared(schedule, work, 4, 1, 0.0)
+    assert shared(schedule, work, 1, 2, 0.0, 1.5) == pytest.approx(2 * 1.5 * busy)
 
 
 def test_a_matmul_that_was_not_measured_has_the_nearest_ones_rate() -> None:

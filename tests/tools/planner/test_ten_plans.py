@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of 8 to 16,384 GPUs are rehearsed as they stand: nothing found, memory within 2 %."""
+"""Plans of 8 to 16,384 GPUs are rehearsed as they stand: nothing found, memory within 2 %.
 
-import json
-import os
+Of random layouts the bytes of each collective are the rehearsal's, and the FLOPs within 2 %.
+"""
+
 import random
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tools.rehearsal.conftest import Process
 from tools import plan
 from tools.planner.cluster import read_cluster
+from tools.planner.link_bytes import ledger
 from tools.planner.model import REST
 from tools.planner.search import Plans
+from training.flags.parse import parse
 
-ROOT = Path(__file__).resolve().parents[3]
+AXES = {"pp_back": "pp", "dp_cp_shard": "dp_cp"}  # as docs/parallelism.md calls them
+Report = dict[str, Any]
+Rehearse = Callable[[Plans, int, int], Report]
 PLANS = [  # model, cluster, nodes, sequence, sequences of a step
     ("1B", "h100_8_nodes", 1, 2048, 64), ("8B", "h100_8_nodes", 1, 8192, 32),
     ("8B", "a100_16_nodes", 2, 4096, 64), ("8B", "h100_8_nodes", 8, 32768, 64),
@@ -24,71 +30,118 @@ PLANS = [  # model, cluster, nodes, sequence, sequences of a step
     ("70B", "h100_128_nodes", 32, 8192, 512), ("405B", "h100_128_nodes", 64, 8192, 512),
     ("405B", "h100_128_nodes", 128, 8192, 1024), ("405B", "h100_128_nodes", 2048, 8192, 16384),
 ]  # fmt: skip
-SMALL = (
-    "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
-    "--group-query-attention --num-query-groups 4 --vocab-size 32000 "
+EIGHT = (  # layers of 8B's size
+    "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 32000 "
     "--untie-embeddings-and-output-weights"
 )
 
 
-def rehearsed(folder: Path, command: str, world: int, rank: int) -> dict[str, Any]:
-    """Return what a rehearsal of a rank reports; it must find nothing."""
-    file = folder / f"{rank}.json"
-    rest = REST.replace("--bf16 ", "").replace("--train-iters 1", "--train-iters 8").split()
-    argv = [*command.split(), *rest, "--rehearse", "--rehearse-rank", str(rank)]
-    done = subprocess.run(
-        [sys.executable, "pretrain_llama.py", *argv, "--rehearse-json", str(file)],
-        cwd=ROOT, env=os.environ | {"WORLD_SIZE": str(world)}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+@pytest.fixture(scope="module")
+def rehearse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearse]:
+    """Return what a rehearsal of a layout's rank reports; it must find nothing."""
+    process = Process(Path(tmp_path_factory.mktemp("plans")) / "report.json")
+
+    def run(plans: Plans, n: int, rank: int) -> Report:
+        argv = [*words(plans, n), "--rehearse-rank", str(rank)]
+        found = process.rehearse(argv, plans.cluster.gpus)
+        assert (found.code, found.report.get("findings")) == (0, []), found.text[-2000:]
+        return found.report
+
+    yield run
+    process.close()
 
 
-def hold(plans: Plans, n: int, folder: Path) -> None:
-    """Hold the memory of a plan's first and last rank to the rehearsal's."""
-    world, each = plans.cluster.gpus, plans.layouts[n]
-    assert plans.exact(n) > 0
-    for rank, stage in ((0, 0), (world - 1, each.pp - 1)):
-        peak = rehearsed(folder, plans.command(n), world, rank)["memory"]["peak_bytes"]
-        assert plans.known[n][stage] == pytest.approx(peak, rel=0.02), (each, rank)
+def words(plans: Plans, n: int) -> list[str]:
+    """Return the command line of a layout."""
+    rest = REST.replace("--bf16 ", "").replace("--train-iters 1", "--train-iters 8")
+    return [*plans.command(n).split(), *rest.split()]
+
+
+def hold_memory(
+    plans: Plans, n: int, stage: int, report: Report, under: float = 0.06, over: float = 0.1
+) -> None:
+    """Hold a rank's memory to the rehearsal's: at most `under` less, and `over` more.
+
+    What is recomputed in a pipeline, the logits and one operation's memory are added up, though
+    they are not always there at one moment. Buffers of tp's transfers are not counted.
+    """
+    plans.exact(n)
+    ratio = plans.known[n][stage] / report["memory"]["peak_bytes"]
+    assert 1 - under <= ratio <= 1 + over, (ratio, plans.layouts[n])
+
+
+def hold_bytes(plans: Plans, n: int, stage: int, report: Report) -> None:
+    """Hold what the planner says that a rank sends, by axis and verb, to what it sent."""
+    told, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for flow in ledger(parse(words(plans, n), plans.cluster.gpus)):
+        if flow.pp_rank == stage:
+            told[flow.axis, flow.verb] += flow.sent
+    for row in report["collectives"]:
+        axis, verb = AXES.get(row["axis"], row["axis"]), row["verb"]
+        if not row["sent"]:
+            continue
+        if row["place"].startswith("mpu/zero/") and verb in ("all_reduce", "all_to_all"):
+            # a sum of gradients: the document has that of a CPU, in two halves
+            if verb == "all_reduce":
+                sent[axis, "all_gather"] += row["sent"] // 2
+            verb, row["sent"] = "reduce_scatter", row["sent"] // (1 + (verb == "all_reduce"))
+        sent[axis, verb] += row["sent"]
+    if plans.layouts[n].overlap == "ring":  # tp's transfers go as messages to the next rank
+        for counted in (told, sent):
+            for verb in ("all_gather", "reduce_scatter", "send"):
+                counted["tp", "any"] += counted.pop(("tp", verb), 0)
+    assert told == sent, plans.layouts[n]
+
+
+def hold_flops(plans: Plans, n: int, stage: int, report: Report) -> None:
+    """Hold matmuls and attention to 2 and 4 a weight, forward and backward, and what runs again."""
+    e, m = plans.layouts[n], plans.model.config.model
+    assert m.vocab_size is not None
+    parts = {True: 0.0, False: 0.0}
+    for row in report["launches"]:
+        parts[row["part"] == "attention"] += row["flops"]
+    cut = [int(layers) for layers in plans.runs.cut[n][: e.pp * e.virtual]]
+    own = [k for k in range(len(cut)) if rank_of(k, e.pp, e.v_shape) == stage]
+    layers, whole = sum(cut[k] for k in own), e.recompute == "full"
+    again = layers if whole else sum(min(e.again, cut[k]) for k in own)
+    vocab = -(-m.vocab_size // (128 * e.tp)) * 128
+    tokens = e.micro_batches * e.micro_batch * m.seq_length / e.cp
+    weights = float(plans.runs.layer_weights[n]) / e.tp
+    matmuls = (6 * layers + 2 * again) * weights + 6 * vocab * m.hidden_size * (len(cut) - 1 in own)
+    assert parts[False] == pytest.approx(matmuls * tokens, rel=0.02), e
+    cores = 3.5 * layers + (layers if e.recompute == "selective" else again)
+    score = 2 * m.seq_length * m.hidden_size / e.tp  # q k and its use, causal: half of all pairs
+    assert parts[True] == pytest.approx(cores * score * tokens, rel=0.02), e
+
+
+def rank_of(k: int, pp: int, v_shape: bool) -> int:
+    """Return the pipeline rank of a stage."""
+    chunk, place = divmod(k, pp)
+    return pp - 1 - place if v_shape and chunk % 2 else place
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(("model", "cluster", "nodes", "sequence", "batch"), PLANS)
 def test_the_best_plan_is_rehearsed(
-    model: str, cluster: str, nodes: int, sequence: int, batch: int, tmp_path: Path
+    model: str, cluster: str, nodes: int, sequence: int, batch: int, rehearse: Rehearse
 ) -> None:
     asked: plan.Asked = {"seq-length": sequence, "global-batch-size": batch}
     plans = plan.plans_of(model, read_cluster(cluster).of(nodes), asked)
-    hold(plans, plans.best(1)[0], tmp_path)
+    n, world = plans.best(1)[0], plans.cluster.gpus
+    for rank, stage in ((0, 0), (world - 1, plans.layouts[n].pp - 1)):
+        hold_memory(plans, n, stage, rehearse(plans, n, rank), 0.02, 0.02)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("draw", range(50))
-def test_random_layouts_are_the_rehearsals(draw: int, tmp_path: Path) -> None:
+def test_random_layouts_are_the_rehearsals(draw: int, rehearse: Rehearse) -> None:
+    """The first rank of every second layout, the last rank of the others."""
     asked: plan.Asked = {"seq-length": 2048, "global-batch-size": 32}
-    plans = plan.plans_of(SMALL, read_cluster("h100_8_nodes").of(1 + draw % 2), asked)
-    hold(plans, random.Random(draw).randrange(len(plans.layouts)), tmp_path)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_steps_flops_are_the_rehearsals(tp: int, tmp_path: Path) -> None:
-    asked: plan.Asked = {"seq-length": 2048, "global-batch-size": 8}
-    plans = plan.plans_of(SMALL, read_cluster("h100_8_nodes").of(1), asked)
-    each = next(
-        n for n, e in enumerate(plans.layouts)
-        if (e.tp, e.cp, e.pp, e.recompute, e.offload) == (tp, 1, 1, "none", False)
-    )  # fmt: skip
-    launches = rehearsed(tmp_path, plans.command(each), 8, 0)["launches"]
-    parts = {True: 0.0, False: 0.0}
-    for row in launches:
-        parts[row["part"] == "attention"] += row["flops"]
-    r = plans.runs
-    told = float((r.flops * r.tokens / r.gpus)[each])
-    matmuls = 6 * (8 * r.layer_weights[each] + 32000 * 512) * float(r.tokens[each]) / 8
-    assert parts[False] == pytest.approx(matmuls, rel=0.02)
-    # attention's backward multiplies five times where the model's count has four
-    assert sum(parts.values()) == pytest.approx(told, rel=0.15)
+    plans = plan.plans_of(EIGHT, read_cluster("h100_8_nodes").of(1 + draw % 2), asked)
+    n = random.Random(draw).randrange(len(plans.layouts))
+    last = draw // 2 % 2
+    rank, stage = (plans.cluster.gpus - 1, plans.layouts[n].pp - 1) if last else (0, 0)
+    report = rehearse(plans, n, rank)
+    for hold in (hold_bytes, hold_flops, hold_memory):
+        hold(plans, n, stage, report)

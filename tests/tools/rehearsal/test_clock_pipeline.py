@@ -55,6 +55,14 @@ def test_other_stages_take_this_rank_s_seconds_in_proportion_to_their_work() -> 
     assert costs.input_gradient == [4, 12] and costs.weight_gradient == [2, 6]
 
 
+def test_a_stage_without_layers_has_what_was_measured_of_it() -> None:
+    schedule = schedules.build("1f1b", 2, 3)
+    work = Costs([0.0, 30.0], [0.0, 60.0], [0.0, 30.0])
+    alone = time_record(record(schedule, 0, {"F": 2, "B": 4, "W": 2}), device())
+    costs = stage_seconds(alone.actions, schedule, 0, work)
+    assert (costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]) == (2, 3, 3)
+
+
 def test_messages_delay_the_pipeline_and_count_for_pp() -> None:
     schedule = schedules.build("1f1b", 2, 2)
     work = Costs([1.0] * 2, [1.0] * 2, [1.0] * 2)
