@@ -78,6 +78,7 @@ STALL = {
     "stall_crossing": Constant(
         0.0, -9, 9, "more in a pipeline, for each node that a tp group adds"
     ),
+    "stall_near": Constant(0.0, -9, 9, "more in a pipeline whose first rank is nearly full"),
     "stall_message": Constant(0.25, 0, 2, "seconds of each message of a run that stalls"),
     "stall_tensor": Constant(0.7, 0, 3, "seconds of each micro-batch if its tp crosses nodes"),
     "stall_sum": Constant(0.8, 0, 5, "seconds of each step's sum of gradients"),

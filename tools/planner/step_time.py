@@ -14,6 +14,7 @@ from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
 
 Constants = Mapping[str, float]
 SURE = 4  # the power by which odds become a median
+NEAR = 0.7 * 80 * 2**30  # bytes, without fragments, with which a GPU of 80 GiB is nearly full
 SOCKET = 4  # GPUs of one socket
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
@@ -172,13 +173,14 @@ def stall_features(r: Runs) -> Array:
     columns = (
         np.ones(len(r)), r.nodes / 16, np.log2(r.dp) * r.nodes / 64 * pipeline, pipeline,
         hooks & ~pipeline, hooks & pipeline & (r.micro_batches > 8), crossing,
+        pipeline & (r.first_bytes > NEAR),
     )  # fmt: skip
     return np.stack([np.asarray(column, dtype=float) for column in columns], 1)
 
 
 STALL_ODDS = (
     "stall_base", "stall_nodes", "stall_dp", "stall_pp", "stall_hooks", "stall_hooks_pp",
-    "stall_crossing",
+    "stall_crossing", "stall_near",
 )  # fmt: skip
 
 
