@@ -259,7 +259,8 @@ def _several(line: Line) -> Row:
     framework = _framework(line, device)
     known = _named(line) or (math.nan,) * 6
     layers, hidden = line.count("layers", known[0]), line.count("hidden", known[1])
-    llama = "llama" in (line.text("family") + line.text("model")).lower()
+    name = (line.text("family") + line.text("model")).lower()
+    llama, tied = "llama" in name, not re.search("llama|mixtral|nemotron", name)
     gpus, tp, cp = line.count("n_gpus"), line.count("tp", 1), line.count("cp", 1)
     pp = line.deep("pp", 1)
     same = known[:2] == (layers, hidden)
@@ -287,7 +288,7 @@ def _several(line: Line) -> Row:
         "kv_heads": line.count("kv_heads", known[3] if same else heads), "ffn": ffn,
         "vocab": line.count("vocab", known[5] if same else GPT_VOCABULARY), "sequence": sequence,
         "gated": llama or "mixtral" in line.text("model").lower(),
-        "tied": not llama, "causal": 1, "tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual": virtual,
+        "tied": tied, "causal": 1, "tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual": virtual,
         "micro_batch": mbs, "micro_batches": accumulated,
         "zero": line.number_of("zero", 3 if framework == "fsdp" else 1),
         "recompute": line.text("recompute").lower() == "full",

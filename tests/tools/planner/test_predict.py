@@ -17,7 +17,7 @@ from tools.planner.predict import COLUMNS, predict
 from tools.planner.published import playbook_cut, read_table
 from tools.planner.run_memory import memory
 from tools.planner.runs import even_cut, stacked
-from tools.planner.step_time import times
+from tools.planner.step_time import odds, times
 
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
 # four runs of the Ultra-Scale Playbook (Hugging Face, Apache-2.0)
@@ -57,6 +57,23 @@ def test_rows_keep_their_columns_and_gain_six(tmp_path: Path) -> None:
     crashed = rows[4]  # dp and grad_acc are told by nodes and gbs: 2 and 16
     rate, seconds = float(crashed["predicted_tok_s_gpu"]), float(crashed["predicted_step_s"])
     assert rate * 16 * seconds == pytest.approx(256 * 4096, rel=1e-4)
+
+
+def test_ends_are_one_matrix_where_a_program_ties_them(tmp_path: Path) -> None:
+    rows = read_table(written(tmp_path, f"{PLAYBOOK}\n{KNOWN}\n8B,4,4,8,1,1,64,256,1,,,,,ok")).rows
+    assert [bool(row.record["tied"]) for row in rows] == [True, True, True, True, False]
+    line = "x,nemo/megatron,{0},{0},48,6144,48,,,,H100-SXM,80,64,fp8,2,4,12,8,1,1,1,256,2048,,,,,"
+    named = [line.format(name) for name in ("gpt", "nemotron", "mixtral")]
+    rows = read_table(written(tmp_path, "\n".join([SEVERAL, *named]))).rows
+    assert [bool(row.record["tied"]) for row in rows] == [True, False, False]
+
+
+def test_a_pipeline_that_nearly_fills_a_gpu_is_told_to_stall(tmp_path: Path) -> None:
+    lines = ["3B,2,4,1,4,4,16,256,1,,,,,ok", "3B,2,4,1,4,2,32,256,1,,,,,ok"]
+    rows = read_table(written(tmp_path, "\n".join([PLAYBOOK, *lines]))).rows
+    runs = stacked([row.record for row in rows])
+    full, half = odds({**profile("nanotron_h100")}, runs)
+    assert full > 0.5 > half  # as measured: 20 s and 4 s a step
 
 
 def test_other_models_and_more_gpus_are_predicted(tmp_path: Path) -> None:
