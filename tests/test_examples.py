@@ -68,7 +68,7 @@ EXAMPLES = [
             "4,194,304,000 tokens in all": "1,000 steps = 4.2e9 tokens",
             "2.2 days": "2.2 days",
             "activations         34.4 GB": "34 GB activations",
-            "57.49 GB": "57 GB",
+            "58.72 GB": "59 GB",
             "2,688 of  201.3 MB": "sends 294 MB",
         },
     ),

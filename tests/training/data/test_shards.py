@@ -83,6 +83,6 @@ def test_a_damaged_gz_is_named(tmp_path, spoil):
 
 def test_other_names_are_refused():
     assert kind_of("a.b.jsonl.gz") == "jsonl" and kind_of("x.txt") == "txt"
-    for name in ("a.json", "a.parquet.gz", "a.gz", "a"):
+    for name in ("a.csv", "a.parquet.gz", "a.gz", "a"):
         with pytest.raises(ValueError, match=f"{name}: neither .txt nor .jsonl"):
             kind_of(name)
