@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,12 +119,22 @@ def fit_crashes(c: Values, rows: Sequence[Row]) -> Values:
         told = np.clip(crash_odds(values, runs, gib, limit), 1e-4, 1 - 1e-4)
         return float(-np.log(np.where(crashed, told, 1 - told)).mean())
 
-    found = {**c, "crash_base": 0.05, "crash_memory": 12.0, "crash_stall": 0.5}
-    best, step = loss(found), dict.fromkeys(CRASH, 0.4)
+    start = {**c, "crash_base": 0.05, "crash_memory": 12.0, "crash_stall": 0.5}
+    return descend(loss, start, dict.fromkeys(CRASH, 0.4), moved)
+
+
+def descend(
+    loss: Callable[[Values], float],
+    start: Values,
+    step: Values,
+    move: Callable[[str, float, float], float],
+) -> Values:
+    """Return the constants of the least loss, one of `step` moved at a time, by shorter steps."""
+    found, best = dict(start), loss(start)
     for _ in range(2 * ROUNDS):
-        for name in CRASH:
+        for name in step:
             for way in (1, -1):
-                other = {**found, name: moved(name, found[name], way * step[name])}
+                other = {**found, name: move(name, found[name], way * step[name])}
                 if (there := loss(other)) < best - 1e-7:
                     found, best = other, there
                     break
@@ -182,18 +192,8 @@ def fit_memory(start: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> 
         error = np.minimum(CAP, np.abs(told / measured - 1))
         return float(error.mean() + PRICE * price)
 
-    found, best = dict(start), loss(start)
     step = dict.fromkeys(names, 0.3)
-    for _ in range(2 * ROUNDS):
-        for name in names:
-            for way in (1, -1):
-                other = {**found, name: found[name] * math.exp(way * step[name])}
-                if (there := loss(other)) < best - 1e-7:
-                    found, best = other, there
-                    break
-            else:
-                step[name] *= 0.6
-    return found
+    return descend(loss, start, step, lambda name, value, by: value * math.exp(by))
 
 
 def fit_left_out(c: Values, runs: Runs, measured: npt.NDArray[np.float64], gpu: float) -> Values:
