@@ -5,14 +5,17 @@
     bucket 0                 [reduce-scatter][all-gather]
     bucket 1                               [reduce-scatter ...
 
-Pure functions of measured times. The links do one collective after another, in the order of their
-starts, as a stream of NCCL does. As in ParamAndGradBuffer, a bucket that leaves first waits for
-the collective that is under way of the bucket before it, and then starts that one's next.
+Pure functions of measured times. On NCCL a link does one collective after another, in the order of
+their starts, as a stream does; on gloo those that are under way share it, and two at once may use
+more of it than one alone. As in ParamAndGradBuffer, a bucket that leaves first waits for the
+collective that is under way of the bucket before it, and then starts that one's next.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from mpu.zero.layout import BLOCK, BucketLayout, ParamEntry, automatic_size, make_buckets
 
@@ -22,17 +25,40 @@ WORTH = 0.01  # share of a step by which smaller buckets must gain over larger o
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective on n elements of a bucket: start + n * each."""
+    """Seconds of a collective on n elements of a bucket: start + n * each, or as measured.
+
+    measured: rows of elements, ascending, seconds alone, and seconds of two at once in units of
+    those: 2 where one alone fills the link, more where a link lets a short burst pass faster.
+    """
 
     start: float = 0.0
     each: float = 0.0
+    measured: tuple[tuple[float, float, float], ...] = ()
+
+    def seconds(self, elements: int) -> float:
+        """Return the seconds of a collective that is alone."""
+        if not self.measured:
+            return self.start + self.each * elements
+        sizes, alone, _ = zip(*self.measured, strict=True)
+        return float(np.interp(elements, sizes, alone)) + self.each * max(0, elements - sizes[-1])
+
+    def pair(self, elements: int) -> float:
+        """Return the seconds of two collectives at once in units of one alone."""
+        if not self.measured:
+            return 2.0
+        sizes, _, pairs = zip(*self.measured, strict=True)
+        return float(np.interp(elements, sizes, pairs))
 
 
 class Costs(NamedTuple):
-    """sums: the collectives of a bucket's sum, in order. gather: of its updated weights."""
+    """sums: the collectives of a bucket's sum, in order. gather: of its updated weights.
+
+    shared: whether collectives that are under way at once share the link; else they take turns.
+    """
 
     sums: tuple[Cost, ...]
     gather: Cost | None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,27 +76,62 @@ class Timeline:
 
 
 class _Link:
-    """One collective after another."""
+    """Collectives under way, by number, on a link on which time never goes back.
 
-    def __init__(self) -> None:
-        self.free = 0.0
+    n > 1 that share it each go on at 2 / (n pair) of the speed that they have alone.
+    """
 
-    def start(self, now: float, cost: Cost, elements: int) -> float:
-        """Return when a collective that starts now is over."""
-        self.free = max(now, self.free) + cost.start + cost.each * elements
-        return self.free
+    def __init__(self, shared: bool) -> None:
+        self.shared, self.now = shared, 0.0
+        self.left = dict[int, float]()  # seconds, were it alone
+        self.pair = list[float]()
+        self.ended = dict[int, float]()
+
+    def start(self, now: float, cost: Cost, elements: int) -> int:
+        """Start a collective; return its number."""
+        self._go_on(now)
+        number = len(self.pair)
+        self.left[number] = cost.seconds(elements)
+        self.pair.append(cost.pair(elements))
+        return number
+
+    def over(self, number: int) -> float:
+        """Return when a collective ends, if nothing else begins until then."""
+        while number not in self.ended:
+            self._go_on(float("inf"))
+        return self.ended[number]
+
+    def _go_on(self, until: float) -> None:
+        """Go on until a moment; if that is never, until the next one is over."""
+        while self.left and self.now < until:
+            count, first = len(self.left), next(iter(self.left))
+            speed = {first: 1.0}
+            if self.shared and count > 1:
+                speed = {number: 2 / count / self.pair[number] for number in self.left}
+            next_ = min(speed, key=lambda number: self.left[number] / speed[number])
+            end = self.now + self.left[next_] / speed[next_]
+            for number, each in speed.items():
+                self.left[number] -= (min(end, until) - self.now) * each
+            self.now = min(end, until)
+            if end <= until:
+                self.ended[next_] = end
+                del self.left[next_]
+                if until == float("inf"):
+                    return
+        if until != float("inf"):
+            self.now = max(self.now, until)
 
 
 def exposed_sums(
-    buckets: Sequence[BucketLayout], time: Timeline, sums: Sequence[Cost], overlap: bool
+    buckets: Sequence[BucketLayout], time: Timeline, costs: Costs, overlap: bool
 ) -> float:
     """Return the seconds by which a backward ends later for the sums of its gradients."""
-    link, late, before = _Link(), 0.0, -1
-    over = [0.0] * len(buckets)  # when the collective under way ends
+    link, late, before, sums = _Link(costs.shared), 0.0, -1, costs.sums
+    under_way = [0] * len(buckets)  # the number of each one's last collective
     begun = [0] * len(buckets)
 
     def begin(k: int, now: float) -> None:
-        over[k] = link.start(now, sums[begun[k]], buckets[k].length)
+        under_way[k] = link.start(now, sums[begun[k]], buckets[k].length)
         begun[k] += 1
 
     def leave(k: int, now: float) -> float:
@@ -78,7 +139,7 @@ def exposed_sums(
         begin(k, now)
         if before < 0:
             return now
-        now = max(now, over[before])
+        now = max(now, link.over(under_way[before]))
         if begun[before] < len(sums):
             begin(before, now)
         return now
@@ -95,20 +156,23 @@ def exposed_sums(
         now = leave(k, now)
         before = k
     for k in range(len(buckets)):
-        now = max(now, over[k])
+        now = max(now, link.over(under_way[k]))
         while begun[k] < len(sums):
             begin(k, now)
-            now = over[k]
+            now = link.over(under_way[k])
     return now - time.backward
 
 
 def exposed_gathers(
-    buckets: Sequence[BucketLayout], time: Timeline, gather: Cost, overlap: bool
+    buckets: Sequence[BucketLayout], time: Timeline, costs: Costs, overlap: bool
 ) -> float:
     """Return the seconds by which a forward ends later for the gathers of updated weights."""
-    link, over = _Link(), dict[int, float]()
+    if costs.gather is None:
+        return 0.0
+    link, own = _Link(costs.shared), dict[int, int]()
     for k in reversed(range(len(buckets))):
-        over[k] = link.start(0.0, gather, buckets[k].length)
+        own[k] = link.start(0.0, costs.gather, buckets[k].length)
+    over = {k: link.over(number) for k, number in own.items()}
     if not overlap:
         return max(over.values())
     late = 0.0
@@ -122,10 +186,7 @@ def exposed(
     buckets: Sequence[BucketLayout], time: Timeline, costs: Costs, sums: bool, gathers: bool
 ) -> float:
     """Return what sums and gathers add to a step. sums, gathers: whether they overlap."""
-    added = exposed_sums(buckets, time, costs.sums, sums)
-    if costs.gather is not None:
-        added += exposed_gathers(buckets, time, costs.gather, gathers)
-    return added
+    return exposed_sums(buckets, time, costs, sums) + exposed_gathers(buckets, time, costs, gathers)
 
 
 def candidates(largest: int, ranks: int) -> list[int]:

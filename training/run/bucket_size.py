@@ -10,7 +10,7 @@ measures anew; on a GPU NCCL's sums depend on it, so that one takes its checkpoi
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
-from mpu.comm.transport import Axis, Label
+from mpu.comm.transport import Axis, Handle, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
@@ -39,9 +39,11 @@ from training.plan.pipeline import rank_stages
 from training.run.warm_up import Scratch, batches_of_zeros
 
 RUNS = 4  # of the micro-batch; the fastest counts
-REPEATS = 5  # of a collective
-LONG = 0.4  # seconds of a collective after which no larger one is tried
+REPEATS = 5  # of a bucket's sum; 1 where it is expected to take longer than LONG
+LONG, TOO_LONG = 0.5, 5.0  # seconds; a sum that is expected to take longer than this is not tried
 LARGEST = 1 << 24  # elements
+IN_A_ROW, MOST_IN_A_ROW = 1 << 19, 32  # elements, and buckets, of a row
+MOST_PAIR = 4.0  # above 2: a link that lets a short burst pass faster than a row of them
 LABEL = Label("bucket size", "measuring")
 Note = Callable[[str], None]
 
@@ -88,7 +90,7 @@ def settle(
         )
         return replace(config, parallel=replace(p, ddp_bucket_size=before))
     timeline = measured_timeline(config, grid, device, provider)
-    costs = measure(config, grid, device)
+    costs = measure(config, grid, device, largest)
     sizes = candidates(largest, grid.dp_cp.size)
     own = seconds_of(
         held[grid.pp.rank], sizes, grid.dp_cp.size, rank_memory.level(config), timeline, costs,
@@ -203,14 +205,17 @@ def measured_timeline(
     return min(found, key=lambda each: each.forward + each.backward)
 
 
-def measure(config: Config, grid: Grid, device: torch.device) -> Costs:
-    """Return what the collectives of a bucket take, by its elements. All ranks call it."""
+def measure(config: Config, grid: Grid, device: torch.device, largest: int) -> Costs:
+    """Return what the collectives of a bucket take, by its elements. All ranks call it.
+
+    largest: the elements of the largest bucket that is possible.
+    """
     zero, dtype = zero_config(config), accumulate_dtype(config)
     main, wire = zero.main_grads_dtype or dtype, zero.grad_reduce_dtype
     shard, replicate, stage = grid.dp_cp_shard, grid.dp_cp_replicate, rank_memory.level(config)
     how = Reduction(stage, shard, replicate, dtype, main, wire)
 
-    def sums(elements: int) -> list[float]:
+    def sum_of(elements: int) -> Iterator[Handle]:
         grad = torch.zeros(elements, dtype=main, device=device)
         part = elements // shard.size
         own = grad[:part] if stage and main == dtype else grad.new_zeros(
@@ -218,26 +223,17 @@ def measure(config: Config, grid: Grid, device: torch.device) -> Costs:
         )  # fmt: skip
         if not stage and main == dtype:
             own = grad
-        at, found = time.perf_counter(), list[float]()
-        for handle in sum_over_data(grad, own, how, LABEL, earlier=False, last=True):
-            handle.wait()
-            _finish(device)
-            found.append(time.perf_counter() - at)
-            at = time.perf_counter()
-        return found
+        return sum_over_data(grad, own, how, LABEL, earlier=False, last=True)
 
-    def gather(elements: int) -> list[float]:
+    def gather(elements: int) -> Iterator[Handle]:
         weights = torch.zeros(elements, dtype=config.run.dtype, device=device)
         part = elements // shard.size
-        at = time.perf_counter()
         own = weights[shard.rank * part : (shard.rank + 1) * part]
-        all_gather(own, shard, into=weights, label=LABEL)
-        _finish(device)
-        return [time.perf_counter() - at]
+        yield all_gather(own, shard, async_op=True, into=weights, label=LABEL)[1]
 
-    found = _fitted(sums, grid.dp_cp, device)
-    gathers = _fitted(gather, grid.dp_cp, device)[0] if stage else None
-    return Costs(tuple(found), gathers)
+    found = _measured(sum_of, grid.dp_cp, device, largest)
+    gathers = _measured(gather, grid.dp_cp, device, largest)[0] if stage else None
+    return Costs(tuple(found), gathers, shared=device.type != "cuda")
 
 
 def _finish(device: torch.device) -> None:
@@ -245,31 +241,75 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fitted(run: Callable[[int], list[float]], axis: Axis, device: torch.device) -> list[Cost]:
-    """Return start and each of what run(elements) times, from buckets that get larger fourfold.
+def _alone(handles: Iterator[Handle], device: torch.device) -> list[float]:
+    """Return the seconds of each collective of a bucket."""
+    at, found = time.perf_counter(), list[float]()
+    for handle in handles:
+        handle.wait()
+        _finish(device)
+        found.append(time.perf_counter() - at)
+        at = time.perf_counter()
+    return found
 
-    The slowest rank of the axis counts. start: of the smallest; each: of the two largest.
+
+def _in_a_row(run: Callable[[int], Iterator[Handle]], elements: int, count: int) -> float:
+    """Return the seconds of as many buckets, which leave one after another as in a backward."""
+    began, buckets = time.perf_counter(), [run(elements) for _ in range(count)]
+    under_way: list[Handle | None] = [next(buckets[0])]
+    for before, bucket in enumerate(buckets[1:]):
+        under_way.append(next(bucket))
+        if handle := under_way[before]:
+            handle.wait()
+        under_way[before] = next(buckets[before], None)
+    for handle, bucket in zip(under_way, buckets, strict=True):
+        if handle:
+            handle.wait()
+        for rest in bucket:
+            rest.wait()
+    return time.perf_counter() - began
+
+
+def _pair(whole: float, alone: Sequence[float], count: int) -> float:
+    """Return how long two collectives at once take in units of one alone.
+
+    whole: the seconds of `count` buckets in a row. alone: those of one's collectives.
     """
-    grain, sizes, seconds = BLOCK * axis.size, list[int](), list[list[float]]()
-    size = grain
-    while True:
-        times = []
-        for _ in range(REPEATS):
+    if len(alone) == 1:  # two are under way all the time
+        told = 2 * whole / (count * max(alone[0], 1e-9))
+    else:  # a bucket's second one beside the first one of the next; the rest is alone
+        both = whole - alone[0] - alone[1] - count * sum(alone[2:])
+        told = 2 * both / ((count - 1) * max(alone[0] + alone[1], 1e-9))
+    return min(max(told, 1.0), MOST_PAIR)
+
+
+def _measured(
+    run: Callable[[int], Iterator[Handle]], axis: Axis, device: torch.device, largest: int
+) -> list[Cost]:
+    """Return what the collectives of run(elements) take, from buckets that get larger fourfold.
+
+    The slowest rank of the axis counts. Of repeats the median does.
+    """
+    grain, rows = BLOCK * axis.size, list[tuple[int, list[float], float]]()
+    most = min(LARGEST, -(-largest // grain) * grain)
+    size, before = grain, 0.0
+    while 4 * before < TOO_LONG:
+        times, count = list[list[float]](), min(max(IN_A_ROW // size, 2), MOST_IN_A_ROW)
+        for _ in range(REPEATS if 4 * before < LONG else 1):
             barrier(axis, device)
-            times.append(run(size))
-        best = [[median(each) for each in zip(*times, strict=True)]]
-        told = torch.tensor(best, dtype=torch.float64, device=device)
-        worst = all_gather(told, axis)[0].max(0).values.tolist()
-        sizes.append(size)
-        seconds.append(worst)
-        if sum(worst) * 4 > LONG or size * 4 > LARGEST:
+            alone = _alone(run(size), device)
+            barrier(axis, device)
+            times.append([*alone, 0.0 if device.type == "cuda" else _in_a_row(run, size, count)])
+        middle = [[median(each) for each in zip(*times, strict=True)]]
+        told = torch.tensor(middle, dtype=torch.float64, device=device)
+        *alone, whole = all_gather(told, axis)[0].max(0).values.tolist()
+        rows.append((size, alone, _pair(whole, alone, count)))
+        if size >= most:
             break
-        size *= 4
-    if len(sizes) == 1:
-        return [Cost(0.0, each / sizes[0]) for each in seconds[0]]
-    more = sizes[-1] - sizes[-2]
-    return [
-        Cost(max(0.0, low - each * sizes[0]), each)
-        for low, before, last in zip(seconds[0], seconds[-2], seconds[-1], strict=True)
-        for each in [max(last - before, 0.0) / more]
-    ]
+        size, before = min(4 * size, most), sum(alone)
+    costs = []
+    for n in range(len(rows[0][1])):
+        points = tuple((float(size), alone[n], pair) for size, alone, pair in rows)
+        (low, early, _), (high, late, _) = ((0.0, 0.0, 0.0), *points)[-2:]
+        each = max(0.0, late - early) / (high - low)
+        costs.append(Cost(max(0.0, points[0][1] - each * points[0][0]), each, points))
+    return costs

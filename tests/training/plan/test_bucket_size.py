@@ -42,19 +42,27 @@ def cost(seconds: float, start: float = 0.0) -> Cost:
     return Cost(start, seconds / (4 * K))
 
 
+def sums_of(buckets: list[BucketLayout], sums: list[Cost], overlap: bool) -> float:
+    return exposed_sums(buckets, TIME, Costs(tuple(sums), None), overlap)
+
+
+def gathers_of(buckets: list[BucketLayout], gather: Cost, overlap: bool) -> float:
+    return exposed_gathers(buckets, TIME, Costs((), gather), overlap)
+
+
 def test_sums_by_hand() -> None:
     assert [len(bucket.params) for bucket in EACH + ONE] == [1, 1, 1, 1, 4]
     # each takes as long as a layer's backward: the last one is exposed
-    assert exposed_sums(EACH, TIME, [cost(1.0)], True) == pytest.approx(1.0)
-    assert exposed_sums(EACH, TIME, [cost(0.25)], True) == pytest.approx(0.25)
+    assert sums_of(EACH, [cost(1.0)], True) == pytest.approx(1.0)
+    assert sums_of(EACH, [cost(0.25)], True) == pytest.approx(0.25)
     # twice as long: d leaves at 1, over at 3; c at 2 waits for it, until 3; over at 5; b is ready
     # at 4 then and waits until 5; over at 7; a is ready at 6 and waits until 7; over at 9; 9 - 4
-    assert exposed_sums(EACH, TIME, [cost(2.0)], True) == pytest.approx(5.0)
-    assert exposed_sums(ONE, TIME, [cost(2.0)], True) == pytest.approx(8.0)
+    assert sums_of(EACH, [cost(2.0)], True) == pytest.approx(5.0)
+    assert sums_of(ONE, [cost(2.0)], True) == pytest.approx(8.0)
     # after backward nothing is hidden, and each bucket has a start
-    assert exposed_sums(EACH, TIME, [cost(1.0)], False) == pytest.approx(4.0)
-    assert exposed_sums(EACH, TIME, [cost(1.0, 0.5)], False) == pytest.approx(6.0)
-    assert exposed_sums(ONE, TIME, [cost(1.0, 0.5)], False) == pytest.approx(4.5)
+    assert sums_of(EACH, [cost(1.0)], False) == pytest.approx(4.0)
+    assert sums_of(EACH, [cost(1.0, 0.5)], False) == pytest.approx(6.0)
+    assert sums_of(ONE, [cost(1.0, 0.5)], False) == pytest.approx(4.5)
 
 
 def test_sums_of_two_collectives_by_hand() -> None:
@@ -62,8 +70,8 @@ def test_sums_of_two_collectives_by_hand() -> None:
     both = [cost(0.25), cost(0.25)]
     # d: 1 to 1.25, then from 2 on, behind c's first: 2.25 to 2.5 ... a: 4 to 4.25, and b's second
     # 4.25 to 4.5, a's second 4.5 to 4.75
-    assert exposed_sums(EACH, TIME, both, True) == pytest.approx(0.75)
-    assert exposed_sums(ONE, TIME, both, True) == pytest.approx(2.0)
+    assert sums_of(EACH, both, True) == pytest.approx(0.75)
+    assert sums_of(ONE, both, True) == pytest.approx(2.0)
 
 
 def test_what_is_summed_over_another_axis_leaves_last() -> None:
@@ -71,18 +79,33 @@ def test_what_is_summed_over_another_axis_leaves_last() -> None:
     buckets = make_buckets(entries, 1, 1)
     assert [bucket.params[0][0] for bucket in buckets] == ["d", "c", "b", "a"]
     # b: 3 to 3.5; a, though ready at 4 as the others' last, leaves at 4
-    assert exposed_sums(buckets, TIME, [cost(0.5)], True) == pytest.approx(0.5)
-    assert exposed_sums(buckets[3:] + buckets[:3], TIME, [cost(0.5)], True) == pytest.approx(2.0)
+    assert sums_of(buckets, [cost(0.5)], True) == pytest.approx(0.5)
+    assert sums_of(buckets[3:] + buckets[:3], [cost(0.5)], True) == pytest.approx(2.0)
 
 
 def test_gathers_by_hand() -> None:
     """a's comes first and is waited for; the others come while forward runs."""
-    assert exposed_gathers(EACH, TIME, cost(1.0), True) == pytest.approx(1.0)
-    assert exposed_gathers(EACH, TIME, cost(2.0), True) == pytest.approx(5.0)
-    assert exposed_gathers(EACH, TIME, cost(0.5), False) == pytest.approx(2.0)
-    assert exposed_gathers(ONE, TIME, cost(0.5), True) == pytest.approx(2.0)
+    assert gathers_of(EACH, cost(1.0), True) == pytest.approx(1.0)
+    assert gathers_of(EACH, cost(2.0), True) == pytest.approx(5.0)
+    assert gathers_of(EACH, cost(0.5), False) == pytest.approx(2.0)
+    assert gathers_of(ONE, cost(0.5), True) == pytest.approx(2.0)
     costs = Costs((cost(1.0),), cost(2.0))
     assert exposed(EACH, TIME, costs, sums=True, gathers=True) == pytest.approx(6.0)
+
+
+def test_collectives_that_share_a_link_by_hand() -> None:
+    """Alone each takes 1 s; two at once take 1.5 of that, so that four in one bucket are slower."""
+    one = Cost(0.0, 1 / (4 * K), ((4 * K, 1.0, 1.5), (16 * K, 4.0, 1.5)))
+    shared = Costs((one, one), None, shared=True)
+    # d: 1 to 2; its second beside c's first from 2 on, both over at 3.5, a half late; so all are:
+    # c's second and b's first until 5, b's and a's until 6.5, a's second alone until 7.5
+    assert exposed_sums(EACH, TIME, shared, True) == pytest.approx(3.5)
+    assert exposed_sums(ONE, TIME, shared, True) == pytest.approx(8.0)
+    gathers = Costs((), one, shared=True)  # four at once, each at 1 / 3 of its speed
+    assert exposed_gathers(EACH, TIME, gathers, False) == pytest.approx(3.0)
+    assert exposed_gathers(EACH, TIME, gathers, True) == pytest.approx(3.0)
+    assert one.seconds(8 * K) == pytest.approx(2.0) and one.seconds(K) == 1.0
+    assert one.seconds(32 * K) == pytest.approx(8.0) and Cost(1.0, 2.0).pair(5) == 2.0
 
 
 def test_slow_starts_ask_for_large_buckets_and_slow_links_for_small_ones() -> None:
@@ -206,7 +229,7 @@ def test_the_simulation_tells_what_the_trainers_buckets_do(stage: int, overlap: 
         for size in tried:
             sums, late, buckets, time = step(stage, size, overlap, scatter, gather, sizes)
             costs = Costs((scatter,) if stage else (scatter, gather), gather if stage else None)
-            assert sums == pytest.approx(exposed_sums(buckets, time, costs.sums, overlap))
+            assert sums == pytest.approx(exposed_sums(buckets, time, costs, overlap))
             told = exposed(buckets, time, costs, overlap, overlap)
             assert sums + late == pytest.approx(told), (size, scatter, gather)
             found.append(sums + late)
