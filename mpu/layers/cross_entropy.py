@@ -61,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, log_sum = saved_ctx.saved_tensors
         softmax_gradient(logits.flatten(0, 1), targets, saved_ctx.columns, log_sum, dloss)
-        return logits, None, None, None
+        return logits.detach(), None, None, None  # as a gradient it must not keep the graph
 
 
 def softmax_stats(rows: Tensor, targets: Tensor, columns: Columns, out: Tensor) -> None:

@@ -206,6 +206,7 @@ class AllGatherMatmul(torch.autograd.Function):
         dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
         layer.end_use()
         kept = recipe.for_wgrad(dy, operand)
+        x = x.detach() if deferred else x  # else the graph lives on, and with it the stage's input
 
         def wgrad() -> None:
             gathering = again or method.all_gather_beside(x, layer.on_wgrad)
@@ -278,6 +279,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         layer.end_use()
         if arrived is not gathering:
             gathering.close()
+        x = x.detach() if queue.defers() else x
 
         def wgrad() -> None:
             whole_dy = arrived or method.all_gather_beside(kept, layer.on_wgrad)

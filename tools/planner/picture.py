@@ -12,10 +12,11 @@ from tools.drawing import GRID, INK, PALETTE, QUIET, RULE, STYLE
 from tools.planner.search import Plans
 from tools.planner.table import TERMS, breakdown, timeline
 
-WIDTH, HEIGHT, LEFT, TOP = 900, 580, 70, 64
+WIDTH, HEIGHT, LEFT, TOP = 900, 602, 70, 64
 PLOT_W, PLOT_H, BAR = 780, 350, 34
 ROW, MOST_BOXES = 14, 6000  # height of a pipeline rank; more boxes are too many to see
 POINT, FRONT, LIMIT = PALETTE[0], PALETTE[2], PALETTE[6]
+PARTS = (*PALETTE, QUIET, INK)[: len(TERMS)]
 FONT = ", ".join(STYLE["font.sans-serif"]) + ", sans-serif"
 
 
@@ -99,7 +100,7 @@ def _bar(plans: Plans, n: int, y: float) -> list[str]:
     told = breakdown(plans, n)
     parts = [f'<text x="{LEFT}" y="{y - 8:.0f}">the best step, {told.step:.2f} s</text>']
     x = float(LEFT)
-    for row, (colour, key) in enumerate(zip(PALETTE, TERMS, strict=False)):
+    for row, (colour, key) in enumerate(zip(PARTS, TERMS, strict=True)):
         width = PLOT_W * told.seconds[key] / told.step
         parts.append(f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{BAR}" '
                      f'fill="{colour}"><title>{TERMS[key]}</title></rect>')  # fmt: skip

@@ -189,7 +189,10 @@ def _in_flight(e: Layout) -> int:
     return {"zb-h1": e.pp, "zb-v": 2 * e.pp, "v-half": 2 * ((e.pp + 2) // 2)}.get(e.schedule, 0)
 
 
-def exactly(model: Model, each: Layout) -> list[float]:
+Kinds = dict[str, float]  # bytes by kind of memory, as --dry-run names them
+
+
+def exactly(model: Model, each: Layout) -> list[Kinds]:
     """Return the bytes of each pipeline rank, as --dry-run tells them but for buckets' padding.
 
     A pipeline is told of one data-parallel rank, and its state is shared among all by arithmetic.
@@ -215,12 +218,17 @@ def exactly(model: Model, each: Layout) -> list[float]:
         first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
         numbers = own.layer * sum(len(s.layers) for s in stages)
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
-        state = numbers * (6 + 12 / shard) + 4 * own.embedding * (tied and first * last)
-        told.append(state + kept.activations + kept.logits + kept.working + kept.under_way)
+        told.append({
+            "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
+            "moments": 8 * numbers / shard,
+            "tied look-ups": 4 * own.embedding * (tied and first * last),
+            "activations": kept.activations, "logits": kept.logits,
+            "working memory": kept.working, "offloaded": kept.under_way,
+        })  # fmt: skip
     return told
 
 
-def _alone(config: Config) -> float:
+def _alone(config: Config) -> Kinds:
     """Return the bytes of a rank without a pipeline: on a line in the number of layers."""
     p, layers = config.parallel, config.model.num_layers
     whole = Stage(0, layers, embedding=True, loss=True)
@@ -230,7 +238,10 @@ def _alone(config: Config) -> float:
     largest = _numbers(config, SOME) + (layers - SOME) * one
     size = p.ddp_bucket_size or automatic_size(largest)
 
+    names = list[str]()
+
     def of(count: int, again: int) -> Array:
+        """Return [moments, kinds], and fill names."""
         block = p.recompute_method == "block"
         own = replace(p, ddp_bucket_size=size)
         own = replace(own, recompute_num_layers=again) if block else own
@@ -238,16 +249,19 @@ def _alone(config: Config) -> float:
         asked = replace(config, model=model, parallel=own)
         (held,) = activations.held(asked, PROVIDER)
         every = memories(asked, PROVIDER, 0, held)
-        return np.array([float(sum(kinds.values())) for kinds in every])
+        names[:] = every[0]
+        return np.array([[float(kinds[name]) for name in names] for kinds in every])
 
     if numbers is not None:
-        return float(of(layers, again).max())
-    if p.recompute_method != "block":
+        told = of(layers, again)
+    elif p.recompute_method != "block":
         low = of(SOME, 0)
-        return float((low + (layers - SOME) * (of(SOME + 1, 0) - low)).max())
-    base = of(SOME, 1)
-    plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
-    return float((base + (layers - again - SOME + 1) * plain + (again - 1) * more).max())
+        told = low + (layers - SOME) * (of(SOME + 1, 0) - low)
+    else:
+        base = of(SOME, 1)
+        plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
+        told = base + (layers - again - SOME + 1) * plain + (again - 1) * more
+    return dict(zip(names, map(float, told[told.sum(1).argmax()]), strict=True))
 
 
 def _numbers(config: Config, layers: int) -> int:

@@ -17,7 +17,7 @@ from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
-from tools.planner.rank_bytes import exactly, many, sizes, unit
+from tools.planner.rank_bytes import Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
 from tools.planner.step_time import Times, layer, times
 from tools.rehearsal.device_file import read_device
@@ -60,15 +60,22 @@ class Plans:
         return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak"]
 
     @cached_property
-    def known(self) -> dict[int, list[float]]:
-        """Return the bytes of each pipeline rank of the layouts that were told exactly."""
+    def _known(self) -> dict[int, list[Kinds]]:
         return {}
+
+    def ranks(self, n: int) -> list[Kinds]:
+        """Return the bytes of each pipeline rank of a layout by kind, as --dry-run tells them."""
+        if n not in self._known:
+            self._known[n] = exactly(self.model, self.layouts[n])
+        return self._known[n]
+
+    def fullest(self, n: int) -> Kinds:
+        """Return the bytes of a layout's fullest rank by kind."""
+        return max(self.ranks(n), key=lambda kinds: sum(kinds.values()))
 
     def exact(self, n: int) -> float:
         """Return the bytes of a layout's fullest rank as --dry-run tells them."""
-        if n not in self.known:
-            self.known[n] = exactly(self.model, self.layouts[n])
-        return max(self.known[n])
+        return sum(self.fullest(n).values())
 
     def command(self, n: int) -> str:
         """Return the flags of model and layout; data, learning rate and length are the user's."""
@@ -177,7 +184,7 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
         return {}
     compute, exposed = layer(_constants(cluster), runs_of(model, cluster, tried))
     told: dict[tuple[int, int, int], tuple[float, Choice]] = {}
-    for e, seconds in zip(tried, compute + exposed, strict=True):
+    for e, seconds in zip(tried, compute + sum(exposed), strict=True):
         key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
         if key not in told or seconds < told[key][0] - 1e-12:
             told[key] = (float(seconds), way)

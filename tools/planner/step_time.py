@@ -7,6 +7,7 @@ of the device file, and the fitted ones that constants.py lists with their meani
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +25,20 @@ MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ran
 class Times:
     """What a step is made of, in seconds.
 
-    slot: F and B of a micro-batch on the slowest stage. compute, exposed, host: that stage's, and
-    slot is about the larger of (compute + exposed) and host. bubble: the pipeline's ends. sums: the
-    gradients' and the parameters' exposed transfers. update: the optimizer's. stall: of a cluster
-    that stalls. step: the whole. stages: [runs, stages], F and B of each. message: between stages.
+    slot: F and B of a micro-batch on the slowest stage: about the larger of host, its launches, and
+    the sum of its compute, its exposed transfers (tp, cp, fsdp: of weights and gradients layer by
+    layer), copies to and from the host, and waits for messages. bubble: the pipeline's ends. sums:
+    exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
+    stall: of a cluster that stalls. stages: [runs, stages], F and B of each. message: between them.
     """
 
     slot: Array
     compute: Array
-    exposed: Array
+    tp: Array
+    cp: Array
+    fsdp: Array
+    copies: Array
+    waits: Array
     host: Array
     bubble: Array
     sums: Array
@@ -76,8 +82,17 @@ def collective(
     return np.where(size > 1, time, 0.0)
 
 
-def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
-    """Return compute and exposed tp and cp transfers of F and B of a layer."""
+class Exposed(NamedTuple):
+    """What nothing hides of a layer's F and B: see Times."""
+
+    tp: Array
+    cp: Array
+    fsdp: Array
+    copies: Array
+
+
+def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
+    """Return compute and exposed transfers of F and B of a layer."""
     t = r.micro_batch * r.sequence / r.cp
     h, f, tp = r.hidden, r.ffn, r.tp
     qkv = h + 2 * r.kv_heads * r.head_size
@@ -104,17 +119,21 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Array]:
     f_compute = forward + attention + f_passes
     b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
     b_compute = b_compute + r.core_again * (1 - r.recompute) * attention
-    exposed = _tensor(c, r, t, forward + backward) + _context(c, r, t, f_compute + b_compute)
-    down = r.offload / c["host_bandwidth"]
-    exposed = exposed + np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute)
+    down, fsdp = r.offload / c["host_bandwidth"], np.zeros(len(r))
     if (r.zero >= 3).any():  # in a pipeline a stage's weights stay whole for a step: gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
         gather = collective(c, r, c["parameter_bytes"] * weights, size, tp)
         scatter = collective(c, r, c["gradient_bytes"] * weights, size, tp)
         moved = (2 * gather + scatter * c["fsdp"]) * ((r.zero >= 3) & (r.pp == 1))
-        exposed = exposed + np.maximum(
+        fsdp = np.maximum(
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
         )
+    exposed = Exposed(
+        tp=_tensor(c, r, t, forward + backward),
+        cp=_context(c, r, t, f_compute + b_compute),
+        fsdp=fsdp,
+        copies=np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute),
+    )
     return f_compute + b_compute + c["layer_start"] * (1 + r.recompute / 3), exposed
 
 
@@ -256,7 +275,8 @@ def update(c: Constants, r: Runs) -> Array:
 
 def times(c: Constants, r: Runs) -> Times:
     """Return the times of steps of these runs."""
-    compute, exposed = layer(c, r)
+    compute, shown = layer(c, r)
+    exposed = sum(shown)
     on_layer = host_layer(c, r)
     head_compute, head_exposed = head(c, r)
     stages = r.cut.shape[1]
@@ -271,7 +291,8 @@ def times(c: Constants, r: Runs) -> Times:
     slowest = r.by_rank(both).max(1)  # a rank's own chunks, one after another
     virtual, pp, total = r.virtual, r.pp, both.sum(1)
     message = messages(c, r)
-    slot = slowest + np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
+    waits = np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
+    slot = slowest + waits
     ends = np.maximum(total / virtual - slowest / virtual, 0.0) * bubble_share(r)
     ends = ends + np.where(pp > 1, 2 * (pp - 1) * message, 0.0)
     jitter = 1 + c["jitter"] * np.log2(np.maximum(1.0, r.nodes))
@@ -280,15 +301,15 @@ def times(c: Constants, r: Runs) -> Times:
     optimizer = update(c, r)
     stall = stall_seconds(c, r) * likely(odds(c, r))
     step = (body + ends) * jitter + sums + optimizer + stall
-    place = gpu.argmax(1)
-    at = np.arange(len(r)), place
+    at = np.arange(len(r)), gpu.argmax(1)
     chunks = slowest / both[at]  # of the rank, in units of its slowest stage
-    share = compute * r.cut[at] + is_head[at] * head_compute
+    layers, has_head = r.cut[at] * chunks, is_head[at] * chunks
     return Times(
-        slot=slot, compute=share * chunks, exposed=(gpu[at] - share) * chunks,
-        host=host.max(1), bubble=ends,
-        sums=sums, update=optimizer, stall=stall, step=step,
-        stages=both, message=message,
+        slot=slot, compute=compute * layers + head_compute * has_head,
+        tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
+        fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=host.max(1),
+        bubble=ends, sums=sums, update=optimizer, stall=stall, step=step, stages=both,
+        message=message,
     )  # fmt: skip
 
 

@@ -15,11 +15,23 @@ ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/p
 MOST_ACTIONS = 20_000  # of a schedule that is simulated
 TERMS = {  # of Times, as they add up to a step
     "compute": "compute of the slowest stage",
-    "exposed": "exposed transfers of tp and cp, copies to the host",
-    "host": "waiting for the host, and messages",
+    "tp": "exposed transfers of tp",
+    "cp": "exposed transfers of cp",
+    "pp": "messages between stages that are waited for",
+    "dp": "exposed sums of gradients, gathers of weights",
+    "copies": "exposed copies to and from the host",
+    "host": "waiting for the host",
     "bubble": "the pipeline's ends",
-    "sums": "exposed sums of gradients, gathers of weights",
     "update": "the optimizer",
+}
+AXES = ("tp", "cp", "pp", "dp")  # of TERMS: what nothing hides
+KINDS = {  # of the table: kinds of memory as --dry-run names them
+    "parameters": ("parameters", "gathered weights"),
+    "gradients": ("gradients", "whole gradients", "tied look-ups"),
+    "optimizer": ("masters", "moments"),
+    "activations": ("activations", "offloaded"),
+    "logits": ("logits",),
+    "working memory": ("working memory",),
 }
 
 
@@ -43,15 +55,17 @@ class Breakdown:
 
 def breakdown(plans: Plans, n: int) -> Breakdown:
     """Return where the step of a layout goes. Its parts add up to the step."""
-    t, m = plans.times, plans.layouts[n].micro_batches
+    t, each = plans.times, plans.layouts[n]
     scale = _jitter(t, plans, n)
-    compute, exposed = m * t.compute[n] * scale, m * t.exposed[n] * scale
-    bubble = t.bubble[n] * scale
-    rest = t.step[n] - compute - exposed - bubble - t.sums[n] - t.update[n] - t.stall[n]
-    return Breakdown({
-        "compute": compute, "exposed": exposed, "host": max(0.0, rest), "bubble": bubble,
-        "sums": t.sums[n], "update": t.update[n],
-    })  # fmt: skip
+    many = each.micro_batches * scale
+    ends = 2 * (each.pp - 1) * float(t.message[n]) * scale  # of the bubble: messages
+    told = {
+        "compute": many * t.compute[n], "tp": many * t.tp[n], "cp": many * t.cp[n],
+        "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
+        "copies": many * t.copies[n], "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
+    }  # fmt: skip
+    told["host"] = max(0.0, float(t.step[n] - t.stall[n]) - sum(told.values()))
+    return Breakdown({key: float(told[key]) for key in TERMS})
 
 
 def _jitter(t: Times, plans: Plans, n: int) -> float:
@@ -95,16 +109,16 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
-    head = ("tp", "cp", "pp", "v", "schedule", "dp", "b", "m", "zero", "again", "overlap",
+    head = ("", "tp", "cp", "pp", "v", "schedule", "dp", "b", "m", "zero", "again", "overlap",
             "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed",
             "bound by", "GPU-hours")  # fmt: skip
     rows: list[Sequence[str]] = [head]
-    for n in best:
+    for number, n in enumerate(best, 1):
         each, parts = plans.layouts[n], breakdown(plans, n)
         again = simulated(plans, n)
-        exposed = parts.seconds["exposed"] + parts.seconds["sums"]
+        exposed = sum(parts.seconds[axis] for axis in AXES)
         rows.append((
-            str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
+            str(number), str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
             *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
             *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)), kept(each),
             each.overlap, each.dtype,
@@ -113,8 +127,7 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
             f"{parts.seconds['bubble'] / parts.step:.1%}", f"{exposed / parts.step:.1%}",
             parts.bound, f"{tokens / plans.rate[n] / 3600:,.0f}",
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines += [*aligned(rows), *parts_of(plans, best)]
     lines.append(
         f"GPU-hours are to {tokens:.3g} tokens, as far off as step s; GB are --dry-run's, of "
         f"{plans.limit / 1e9:.1f} that a GPU counts on"
@@ -127,6 +140,28 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         )
     lines.append(f"flags of the first: {plans.command(best[0])} {order}".rstrip())
     return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows with their columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def parts_of(plans: Plans, best: Sequence[int]) -> list[str]:
+    """Return, for each layout, the parts of its step and its fullest rank's memory by kind."""
+    steps, memory = [("", *TERMS)], [("", *KINDS)]
+    for number, n in enumerate(best, 1):
+        told, kinds = breakdown(plans, n), plans.fullest(n)
+        shares = [f"{seconds / told.step:.1%}" for seconds in told.seconds.values()]
+        steps.append((str(number), *shares))
+        sums = [sum(kinds.get(name, 0.0) for name in names) for names in KINDS.values()]
+        memory.append((str(number), *(f"{nbytes / 1e9:.2f}" for nbytes in sums)))
+    meanings = "; ".join(f"{key}: {meaning}" for key, meaning in TERMS.items())
+    return [
+        f"parts of the step ({meanings})", *aligned(steps),
+        "GB of the fullest pipeline rank at its fullest moment", *aligned(memory),
+    ]  # fmt: skip
 
 
 def kept(each: Layout) -> str:
@@ -154,6 +189,12 @@ def why(plans: Plans, own: Plans) -> list[str]:
     rows.append(("step", f"{mine.step:.3f}", f"{best.step:.3f}", f"{mine.step - best.step:+.3f}"))
     gb = (own.exact(0) / 1e9, plans.exact(found[0]) / 1e9)
     rows.append(("memory, GB", f"{gb[0]:.1f}", f"{gb[1]:.1f}", f"{gb[0] - gb[1]:+.1f}"))
+    for title, names in KINDS.items():
+        a, b = (
+            sum(kinds.get(name, 0.0) for name in names) / 1e9
+            for kinds in (own.fullest(0), plans.fullest(found[0]))
+        )
+        rows.append((f"  {title}", f"{a:.1f}", f"{b:.1f}", f"{a - b:+.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += [
         row[0].ljust(widths[0]) + "  " + "  ".join(map(str.rjust, row[1:], widths[1:]))

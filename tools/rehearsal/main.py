@@ -13,7 +13,7 @@ from typing import Any
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import graph, kept, replay, report, triton_kernels
+from tools.rehearsal import graph, kept, replay_engine, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
@@ -104,7 +104,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     network.install(patches)
     p = config.parallel  # the first micro-batches differ, or chunks hand on what others keep
     unlike = bool(p.wgrad_deferral_limit) or p.schedule in V_SHAPED
-    replay.install(recorder, asked.rehearse_full or unlike)
+    replay_engine.install(recorder, asked.rehearse_full or unlike)
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
     )

@@ -15,18 +15,12 @@ A storage that the last micro-batch frees in earnest was begun by the third one.
 handed it on, so it is the newest of its line that ends.
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from mpu.gradients import run_deferred
-from mpu.pipeline import engine
-from mpu.pipeline.plan import Step
-from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import (
     Action,
     Alloc,
@@ -41,7 +35,6 @@ from tools.rehearsal.events import (
 )
 from tools.rehearsal.record import Recorder
 
-RealRun, real_begin_step = engine._Run, ParamAndGradBuffer.begin_step
 # what begins here ends with a whole backward: autograd's thread holds it until the next one begins
 PASSING = ("mpu/recompute.py", "mpu/layers/")
 PATTERN = 2  # the micro-batch that is copied
@@ -49,18 +42,19 @@ STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
 
 
 class Place(NamedTuple):
-    """Where something began: in an action of a micro-batch, as its k-th of that sort."""
+    """Where something began: in an action of a micro-batch, as its k-th that is like it."""
 
     action: str  # F, B, W
     chunk: int
     micro_batch: int
     sort: str
+    like: tuple[str | int, ...]
     k: int
 
     @property
-    def line(self) -> tuple[str, int, str, int]:
+    def line(self) -> "Place":
         """Return what its copies in other micro-batches share with it."""
-        return self.action, self.chunk, self.sort, self.k
+        return self._replace(micro_batch=-1)
 
 
 class Pattern(NamedTuple):
@@ -79,7 +73,7 @@ class Replay:
         self.patterns: dict[tuple[str, int], Pattern] = {}
         self.begun: dict[Place, int] = {}
         self.place: dict[tuple[str, int], Place] = {}
-        self.newest: dict[tuple[str, int, str, int], int] = {}  # line -> micro-batch
+        self.newest: dict[Place, int] = {}  # line -> micro-batch
         self.over: set[int] = set()  # storages that the copies have ended
         self.tail: tuple[list[Event], int] | None = None  # a pattern that may go on
         self.handed: set[int] = set()  # storages of tensors that copies have handed on
@@ -105,15 +99,18 @@ class Replay:
         if not self.count:
             return work()
         recorder = self.recorder
+        self.close()
         first = len(recorder.events)
         out = work()
+        if i == self.count - 1:
+            self._end_of_copies(action, chunk, i)
         events = recorder.events[first:]
-        counts = {STORAGE: 0, TRANSFER: 0, EVENT: 0}
+        counts = Counter[tuple[str, tuple[str | int, ...]]]()
         for event in events:
             if found := begins(event):
-                sort, number = found
-                self._note(Place(action, chunk, i, sort, counts[sort]), number)
-                counts[sort] += 1
+                sort, number, like = found
+                self._note(Place(action, chunk, i, sort, like, counts[sort, like]), number)
+                counts[sort, like] += 1
         if i == PATTERN:
             if action == "F":
                 self.given[chunk] = recorder.number(given) if given is not None else -1
@@ -122,11 +119,26 @@ class Replay:
             self.tail = events, len(recorder.events)
         return out
 
+    def _end_of_copies(self, action: str, chunk: int, i: int) -> None:
+        """End what the pattern of this action ends of other micro-batches, where they are copies
+        and the last micro-batch, which runs in earnest, has not ended it.
+        """
+        pattern = self.patterns.get((action, chunk), Pattern([], -1))
+        for event in pattern.events:
+            place = self.place.get((STORAGE, event.storage)) if isinstance(event, Free) else None
+            if place is None:
+                continue
+            moved = place._replace(micro_batch=place.micro_batch + i - PATTERN)
+            number = self.begun.get(moved, -1)
+            if self.copied(moved.micro_batch) and number not in (self.over | self.handed):
+                self.over.add(number)
+                self.recorder.events.append(Free(number, ""))
+
     def close(self) -> None:
-        """Add to the pattern what ends while its action returns."""
+        """Add to the pattern what ends until the next action begins."""
         if self.tail is not None:
             events, first = self.tail
-            own = {found[1] for event in events if (found := begins(event)) and found[0] == STORAGE}
+            own = {event.storage for event in events if isinstance(event, Alloc)}
             own |= set(self.given.values())
             late = self.recorder.events[first:]
             events += [e for e in late if isinstance(e, Free) and e.storage in own]
@@ -146,15 +158,18 @@ class Replay:
         make: makes the tensor that is handed on, where one is. whole: it is a backward with its
         weight gradients, so nothing that recomputation began outlives it.
         """
+        self.close()
         pattern, recorder = self.patterns[action, chunk], self.recorder
-        counts = {STORAGE: 0, TRANSFER: 0, EVENT: 0}
+        counts = Counter[tuple[str, tuple[str | int, ...]]]()
         out: Tensor | None = None
         batches: dict[int, int] = {}
         passing: set[int] = set()
 
-        def begin(sort: str, number: int) -> int:
-            self._note(Place(action, chunk, i, sort, counts[sort]), number)
-            counts[sort] += 1
+        def begin(event: Event, number: int) -> int:
+            """Note that a copy of the pattern's event begins what has this number now."""
+            sort, _, like = begins(event) or ("", 0, ())
+            self._note(Place(action, chunk, i, sort, like, counts[sort, like]), number)
+            counts[sort, like] += 1
             return number
 
         def now(sort: str, number: int) -> int:
@@ -173,13 +188,13 @@ class Replay:
             if kind is Alloc:
                 if event.storage == pattern.out and make is not None:
                     out = make()
-                    number = begin(STORAGE, recorder.number(out))
+                    number = begin(event, recorder.number(out))
                     self.handed.add(number)
                     if action == "B" and (chunk, i) in self.held:
                         self.held[chunk, i].grad = out  # so it lives as long
                     recorder.events[-1] = event._replace(storage=number)  # where the pattern was
                     continue
-                event = event._replace(storage=begin(STORAGE, recorder.new_storage(event.bytes)))
+                event = event._replace(storage=begin(event, recorder.new_storage(event.bytes)))
                 if event.where.place.startswith(PASSING):
                     passing.add(event.storage)
             elif kind is Free:
@@ -198,11 +213,11 @@ class Replay:
                 if event.batch >= 0:
                     event = event._replace(batch=batches.setdefault(event.batch, -2 - number))
                 event = event._replace(
-                    id=begin(TRANSFER, number), number=place, read=all_now(event.read),
+                    id=begin(event, number), number=place, read=all_now(event.read),
                     written=all_now(event.written),
                 )  # fmt: skip
             elif kind is Record:
-                event = event._replace(event=begin(EVENT, recorder.new_event()))
+                event = event._replace(event=begin(event, recorder.new_event()))
             elif kind is Wait:
                 event = event._replace(
                     event=now(EVENT, event.event), transfer=now(TRANSFER, event.transfer)
@@ -242,87 +257,13 @@ class Replay:
         return self.begun[place._replace(micro_batch=self.newest[place.line])]
 
 
-def let_go(recorder: Recorder) -> None:
-    """Let autograd's thread of the device end what it still holds of the last backward.
-
-    On a GPU it holds that, a tensor or two, until the next backward begins.
+def begins(event: Event) -> tuple[str, int, tuple[str | int, ...]] | None:
+    """Return what begins with an event: its sort, its number, and what is the same of its like in
+    another micro-batch, where one action may begin more than in the next.
     """
-    if recorder.device == "cpu":
-        return
-    first = len(recorder.events)
-    torch.zeros((), device=recorder.device, requires_grad=True).mul(1).backward()
-    events = recorder.events[first:]
-    own = {e.storage for e in events if isinstance(e, Alloc)}
-    recorder.events[first:] = [e for e in events if isinstance(e, Free) and e.storage not in own]
-
-
-def begins(event: Event) -> tuple[str, int] | None:
-    """Return what begins with an event: its sort and its number."""
     if isinstance(event, Alloc):
-        return STORAGE, event.storage
+        where = event.where
+        return STORAGE, event.storage, (where.phase, where.layer, where.place, event.bytes)
     if isinstance(event, Transfer):
-        return TRANSFER, event.id
-    return (EVENT, event.event) if isinstance(event, Record) else None
-
-
-def install(recorder: Recorder, full: bool) -> None:
-    """Let the engine replay micro-batches. full: run them all.
-
-    A sum of gradients starts when so many micro-batches have given theirs as run in earnest.
-    """
-    replay = recorder.replay = Replay(recorder)
-
-    def begin_fewer(sink: ParamAndGradBuffer, micro_batches: int = 1) -> None:
-        real_begin_step(sink, micro_batches if full else min(micro_batches, PATTERN + 2))
-
-    ParamAndGradBuffer.begin_step = begin_fewer  # type: ignore[method-assign, assignment]
-
-    class Run(RealRun):  # type: ignore[misc, valid-type]
-        """The engine's execution of a schedule, which replays what repeats."""
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            actions = self.schedule.ranks[self.rank]
-            count = 1 + max(action.micro_batch for action in actions)
-            replay.begin(count, self.training and not full)
-
-        def do(self, step: Step, clock: Any) -> None:
-            super().do(step, clock)
-            replay.close()
-
-        def _make(self) -> Tensor:
-            return torch.empty(self.shape, dtype=self.engine.dtype, device=self.engine.device)
-
-        def _forward(self, step: Step, hidden: Tensor | None) -> Tensor | None:
-            _, chunk, i = step.action
-            if not replay.copied(i):
-                forward = super()._forward
-                return replay.run("F", chunk, i, lambda: forward(step, hidden), hidden)
-            if hidden is not None:
-                replay.held[chunk, i] = hidden
-            return replay.copy("F", chunk, i, None if step.stage == self.last else self._make)
-
-        def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
-            _, chunk, i = step.action
-            if not replay.copied(i):
-                backward = super()._backward
-
-                def work() -> Tensor | None:
-                    out = backward(step, dy, fused)
-                    let_go(recorder)
-                    return out
-
-                out = replay.run("B", chunk, i, work)
-                if (chunk, i) in self.deferred:
-                    works = self.deferred[chunk, i]
-                    last = partial(replay.run, "W", chunk, i, partial(run_deferred, works))
-                    self.deferred[chunk, i] = deque([last])
-                return out
-            later = not fused or (step.stage == self.last and i < self.schedule.deferred)
-            make = None if step.stage == 0 else self._make
-            out = replay.copy("B", chunk, i, make, whole=not later)
-            if later:
-                self.deferred[chunk, i] = deque([partial(replay.copy, "W", chunk, i, None)])
-            return out
-
-    engine._Run = Run  # type: ignore[misc, assignment]
+        return TRANSFER, event.id, (event.verb, event.axis, event.where.layer, event.bytes)
+    return (EVENT, event.event, (event.place,)) if isinstance(event, Record) else None

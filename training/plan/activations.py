@@ -9,6 +9,8 @@ and of the kernels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mpu.pipeline.plan import plan
+from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import peak_activations
 from training.config import Config
 from training.plan import batch_size, pipeline
@@ -20,10 +22,10 @@ from training.plan.rank_profile import RankProfile, StageProfile, rank_profile
 class Held:
     """What one pipeline rank keeps for backward at the fullest moment of a step, in bytes.
 
-    for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. activations:
-    both at their common fullest moment, plus what a recomputed layer needs. logits: not in these.
-    under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
-    working: what one action has beside all that, and the messages that come and go under it.
+    for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. The others are
+    of one moment. activations: both, plus what a recomputed layer needs. logits: not in these.
+    working: what the action under way has beside all that, and the messages that come and go under
+    it. under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
     """
 
     for_b: int
@@ -60,18 +62,67 @@ def held(
     cut = [stages[number] for number in sorted(stages)]
     schedule = pipeline.schedule_of(config, max(pipeline.micro_batch_counts(config)))
     kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
-    waits = [stage.logits if stage.for_w else 0 for stage in cut]  # their gradients, for W
-    apart = peak_activations(schedule, [s.logits for s in cut], waits)
     away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
+    walks = [_Walk(schedule, rank, cut) for rank in ranks]
     return [
-        Held(
-            int(kept[rank][0]),
-            int(kept[rank][1]),
-            activations=int(kept[rank][2]) + max(stage.again for stage in own[rank]),
-            logits=int(apart[rank][2]),
-            working=max(stage.working for stage in own[rank]),
-            under_way=max(stage.under_way for stage in own[rank]),
-            in_host=int(away[rank][2]),
-        )
+        Held(int(kept[rank][0]), int(kept[rank][1]), *walks[rank].fullest, int(away[rank][2]))
         for rank in ranks
     ]
+
+
+class _Walk:
+    """A pipeline rank's way through its schedule, action by action, in bytes.
+
+    kept, logits: what micro-batches keep. messages: inputs that have arrived or are about to, and
+    the last output sent, which is freed when the next one is. most: at the fullest moment so far.
+    fullest: activations, logits, working and under_way of Held then.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
+        self.kept = self.logits = self.messages = self.most = 0
+        self.fullest = (0, 0, 0, 0)
+        own, last, deferred = schedule.ranks[rank], schedule.stages - 1, 0
+        steps = plan(schedule)[rank] if any(action.kind == "B" for action in own) else ()
+        sent = 0  # bytes of the last output that left
+        for step in steps:
+            (kind, _, i), stage = step.action, stages[step.stage]
+            self.messages += stage.message * len(step.receives)
+            if kind == "W":
+                if schedule.split:
+                    self._weight_gradient(stage)
+                continue  # else it ran with its B
+            forward = kind == "F"
+            if step.stage != (0 if forward else last):
+                self.messages -= stage.message  # its input counts as the action's now
+            if forward:
+                self._keep(stage.for_b, stage.logits)
+                self._note(stage.in_f - stage.for_b - stage.logits)
+            else:
+                self._note(stage.in_b - stage.for_b - stage.logits, stage.again, stage.under_way)
+                self._keep(-stage.for_b, -stage.logits)
+                if schedule.split or (step.stage == last and i < schedule.deferred):
+                    self._keep(stage.for_w, stage.logits * (stage.for_w > 0))
+                    deferred += not schedule.split
+            if step.stage != (last if forward else 0):
+                stays = schedule.place(step.stage + (1 if forward else -1))[0] == rank
+                self.messages += stage.message - (0 if stays else sent)
+                sent = sent if stays else stage.message
+        for _ in range(deferred):
+            self._weight_gradient(stages[last])
+
+    def _weight_gradient(self, stage: StageProfile) -> None:
+        self._note(stage.in_w)
+        self._keep(-stage.for_w, -stage.logits * (stage.for_w > 0))
+
+    def _keep(self, kept: int, logits: int) -> None:
+        self.kept += kept
+        self.logits += logits
+
+    def _note(self, living: int, again: int = 0, under_way: int = 0) -> None:
+        """Compare a moment with the fullest; living: what the action has beside what is kept."""
+        total = self.kept + self.logits + self.messages + living
+        if total >= self.most:
+            self.most, working = total, self.messages + living - again
+            moving = max(0, min(under_way, working))
+            kept = self.kept + again + min(working, 0)
+            self.fullest = (kept, self.logits, max(working, 0) - moving, moving)

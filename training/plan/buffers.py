@@ -54,8 +54,8 @@ def moments(
 ) -> list[dict[str, int]]:
     """Return what lives at moments of a backward at ZeRO stages 2 and 3, without a pipeline.
 
-    The moments are the head's backward, when all activations and the logits are there, that of the
-    last layer, of the first one, and of the embedding: whole gradients, gathered weights, tied
+    The moments are the head's backward, when all activations and the logits are there, those of the
+    last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
     look-ups, activations and logits are not all at their fullest at one of them. Between the
     layers all of these change evenly.
     """
@@ -68,26 +68,36 @@ def moments(
     }  # fmt: skip
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
     begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
-    own = len(activations.profile(config, provider).gradients)
-    for at, (name, live) in enumerate(walk):
+    living = activations.profile(config, provider).living
+    for at, (name, whole) in enumerate(walk):
+        if at >= len(living):  # a sum has a place of its own before it is added to the last one's
+            whole += whole // config.parallel.shard_size
         block = block_of(name)
         if block:
             number = int(block.rpartition(".")[2])
-            where = {layers - 1: "last", 0: "first"}.get(number, "")
+            where = {layers - 1: "last", layers - 2: "second", 0: "first"}.get(number, "")
         else:  # at the head of a micro-batch's list, or at its end
-            number, where = (layers - 1, "head") if at % own < begin else (-1, "embedding")
+            head = at % len(living) < begin
+            number, where = (layers - 1, "head") if head else (-1, "embedding")
         if not where:
             continue
         now = {
-            "whole gradients": live * size,
+            "whole gradients": whole * size,
             "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
             "tied look-ups": lookups * (where == "embedding"),
-            "activations": held.activations * (number + 1) // layers,
-            "logits": held.logits * (where == "head"),
         }
+        now |= _parts(living[at % len(living)], held, (number + 1) / layers, where == "head")
         if sum(now.values()) >= sum(found.get(where, {}).values()):
             found[where] = now
     return list(found.values())
+
+
+def _parts(living: int, held: activations.Held, kept: float, head: bool) -> dict[str, int]:
+    """Return what the bytes that live are. kept: the share of the layers that still wait."""
+    told = {"logits": min(held.logits, living) if head else 0}
+    told["activations"] = min(int(held.activations * kept), living - told["logits"])
+    told["offloaded"] = min(held.under_way, living - sum(told.values()))
+    return told | {"working memory": living - sum(told.values())}
 
 
 def _together(config: Config, sharded: Mapping[str, tuple[int, int]], names: Sequence[str]) -> int:

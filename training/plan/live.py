@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Live(TorchDispatchMode):
     """Count every storage that an operation makes, until its last reference is gone.
 
-    now: bytes that live. peak: the most since `begin`.
+    now: bytes that live. peak: the most since `begin`. recent: since `most_since`, too.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.recent = 0
         self._references: dict[int, Any] = {}
 
     @classmethod
@@ -25,8 +25,13 @@ class Live(TorchDispatchMode):
 
     def begin(self) -> int:
         """Forget the peak; return the bytes that live."""
-        self.peak = self.now
+        self.peak = self.recent = self.now
         return self.now
+
+    def most_since(self) -> int:
+        """Return the most bytes that lived since the last call, or since `begin`."""
+        most, self.recent = self.recent, self.now
+        return most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,7 +48,7 @@ class Live(TorchDispatchMode):
     def _add(self, key: int, storage: Any) -> None:
         nbytes = storage.nbytes()
         self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
         self._references[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
 
     def _gone(self, key: int, nbytes: int) -> None:

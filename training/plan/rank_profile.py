@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
@@ -28,6 +28,7 @@ from training.plan.context import rank_batch
 from training.plan.kept import recompute_of
 from training.plan.live import Live
 from training.plan.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
+from training.plan.meta_kernels import meta_kernels
 from training.plan.meta_offload import MetaCarrier, MetaOffload
 from training.plan.model_profile import (
     ModelProvider,
@@ -56,18 +57,28 @@ class StageProfile:
     that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
     nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
     same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
-    offloaded: what waits in host memory. under_way: the part of it that is on the device, on its
-    way, at the fullest moment. working: what an action has beside all that.
+    offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
+    at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
+    micro-batch keeps, in W without what waited. message: what its F or B sends.
     """
 
     for_b: int
     for_w: int
     logits: int
     again: int
-    working: int
     offloaded: int
     under_way: int
+    in_f: int
+    in_b: int
+    in_w: int
+    message: int
     collectives: tuple[Collective, ...]
+
+    @property
+    def working(self) -> int:
+        """Return the most that an action has beside what is kept and what is recomputed."""
+        kept = self.for_b + self.logits
+        return max(self.in_f - kept, self.in_b - kept - self.again, self.in_w)
 
 
 @dataclass(frozen=True)
@@ -76,14 +87,15 @@ class RankProfile:
 
     stages: in the order of its chunks. uses: names of parameters in the order of their uses
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
-    parameters whose gradient comes by rows. hidden_bytes: of the tensor sent between stages.
+    parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
+    from the one before until it is ready, in bytes, main gradients and weights not counted.
     """
 
     stages: tuple[StageProfile, ...]
     uses: tuple[str, ...]
     gradients: tuple[str, ...]
     looked_up: frozenset[str]
-    hidden_bytes: int
+    living: tuple[int, ...]
 
 
 def rank_profile(
@@ -100,15 +112,16 @@ def rank_profile(
 def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
-    sink, queue, trace = _Sink(accumulate_dtype(config)), _Queue(), _Trace()
+    live, queue, trace = Live(), _Queue(), _Trace()
+    sink = _Sink(accumulate_dtype(config), live)
     again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
     model = rank_model(
         config, provider, stages, pp_rank,
         sink=sink, queue=queue, trace=trace, recompute=again,
     )  # fmt: skip
     sink.names = {param: name for name, param in model.named_parameters()}
-    with MetaAttention(flash_attention), MetaOperations():
-        run = _Run(config, model, sink, queue, trace, again.offload)
+    with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
+        run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
         for param in sink.names:
             sink.main_grad(param)  # kept from step to step
         with run.live:
@@ -118,7 +131,7 @@ def _rank_profile(
         tuple(sink.uses),
         tuple(sink.gradients),
         frozenset(sink.looked_up),
-        prod(model.hidden_shape(*run.size)) * config.run.dtype.itemsize,
+        tuple(sink.living),
     )
 
 
@@ -133,8 +146,9 @@ class _Run:
         queue: "_Queue",
         trace: "_Trace",
         offload: Offload | None,
+        live: Live,
     ) -> None:
-        self.model, self.sink, self.queue, self.trace = model, sink, queue, trace
+        self.model, self.sink, self.queue, self.trace, self.live = model, sink, queue, trace, live
         assert offload is None or isinstance(offload, MetaOffload)
         self.offload = offload
         self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
@@ -151,11 +165,10 @@ class _Run:
         sink.uses.clear()
         self.saved = [Saved(self.shared.storages) for _ in self.chunks]
         self.rerun = [Saved(self.shared.storages) for _ in self.chunks]
-        self.out: dict[int, Tensor] = {}
+        self.out: dict[int, GradientEdge] = {}
         self.waiting: dict[int, list[Tensor]] = {}
         self.kept = [(0, 0)] * len(self.saved)
-        self.live = Live()
-        self.working = [0] * len(self.saved)
+        self.most = {(chunk, kind): 0 for chunk in self.chunks for kind in "FBW"}
         self.counted: dict[int, int] = {}  # chunk -> bytes that live since its F
 
     @property
@@ -185,15 +198,14 @@ class _Run:
     def forward(self, chunk: int) -> None:
         self.trace.at = (chunk, "F")
         before = self.live.begin()
-        self.out[chunk] = self._run(chunk, self.saved[chunk])
+        out = self._run(chunk, self.saved[chunk])
+        loss = self.model.stages[chunk].loss
+        self.out[chunk] = get_gradient_edge(out.sum() if loss else out)
+        self.most[chunk, "F"] = self.live.peak - before
+        del out
         self.kept[chunk] = self.saved[chunk].bytes(self.logits)
         self.away[chunk] = self.offload.bytes() if self.offload else (0, 0)
         self.counted[chunk] = self.live.now - before
-        self._worked(chunk, before, self.kept[chunk][0])
-
-    def _worked(self, chunk: int, before: int, kept: int) -> None:
-        """Note the most that lived in an action beside `before` and what the profile counts."""
-        self.working[chunk] = max(self.working[chunk], self.live.peak - before - kept)
 
     def backward(self, chunk: int, split: bool) -> None:
         out, again = self.out.pop(chunk), self.rerun[chunk]
@@ -202,20 +214,19 @@ class _Run:
         before = self.live.begin() - self.counted.pop(chunk)
         if defers:
             self.queue.defer(output_layer_only=not split)
+        loss, shape = self.model.stages[chunk].loss, self.model.hidden_shape(*self.size)
         with saved_tensors_hooks(again.pack, again.unpack):
-            if self.model.stages[chunk].loss:
-                out.sum().backward()
-            else:
-                torch.autograd.backward(out, torch.empty_like(out))
-        del out
-        self._worked(chunk, before, self.kept[chunk][0] + (again.peak if self.recomputes else 0))
+            dy = None if loss else torch.empty(shape, dtype=self.dtype, device=META)
+            torch.autograd.backward((out,), (dy,))
+        del out, dy
+        self.most[chunk, "B"] = self.live.peak - before
         if defers:
             self.waiting[chunk] = self.queue.waiting
             self.queue.waiting = []
             self.trace.at = (chunk, "W")
             before = self.live.begin()
             run_deferred(self.queue.take())
-            self._worked(chunk, before, 0)
+            self.most[chunk, "W"] = self.live.peak - before
 
     def profiles(self) -> tuple[StageProfile, ...]:
         """Return what each chunk keeps and sends."""
@@ -224,7 +235,7 @@ class _Run:
     def profile(self, chunk: int) -> StageProfile:
         kept, logits = self.kept[chunk]
         offloaded, two = self.away[chunk]
-        moving = min(two, self.working[chunk])  # two units are there while little else is
+        most = [self.most[chunk, kind] for kind in "FBW"]
         waits = Saved(self.shared.storages)
         held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
         for_w, gradient = waits.bytes(self.logits)
@@ -234,9 +245,12 @@ class _Run:
             for_w - gradient,
             logits,
             again=self.rerun[chunk].peak if self.recomputes else 0,
-            working=self.working[chunk] - moving,
             offloaded=offloaded,
-            under_way=moving,
+            under_way=two,
+            in_f=most[0],
+            in_b=most[1],
+            in_w=most[2],
+            message=prod(self.model.hidden_shape(*self.size)) * self.dtype.itemsize,
             collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
         )
 
@@ -244,8 +258,10 @@ class _Run:
 class _Sink(GradientSink):
     """Record the order in which parameters are used and their gradients ready; add nothing."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, live: Live) -> None:
         super().__init__(dtype)
+        self.live = live
+        self.living: list[int] = []
         self.names: dict[nn.Parameter, str] = {}
         self.uses: list[str] = []
         self.gradients: list[str] = []
@@ -263,6 +279,7 @@ class _Sink(GradientSink):
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         self.gradients.append(self.names[param])
+        self.living.append(self.live.most_since())
 
 
 class _Queue(WeightGradientQueue):

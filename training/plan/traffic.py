@@ -53,7 +53,7 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
     ]
     if p.pipeline_model_parallel_size > 1:
         messages = steps * pipeline.messages(config, pp_rank)
-        rows.append(Traffic("pp", "send", messages, model.hidden_bytes, grid.pp.size))
+        rows.append(Traffic("pp", "send", messages, model.stages[0].message, grid.pp.size))
     rows += _partial(config, provider, grid, pp_rank)
     return rows + _data(config, provider, pp_rank)
 

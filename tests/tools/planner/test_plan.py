@@ -67,7 +67,13 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     wrong = [abs(told / plans.times.step[n] - 1) for n, told in again.items() if told]
     assert len(wrong) > 3 and np.median(wrong) < 0.05  # by events, against the closed form
     lines = table.ranking(plans, 3, 1e9)
-    assert len(lines) == 7 and "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
+    assert len(lines) == 17 and "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
+    assert lines[6].split() == list(table.TERMS) and lines[11].split()[-2:] == ["working", "memory"]
+    for number, n in enumerate(plans.best(3)):
+        shares = [float(word.rstrip("%")) for word in lines[7 + number].split()[1:]]
+        assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) == len(table.TERMS)
+        kinds = [float(word) for word in lines[12 + number].split()[1:]]
+        assert sum(kinds) == pytest.approx(plans.exact(n) / 1e9, abs=0.04)
     assert plans.command(plans.best(1)[0]) in lines[-1]
 
 

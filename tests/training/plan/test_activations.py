@@ -157,7 +157,7 @@ def test_zero_bubble_keeps_weights_inputs_too():
     h1 = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4), model_provider)
     plain = activations.held(read(f"{PIPELINE} 16", 4), model_provider)
     assert [h.for_b for h in h1] == [h.for_b for h in plain]
-    assert all(h.for_w > 0 for h in h1) and h1[0].activations > plain[0].activations
+    assert all(h.for_w > 0 for h in h1) and h1[-1].activations > plain[-1].activations
     v = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule v-half", 4), model_provider)
     assert v[0].logits and not v[3].logits  # both ends are on rank 0
     assert max(x.for_b for x in v) < max(x.for_b for x in plain)
@@ -173,7 +173,9 @@ def test_recomputed_layers_are_kept_once_while_they_run_again():
     block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     first = activations.held(read(f"{PIPELINE} 16 {block}", 4), model_provider)[0]
     layer = layer_bytes(config)
-    assert first.activations == 4 * (one_input + layer) + layer
+    # the layer that is kept is gone when the other one, whose input it had, runs again
+    assert first.for_b == 4 * (one_input + layer)
+    assert first.for_b < first.activations < first.for_b + layer
 
 
 def deferred_bytes(comm, case: dict) -> tuple[int, int]:
