@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink, run_deferred
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 
 S, B, IN, OUT = 8, 3, 12, 20
@@ -70,6 +72,25 @@ def every_case(comm, t: int) -> None:
 @pytest.mark.parametrize("size, t", [(1, 1), (2, 2), (4, 4), (4, 2)])
 def test_column_then_row(world, size, t):
     world(size).run(every_case, t)
+
+
+def test_a_weight_gradient_that_waits_keeps_no_graph():
+    """What waits is x and dy: the stage's input, a leaf of the graph, is freed by backward."""
+    ctx = LayerContext(Grid(1, launch=Launch(0, 1)), False, torch.float32, torch.float32)
+    column = ColumnParallelLinear(IN, OUT, ctx=ctx)
+    row = RowParallelLinear(OUT, 7, ctx=ctx)
+    for layer in (column, row):
+        torch.nn.init.ones_(layer.weight)
+    hidden = torch.randn(S, B, IN, requires_grad=True)
+    labels = torch.zeros(S, B, dtype=torch.long)
+    loss = vocab_parallel_cross_entropy(row(column(hidden * 2.0)), labels, 7, ctx).sum()
+    ctx.queue.defer()
+    loss.backward()
+    freed = weakref.ref(hidden)
+    del hidden, loss
+    assert freed() is None and len(works := ctx.queue.take()) == 2
+    run_deferred(works)
+    assert ctx.sink.main[column.weight].norm() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
