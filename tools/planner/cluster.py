@@ -3,7 +3,8 @@
 
 A level joins blocks of `gpus` neighbours (0: all of the cluster), the inner levels first: NVLink in
 a node, rails of several nodes, a spine, sites. A file without "levels" has two: its device's links
-in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}.
+in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}. The memory of
+a node's host, "host_memory_gb", may be left out.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 SHARED = {"name", "device", "nodes", "gpus_per_node", "source"}
+HOST, HOST_GB = "host_memory_gb", 2000  # where a file has none: NVIDIA DGX H100 datasheet
+HOST_SHARE = 0.8  # of it, that activations may take
 NETWORK = {"network_gbps_per_gpu", "oversubscription"}
 LEVEL = {"name", "gpus", "gbps_per_gpu", "latency_us", "oversubscription"}
 MOST_LEVELS = 4
@@ -49,13 +52,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes of `node` GPUs each, and the levels that join them, the inner ones first."""
+    """nodes of `node` GPUs each, and the levels that join them, the inner ones first.
+
+    host: bytes of a node's host memory that offloaded activations may take.
+    """
 
     name: str
     device: str
     nodes: int
     node: int
     levels: tuple[Level, ...]
+    host: float = HOST_SHARE * HOST_GB * 1e9
 
     @property
     def gpus(self) -> int:
@@ -82,11 +89,11 @@ def read_cluster(name: str) -> Cluster:
         raise ClusterError(f"{name}: no cluster file {path.name}; known by name are {known}")
     content = read_json(path)
     kinds = (SHARED | NETWORK, SHARED | {"levels"})
-    if not isinstance(content, dict) or content.keys() not in kinds:
+    if not isinstance(content, dict) or content.keys() - {HOST} not in kinds:
         either = " and ".join(sorted(NETWORK))
         raise ClusterError(
             f"{path}: must be an object with {', '.join(sorted(SHARED))}, and with levels or with "
-            f"{either}"
+            f"{either}; {HOST} may be left out"
         )
     if content["device"] not in DEVICES:
         raise ClusterError(f"{path}: device is {content['device']!r}, not of {', '.join(DEVICES)}")
@@ -96,7 +103,9 @@ def read_cluster(name: str) -> Cluster:
         _number(path, key, content[key], 1, whole=True)
     node = content["gpus_per_node"]
     levels = _levels(path, content["levels"], node) if "levels" in content else _two(path, content)
-    return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels)
+    _number(path, HOST, content.setdefault(HOST, HOST_GB), 0)
+    host = HOST_SHARE * content[HOST] * 1e9
+    return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels, host)
 
 
 def _two(path: Path, content: dict[str, Any]) -> tuple[Level, ...]:

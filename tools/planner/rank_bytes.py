@@ -31,7 +31,6 @@ from training.run.dry_run import memories
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
 SOME = 3  # layers, and one more, from which a rank without a pipeline is told
-HOST = 1.6e12  # bytes of a node that offloaded activations count on: 2 TB (DGX H100 datasheet)
 BUCKETS = 2 * 40_000_000  # elements of whole gradients at ZeRO stages 2 and 3 (mpu/zero/layout.py)
 
 
@@ -116,19 +115,22 @@ def sizes(flags: tuple[str, ...], tp: int) -> Sizes:
     return Sizes(layer, ends[0], ends[1], _profiled(config, Stage(1, 2), split=True).for_w)
 
 
-def many(model: Model, found: Sequence[Layout], runs: Runs) -> Array:
-    """Return the bytes of each layout's fullest rank, to a few percent of --dry-run's."""
+def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Array:
+    """Return the bytes of each layout's fullest rank, to a few percent of --dry-run's.
+
+    host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
+    """
     told = np.zeros(len(found))
     key = [(e.tp, e.recompute, e.dtype, e.offload) for e in found]
     order = sorted(range(len(found)), key=lambda n: (key[n], found[n].pp, found[n].virtual))
     groups = groupby(order, key=lambda n: (key[n], found[n].pp, found[n].virtual))
     for _, members in groups:
         at = np.array(list(members))
-        told[at] = _group(model, [found[n] for n in at], runs[at])
+        told[at] = _group(model, [found[n] for n in at], runs[at], host)
     return told
 
 
-def _group(model: Model, found: Sequence[Layout], r: Runs) -> Array:
+def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array:
     """Return the bytes of layouts with the same tp, recomputation, pipeline ranks and chunks."""
     e = found[0]
     own = sizes(model.flags, e.tp)
@@ -169,7 +171,7 @@ def _group(model: Model, found: Sequence[Layout], r: Runs) -> Array:
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
     told = np.asarray((state + b * (kept + u.again + logits) + work).max(1))
-    return np.where(away > HOST, np.inf, told) if e.offload else told
+    return np.where(away > host, np.inf, told) if e.offload else told
 
 
 def waiting(found: Sequence[Layout], r: Runs) -> Array:

@@ -216,7 +216,7 @@ def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
         layouts=found,
         runs=runs,
         times=_timed(_constants(cluster), runs),
-        bytes=many(model, found, runs),
+        bytes=many(model, found, runs, cluster.host),
         limit=limit,
     )
 

@@ -77,6 +77,18 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     assert plans.command(plans.best(1)[0]) in lines[-1]
 
 
+def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_path: Path) -> None:
+    content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"nodes": 1}
+    asked: plan.Asked = {"seq-length": 1024, "global-batch-size": 16}
+    (tmp_path / "c.json").write_text(json.dumps(content | {"host_memory_gb": 1}))
+    small = plan.plans_of(UNTIED, read_cluster(str(tmp_path / "c.json")), asked)
+    large = plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(1), asked)
+    assert small.layouts == large.layouts
+    away = np.array([e.offload for e in small.layouts])
+    assert small.cluster.host == 0.8e9 and np.all(small.bytes[~away] == large.bytes[~away])
+    assert np.any(small.fits[away]) and np.any(large.fits[away] & ~small.fits[away])
+
+
 def test_every_layout_that_the_flags_allow_is_there_once(plans: Plans) -> None:
     assert len(set(plans.layouts)) == len(plans.layouts)
     each = plans.layouts[0]
@@ -177,7 +189,8 @@ def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
     good = json.loads((FOLDER / "h100_8_nodes.json").read_text())
     for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "device is 'v100'"),
                              ("source", "", "names no source"), ("speed", 1, "must be an object"),
-                             ("oversubscription", 0.5, "oversubscription is 0.5")):  # fmt: skip
+                             ("oversubscription", 0.5, "oversubscription is 0.5"),
+                             ("host_memory_gb", -1, "host_memory_gb is -1")):  # fmt: skip
         path = tmp_path / "c.json"
         path.write_text(json.dumps({**good, key: value}))
         with pytest.raises(ClusterError, match=said):
