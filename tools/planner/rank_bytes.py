@@ -235,7 +235,6 @@ def _alone(config: Config) -> Kinds:
     p, layers = config.parallel, config.model.num_layers
     whole = Stage(0, layers, embedding=True, loss=True)
     again = pipeline.recomputed_layers(config, whole)
-    numbers = rank_parameters(config, PROVIDER, (whole,), 0) if layers <= SOME + 1 else None
     one = _numbers(config, SOME + 1) - _numbers(config, SOME)
     largest = _numbers(config, SOME) + (layers - SOME) * one
     size = p.ddp_bucket_size or automatic_size(largest)
@@ -254,7 +253,7 @@ def _alone(config: Config) -> Kinds:
         names[:] = every[0]
         return np.array([[float(kinds[name]) for name in names] for kinds in every])
 
-    if numbers is not None:
+    if layers <= SOME + 1 or (p.zero >= 2 and one < size):  # layers that share a bucket: no line
         told = of(layers, again)
     elif p.recompute_method != "block":
         low = of(SOME, 0)
