@@ -17,7 +17,7 @@ import numpy as np
 
 import pretrain_llama
 from mpu.pipeline.layout import Stage
-from mpu.zero.layout import automatic_size
+from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
@@ -25,6 +25,7 @@ from training.config import Config
 from training.flags.parse import parse
 from training.plan import activations, pipeline
 from training.plan.model_profile import rank_parameters
+from training.plan.rank_memory import NORM_BYTES
 from training.plan.rank_profile import StageProfile, rank_profile
 from training.run.dry_run import memories
 
@@ -222,7 +223,7 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
         told.append({
             "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
-            "moments": 8 * numbers / shard,
+            "moments": 8 * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
             "tied look-ups": 4 * own.embedding * (tied and first * last),
             "activations": kept.activations, "logits": kept.logits,
             "working memory": kept.working, "offloaded": kept.under_way,

@@ -28,7 +28,7 @@ AXES = ("tp", "cp", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
     "gradients": ("gradients", "whole gradients", "tied look-ups"),
-    "optimizer": ("masters", "moments"),
+    "optimizer": ("masters", "moments", "norm's index"),
     "activations": ("activations", "offloaded"),
     "logits": ("logits",),
     "working memory": ("working memory",),

@@ -19,6 +19,7 @@ from training.plan.model_profile import (
     rank_parameters,
 )
 
+NORM_BYTES = 9  # of a block: int64 and bool
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -82,6 +83,13 @@ def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
     if offloaded(config):
         kept["masters"] = kept["moments"] // 2
     return kept
+
+
+def norm_bytes(flats: list[BucketLayout]) -> int:
+    """Return the bytes by which the global norm finds each block of a rank's parameters: an index
+    and whether it counts here (Optimizer._norm).
+    """
+    return sum(flat.length for flat in flats) // layout.BLOCK * NORM_BYTES
 
 
 def offloaded(config: Config) -> bool:

@@ -113,7 +113,8 @@ def memories(
     config: Config, provider: ModelProvider, pp_rank: int, held: Held
 ) -> list[dict[str, int]]:
     """Return the bytes of each kind at every moment that may be a step's fullest."""
-    kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
+    flats = rank_memory.flats(config, provider, pp_rank)
+    kinds = rank_memory.state(config, flats) | {"norm's index": rank_memory.norm_bytes(flats)}
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
@@ -204,6 +205,7 @@ def _memory(
         if rank_memory.accumulate_bytes(config) > config.run.dtype.itemsize
         else "",
         "moments": "AdamW's two",
+        "norm's index": "where each block of a parameter lies among all ranks' parts",
         "whole gradients": "for a while in a step, until their sum is with its owner",
         "gathered weights": "for a while in a step",
         "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",

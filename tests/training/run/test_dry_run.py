@@ -69,6 +69,7 @@ def test_the_report_of_a_pipeline():
     assert len(table) == 5 and len({len(row) for row in table}) == 1
     totals = [
         sum(rank_memory.state(config, rank_memory.flats(config, model_provider, rank)).values())
+        + rank_memory.norm_bytes(rank_memory.flats(config, model_provider, rank))
         + h.activations
         + h.logits
         + h.working
