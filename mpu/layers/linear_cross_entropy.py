@@ -90,6 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = rows.new_empty(rows.shape, dtype=ctx.accumulate)
         _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=not deferred)
         if deferred:
+            saved = tuple(each.detach() for each in saved)  # else the graph lives on with x
 
             def wgrad() -> None:
                 again = _gather(saved[0], head, head.on_wgrad)

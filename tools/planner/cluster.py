@@ -103,8 +103,9 @@ def read_cluster(name: str) -> Cluster:
         _number(path, key, content[key], 1, whole=True)
     node = content["gpus_per_node"]
     levels = _levels(path, content["levels"], node) if "levels" in content else _two(path, content)
-    _number(path, HOST, content.setdefault(HOST, HOST_GB), 0)
-    host = HOST_SHARE * content[HOST] * 1e9
+    memory = content.get(HOST, HOST_GB)
+    _number(path, HOST, memory, 0)
+    host = HOST_SHARE * memory * 1e9
     return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels, host)
 
 

@@ -32,6 +32,7 @@ from training.run.dry_run import memories
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
 SOME = 3  # layers, and one more, from which a rank without a pipeline is told
+Kinds = dict[str, float]  # bytes by kind of memory, as --dry-run names them
 BUCKETS = 2 * 40_000_000  # elements of whole gradients at ZeRO stages 2 and 3 (mpu/zero/layout.py)
 
 
@@ -190,9 +191,6 @@ def waiting(found: Sequence[Layout], r: Runs) -> Array:
 def _in_flight(e: Layout) -> int:
     """Return the chunks that any rank of a split schedule holds; 0 where it depends on the rank."""
     return {"zb-h1": e.pp, "zb-v": 2 * e.pp, "v-half": 2 * ((e.pp + 2) // 2)}.get(e.schedule, 0)
-
-
-Kinds = dict[str, float]  # bytes by kind of memory, as --dry-run names them
 
 
 def exactly(model: Model, each: Layout) -> list[Kinds]:

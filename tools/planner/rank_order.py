@@ -10,7 +10,7 @@ from tools.planner.link_bytes import Choice, Sizes, choices, ledger
 from tools.planner.model import REST, Model
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import in_units
+from training.run.dry_run import aligned, in_units
 
 
 def config_of(model: Model, cluster: Cluster, flags: str) -> Config:
@@ -50,13 +50,11 @@ def table(config: Config, cluster: Cluster) -> list[str]:
             "-".join(choice.order), *(in_units(each / world) for each in sums),
             f"{choice.total:.3f}",
         ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     best = found[0]
     parts = sorted(best.seconds.items(), key=lambda part: -part[1])
     told = ", ".join(f"{axis} {seconds:.3f}" for axis, seconds in parts if seconds >= 5e-4)
     return [
-        *lines,
+        *aligned(rows),
         "bytes that a rank sends in a step, on average; seconds of all transfers, each axis alone "
         "and nothing hidden",
         f"seconds of the first: {told or 'under a millisecond each'}",

@@ -10,6 +10,7 @@ from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import Plans
 from tools.planner.step_time import Times
+from training.run.dry_run import aligned
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
 MOST_ACTIONS = 20_000  # of a schedule that is simulated
@@ -142,21 +143,20 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
     return lines
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows with their columns aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+def by_kind(plans: Plans, n: int) -> list[float]:
+    """Return the GB of a layout's fullest rank in the order of KINDS."""
+    told = plans.fullest(n)
+    return [sum(told.get(name, 0.0) for name in names) / 1e9 for names in KINDS.values()]
 
 
 def parts_of(plans: Plans, best: Sequence[int]) -> list[str]:
     """Return, for each layout, the parts of its step and its fullest rank's memory by kind."""
     steps, memory = [("", *TERMS)], [("", *KINDS)]
     for number, n in enumerate(best, 1):
-        told, kinds = breakdown(plans, n), plans.fullest(n)
+        told = breakdown(plans, n)
         shares = [f"{seconds / told.step:.1%}" for seconds in told.seconds.values()]
         steps.append((str(number), *shares))
-        sums = [sum(kinds.get(name, 0.0) for name in names) for names in KINDS.values()]
-        memory.append((str(number), *(f"{nbytes / 1e9:.2f}" for nbytes in sums)))
+        memory.append((str(number), *(f"{gb:.2f}" for gb in by_kind(plans, n))))
     meanings = "; ".join(f"{key}: {meaning}" for key, meaning in TERMS.items())
     return [
         f"parts of the step ({meanings})", *aligned(steps),
@@ -189,11 +189,7 @@ def why(plans: Plans, own: Plans) -> list[str]:
     rows.append(("step", f"{mine.step:.3f}", f"{best.step:.3f}", f"{mine.step - best.step:+.3f}"))
     gb = (own.exact(0) / 1e9, plans.exact(found[0]) / 1e9)
     rows.append(("memory, GB", f"{gb[0]:.1f}", f"{gb[1]:.1f}", f"{gb[0] - gb[1]:+.1f}"))
-    for title, names in KINDS.items():
-        a, b = (
-            sum(kinds.get(name, 0.0) for name in names) / 1e9
-            for kinds in (own.fullest(0), plans.fullest(found[0]))
-        )
+    for title, a, b in zip(KINDS, by_kind(own, 0), by_kind(plans, found[0]), strict=True):
         rows.append((f"  {title}", f"{a:.1f}", f"{b:.1f}", f"{a - b:+.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += [

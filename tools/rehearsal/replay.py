@@ -51,6 +51,10 @@ class Place(NamedTuple):
     like: tuple[str | int, ...]
     k: int
 
+    def of(self, i: int) -> "Place":
+        """Return where a copy for micro-batch i has what the pattern has here."""
+        return self._replace(micro_batch=self.micro_batch + i - PATTERN)
+
     @property
     def line(self) -> "Place":
         """Return what its copies in other micro-batches share with it."""
@@ -128,9 +132,10 @@ class Replay:
             place = self.place.get((STORAGE, event.storage)) if isinstance(event, Free) else None
             if place is None:
                 continue
-            moved = place._replace(micro_batch=place.micro_batch + i - PATTERN)
+            moved = place.of(i)
             number = self.begun.get(moved, -1)
-            if self.copied(moved.micro_batch) and number not in (self.over | self.handed):
+            ended = number in self.over or number in self.handed
+            if self.copied(moved.micro_batch) and not ended:
                 self.over.add(number)
                 self.recorder.events.append(Free(number, ""))
 
@@ -176,8 +181,7 @@ class Replay:
             place = self.place.get((sort, number))
             if place is None:
                 return number
-            moved = place._replace(micro_batch=place.micro_batch + i - PATTERN)
-            return self.begun.get(moved, number)
+            return self.begun.get(place.of(i), number)
 
         def all_now(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(now(STORAGE, number) for number in numbers)

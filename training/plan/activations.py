@@ -81,10 +81,10 @@ class _Walk:
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
         self.kept = self.logits = self.messages = self.most = 0
         self.fullest = (0, 0, 0, 0)
-        own, last, deferred = schedule.ranks[rank], schedule.stages - 1, 0
-        steps = plan(schedule)[rank] if any(action.kind == "B" for action in own) else ()
+        last, deferred = schedule.stages - 1, 0
+        trains = any(action.kind == "B" for action in schedule.ranks[rank])
         sent = 0  # bytes of the last output that left
-        for step in steps:
+        for step in plan(schedule)[rank] if trains else ():
             (kind, _, i), stage = step.action, stages[step.stage]
             self.messages += stage.message * len(step.receives)
             if kind == "W":

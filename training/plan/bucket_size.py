@@ -89,7 +89,9 @@ class _Link:
 
     def start(self, now: float, cost: Cost, elements: int) -> int:
         """Start a collective; return its number."""
-        self._go_on(now)
+        while self.left and self.now < now:
+            self._go_on(now)
+        self.now = max(self.now, now)
         number = len(self.pair)
         self.left[number] = cost.seconds(elements)
         self.pair.append(cost.pair(elements))
@@ -98,28 +100,23 @@ class _Link:
     def over(self, number: int) -> float:
         """Return when a collective ends, if nothing else begins until then."""
         while number not in self.ended:
-            self._go_on(float("inf"))
+            self._go_on()
         return self.ended[number]
 
-    def _go_on(self, until: float) -> None:
-        """Go on until a moment; if that is never, until the next one is over."""
-        while self.left and self.now < until:
-            count, first = len(self.left), next(iter(self.left))
-            speed = {first: 1.0}
-            if self.shared and count > 1:
-                speed = {number: 2 / count / self.pair[number] for number in self.left}
-            next_ = min(speed, key=lambda number: self.left[number] / speed[number])
-            end = self.now + self.left[next_] / speed[next_]
-            for number, each in speed.items():
-                self.left[number] -= (min(end, until) - self.now) * each
-            self.now = min(end, until)
-            if end <= until:
-                self.ended[next_] = end
-                del self.left[next_]
-                if until == float("inf"):
-                    return
-        if until != float("inf"):
-            self.now = max(self.now, until)
+    def _go_on(self, until: float = float("inf")) -> None:
+        """Go on until the next one is over, or a moment before that."""
+        count, first = len(self.left), next(iter(self.left))
+        speed = {first: 1.0}
+        if self.shared and count > 1:
+            speed = {number: 2 / count / self.pair[number] for number in self.left}
+        following = min(speed, key=lambda number: self.left[number] / speed[number])
+        end = self.now + self.left[following] / speed[following]
+        for number, each in speed.items():
+            self.left[number] -= (min(end, until) - self.now) * each
+        self.now = min(end, until)
+        if end <= until:
+            self.ended[following] = end
+            del self.left[following]
 
 
 def exposed_sums(

@@ -235,7 +235,6 @@ class _Run:
     def profile(self, chunk: int) -> StageProfile:
         kept, logits = self.kept[chunk]
         offloaded, two = self.away[chunk]
-        most = [self.most[chunk, kind] for kind in "FBW"]
         waits = Saved(self.shared.storages)
         held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
         for_w, gradient = waits.bytes(self.logits)
@@ -247,9 +246,9 @@ class _Run:
             again=self.rerun[chunk].peak if self.recomputes else 0,
             offloaded=offloaded,
             under_way=two,
-            in_f=most[0],
-            in_b=most[1],
-            in_w=most[2],
+            in_f=self.most[chunk, "F"],
+            in_b=self.most[chunk, "B"],
+            in_w=self.most[chunk, "W"],
             message=prod(self.model.hidden_shape(*self.size)) * self.dtype.itemsize,
             collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
         )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
-from mpu.comm.transport import Axis, Handle, Label
+from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
@@ -255,17 +256,14 @@ def _alone(handles: Iterator[Handle], device: torch.device) -> list[float]:
 def _in_a_row(run: Callable[[int], Iterator[Handle]], elements: int, count: int) -> float:
     """Return the seconds of as many buckets, which leave one after another as in a backward."""
     began, buckets = time.perf_counter(), [run(elements) for _ in range(count)]
-    under_way: list[Handle | None] = [next(buckets[0])]
+    under_way = [next(buckets[0])]
     for before, bucket in enumerate(buckets[1:]):
         under_way.append(next(bucket))
-        if handle := under_way[before]:
-            handle.wait()
-        under_way[before] = next(buckets[before], None)
+        under_way[before].wait()
+        under_way[before] = next(buckets[before], DONE)
     for handle, bucket in zip(under_way, buckets, strict=True):
-        if handle:
-            handle.wait()
-        for rest in bucket:
-            rest.wait()
+        for each in chain((handle,), bucket):
+            each.wait()
     return time.perf_counter() - began
 
 

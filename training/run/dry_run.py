@@ -188,8 +188,7 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
         rest = sum(kind.values()) - state - h.activations - h.logits
         sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
         rows.append((str(rank), f"{rank_memory.count(parameters):,}", *map(in_units, sizes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return aligned(rows)
 
 
 def _memory(
@@ -302,6 +301,12 @@ def _traffic(rows: list[Traffic]) -> list[str]:
         for t in rows
     ]
     return lines or ["none: one rank"]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of a table with their columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def in_units(value: float) -> str:

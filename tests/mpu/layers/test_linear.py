@@ -17,6 +17,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
 
 S, B, IN, OUT = 8, 3, 12, 20
 
@@ -91,6 +92,23 @@ def test_a_weight_gradient_that_waits_keeps_no_graph():
     assert freed() is None and len(works := ctx.queue.take()) == 2
     run_deferred(works)
     assert ctx.sink.main[column.weight].norm() > 0
+
+
+def test_a_loss_in_chunks_that_waits_keeps_no_graph():
+    ctx = LayerContext(Grid(1, launch=Launch(0, 1)), False, torch.float32, torch.float32)
+    head = ColumnParallelLinear(IN, 7, ctx=ctx)
+    head.output_layer = True
+    torch.nn.init.ones_(head.weight)
+    hidden = torch.randn(S, B, IN, requires_grad=True)
+    labels = torch.zeros(S, B, dtype=torch.long)
+    loss = linear_cross_entropy(head, hidden * 2.0, labels, 7).sum()
+    ctx.queue.defer()
+    loss.backward()
+    freed = weakref.ref(hidden)
+    del hidden, loss
+    assert freed() is None and len(works := ctx.queue.take()) == 1
+    run_deferred(works)
+    assert ctx.sink.main[head.weight].norm() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
