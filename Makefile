@@ -85,4 +85,4 @@ gpu-check: ## check the GPU path on one GPU with PYTHON and its own torch, in pa
 	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,PREDICTION,--prediction) $(call flag,DEVICE,--device)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
-	$(RUN) tools/slurm_check.py
+	$(RUN) tests/slurm/check.py

@@ -33,6 +33,10 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from estimate import context, pipeline
+from estimate.context_check import check_attention
+from estimate.model_profile import accumulate_dtype, make_grid, model_profile
+from estimate.pipeline import rank_stages, schedule_of
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
@@ -43,14 +47,15 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
+from mpu.optim.optimizer import Optimizer
 from mpu.param import PlacementError
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.gradient_check import GradientCheck
-from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from training.batch_size import global_batch_size, total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
@@ -60,13 +65,8 @@ from training.data.loader import Loader
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.plan import context, pipeline
-from training.plan.batch_size import global_batch_size, total_iterations
-from training.plan.context_check import check_attention
-from training.plan.kept import as_configured, recompute_of
-from training.plan.learning_rate import decoupled_learning_rate, learning_rate
-from training.plan.model_profile import accumulate_dtype, make_grid, model_profile
-from training.plan.pipeline import rank_stages, schedule_of
+from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
 from training.run.dry_run import report
 from training.run.guard import Guard

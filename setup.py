@@ -25,18 +25,22 @@ ROOT = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-Wall", "-Wextra"]
 PACKAGES = [
+    "estimate",
     "model",
     "mpu",
     "mpu.comm",
     "mpu.kernels",
     "mpu.layers",
+    "mpu.layers.attention",
+    "mpu.layers.float8",
+    "mpu.optim",
+    "mpu.overlap",
     "mpu.pipeline",
     "mpu.zero",
     "training",
     "training.checkpoint",
     "training.data",
     "training.flags",
-    "training.plan",
     "training.run",
 ]
 

@@ -37,7 +37,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import command, environment  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier, gather_bytes, reduce_scatter  # noqa: E402
-from mpu.comm.overlap_map import METHODS, OverlapMap  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.context import LayerContext  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
@@ -47,6 +46,7 @@ from mpu.layers.linear import (  # noqa: E402
     RowParallelLinear,
     use_overlap,
 )
+from mpu.overlap.choices import METHODS, OverlapMap  # noqa: E402
 
 SHAPES = {  # op, k and o of one rank of two
     "qkv": ("gather", 4096, 3072),

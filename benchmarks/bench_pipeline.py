@@ -42,12 +42,12 @@ from benchmarks.bench_step import (  # noqa: E402
     output,
     products,
 )
+from estimate.pipeline import stages_of  # noqa: E402
 from mpu.pipeline.layout import Stage  # noqa: E402
 from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
 from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
 from pretrain_llama import model_provider  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.plan.pipeline import stages_of  # noqa: E402
 
 P = 2
 THEIRS = {  # our schedule: torch's class, and its stages a rank

@@ -38,11 +38,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_step import command, output  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
-from mpu.comm.overlap_shared import Symmetric  # noqa: E402
 from mpu.comm.symmetric import SymmetricBuffer  # noqa: E402
 from mpu.comm.transport import Axis  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
+from mpu.overlap.shared import Symmetric  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"

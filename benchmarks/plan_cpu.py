@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from estimate.model_profile import make_grid  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier  # noqa: E402
 from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.connect import share  # noqa: E402
@@ -42,7 +43,6 @@ from tools.planner.cpu_time import Rank, Told, told  # noqa: E402
 from tools.rehearsal.run import loader  # noqa: E402
 from training.config import Config  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.plan.model_profile import make_grid  # noqa: E402
 from training.run.malloc import keep_freed_memory  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 

@@ -2,8 +2,7 @@
 """The model-parallel unit: what runs one model over several ranks. A table of contents.
 
 comm          between ranks: transport (Axis, Transport, Handle), collectives, mappings (collectives
-              under autograd), overlap (collectives hidden by matmuls), p2p (stage to stage), meta
-              (shapes alone), shared_memory and symmetric (memory that ranks share),
+              under autograd), p2p (stage to stage), meta (shapes alone), shared_memory and symmetric (memory that ranks share),
               failure_monitor, coordinator, door, wire and address (the failure channel),
               waits, hang_watch, hang_judge and process_state (who hangs, who is slow)
 grid          ranks -> axes: the tensor-, context-, data- and pipeline-parallel peers of a rank
@@ -13,9 +12,12 @@ gradients     where layers put weight gradients, and when these are computed
 context       LayerContext, the one object a layer is given
 recompute     activation recomputation
 kernels       Triton kernels: matmuls while rows travel between GPUs, what stands between matmuls
-layers        linear, embedding, cross_entropy, attention, rope, fused (RMSNorm, RoPE, SwiGLU), tune
+overlap       collectives hidden by the matmul beside them, and which matmul takes which method
+layers        linear, embedding, cross_entropy, rope, fused (RMSNorm, RoPE, SwiGLU); attention and
+              float8 have folders of their own
 pipeline      schedules as data, the engine that executes them, which layers each stage holds
-zero          flat buckets of weights and gradients, their sums, the distributed optimizer
+zero          flat buckets of weights and gradients, and their sums
+optim         the distributed optimizer: norm, clip, update, state, offload
 launcher      which launcher started this process
 native        the loader of the compiled library of csrc/
 """

@@ -30,14 +30,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     "pretrain_llama.py", "model/llama.py", "training/run/stop.py", "training/data/batch.py",
     "mpu/gradients.py", "mpu/recompute.py", "mpu/comm/collectives.py", "mpu/comm/mappings.py",
-    "mpu/comm/overlap.py", "mpu/comm/overlap_ring.py", "mpu/comm/p2p.py", "mpu/comm/transport.py",
-    "mpu/layers/attention.py", "mpu/layers/cross_entropy.py", "mpu/layers/embedding.py",
+    "mpu/overlap/method.py", "mpu/overlap/ring.py", "mpu/comm/p2p.py", "mpu/comm/transport.py",
+    "mpu/layers/attention/core.py", "mpu/layers/cross_entropy.py", "mpu/layers/embedding.py",
     "mpu/layers/fused.py", "mpu/layers/linear.py", "mpu/layers/packed_seq_params.py",
     "mpu/layers/rope.py", "mpu/pipeline/engine.py",
-    "mpu/zero/adam.py", "mpu/zero/bucket.py", "mpu/zero/offload.py", "mpu/zero/optimizer.py",
+    "mpu/optim/adam.py", "mpu/zero/bucket.py", "mpu/optim/offload.py", "mpu/optim/optimizer.py",
     "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/weights.py",
 )  # fmt: skip
-COPIED = ("mpu", "model", "training", "tools", "csrc", "docs", "pretrain_llama.py")
+COPIED = ("mpu", "model", "estimate", "training", "tools", "csrc", "docs", "pretrain_llama.py")
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 64
     --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 96
@@ -396,7 +396,7 @@ def prepare() -> None:
     import torch.utils.flop_counter  # noqa: F401
 
     for name in list(sys.modules):
-        if name.split(".")[0] in ("tools", "mpu", "training", "model"):
+        if name.split(".")[0] in ("tools", "mpu", "estimate", "training", "model"):
             del sys.modules[name]
 
 

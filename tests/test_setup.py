@@ -81,7 +81,7 @@ def test_a_wheel_is_refused_in_one_sentence(tmp_path):
 def test_every_package_is_listed():
     found = {
         ".".join(file.parent.relative_to(ROOT).parts)
-        for top in ("mpu", "model", "training")
+        for top in ("mpu", "model", "estimate", "training")
         for file in (ROOT / top).rglob("*.py")
     }
     assert found == set(load_setup().PACKAGES)

@@ -253,7 +253,7 @@ def test_a_job_that_is_told_that_its_time_is_over_saves_and_comes_back(queue, fr
 @pytest.mark.prove
 def test_on_a_real_slurm(tmp_path):
     """What `make slurm-check` runs, where it can."""
-    command = [sys.executable, "tools/slurm_check.py"]
+    command = [sys.executable, "tests/slurm/check.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())

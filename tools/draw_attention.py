@@ -6,7 +6,7 @@
     python tools/draw_attention.py --all docs/attention
 
 Queries go down, keys to the right. A block of attention has the colour of the rank that holds its
-queries; the strip on the left shows who holds which token (mpu/layers/context_shards.py).
+queries; the strip on the left shows who holds which token (mpu/layers/attention/shards.py).
 """
 
 import argparse
@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from mpu.layers.context_shards import balance, context_blocks, pairs, shards
-from mpu.pipeline.draw import LEGEND
+from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
 from tools.command_line import Parser, told
-from tools.drawing import PALETTE, RULE, STYLE, check_name, save, write_title
+from tools.pictures.schedule import LEGEND
+from tools.pictures.style import PALETTE, RULE, STYLE, check_name, save, write_title
 
 MOST = 1 << 14  # tokens of a row: a picture shows no more
 DOCS = {"causal": (64,), "documents": (37, 1, 16, 10)}  # the pictures of docs/long_context.md

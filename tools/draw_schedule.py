@@ -18,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from mpu.pipeline.draw import caption, draw, heading
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
 from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
-from mpu.pipeline.timeline import Summary, rows, summary, usual_peak
 from tools.command_line import Parser, told
+from tools.pictures.schedule import caption, draw, heading
+from tools.pictures.timeline import Summary, rows, summary, usual_peak
 from training.untrusted import read_json
 
 LARGEST = 1 << 30  # bytes of one rank's record

@@ -31,26 +31,26 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
+from estimate.model_profile import make_grid
+from estimate.pipeline import describe_stages
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
-from mpu.layers.float8_rows import BLOCKS
+from mpu.layers.float8.rows import BLOCKS
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, train_step
 from tools.command_line import Parser, told
-from tools.explain_formulas import Totals, add_up, apply, read_formulas, symbols
-from tools.explain_ops import Operations
-from tools.explain_text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
-from tools.explain_trace import Explainer
-from tools.explain_zero import ZERO_SIZES
+from tools.explainer.formulas import Totals, add_up, apply, read_formulas, symbols
+from tools.explainer.ops import Operations
+from tools.explainer.text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
+from tools.explainer.trace import Explainer
+from tools.explainer.zero import ZERO_SIZES
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
-from training.plan.model_profile import make_grid
-from training.plan.pipeline import describe_stages
 from training.run.stop import Agreement
 
 MOST_RANKS = 16

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from mpu.launch import bind_loopback
-from tools.fork_check_case import Case, Desk
-from tools.fork_check_layouts import cases, sizes
-from tools.fork_check_rank import work
-from tools.fork_check_table import Row, head, row_of, table
+from tools.forks.case import Case, Desk
+from tools.forks.layouts import cases, sizes
+from tools.forks.rank import work
+from tools.forks.table import Row, head, row_of, table
 
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
@@ -81,7 +81,7 @@ class World:
     def __init__(self, desk: Desk, size: int, limit: float) -> None:
         self.desk, self.size, self.limit = desk, size, limit
         self.context = multiprocessing.get_context("forkserver")
-        preload = ["tools.fork_check_rank", "torch._dynamo"]  # optimizers import the latter
+        preload = ["tools.forks.rank", "torch._dynamo"]  # optimizers import the latter
         self.context.set_forkserver_preload(preload)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Any] = []

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from mpu.grid import Grid
 from tools.command_line import Parser, told, whole
+from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
 from training.config import Config
 from training.data.build import build_loaders
 from training.data.tokenizer import Tokenizer, tokenizer_for
 from training.flags.parse import parse
-from training.plan.batch_size import global_batch_size, samples_after
 
 Row = tuple[int, int, int, int]  # sample, dataset, document, offset
 

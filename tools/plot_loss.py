@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told
-from tools.drawing import GRID, PALETTE, QUIET, RULE, STYLE, check_name, save, write_title
+from tools.pictures.style import GRID, PALETTE, QUIET, RULE, STYLE, check_name, save, write_title
 from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log

@@ -178,7 +178,7 @@ class CudaTurn:
 
     def exchange(self, chunk_rows: int) -> Exchange:
         """Return what the kernels need. chunk_rows: rows of one flag (see chunk_rows in
-        mpu/comm/overlap_cuda.py); a rank's rows may make CHUNKS chunks at most.
+        mpu/overlap/cuda.py); a rank's rows may make CHUNKS chunks at most.
         """
         space, slot = self.workspace, self.slot
         inbox, outbox = self.memory.tables(slot, self.piece)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make rows of float8 (mpu/layers/float8_rows.py), in one launch where no other rank has a say.
+"""Make rows of float8 (mpu/layers/float8/rows.py), in one launch where no other rank has a say.
 
     rows         finds the scales and writes codes, bytes and padding: one scale a row, or a block
     row_scales   reads x once; writes a byte for each block of each row, for ranks to agree on

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of ranks that hold a part of each row of tokens each: context parallelism.
 
-A rank has the queries, keys and values of its tokens (mpu/layers/context_shards.py) and needs the
+A rank has the queries, keys and values of its tokens (mpu/layers/attention/shards.py) and needs the
 keys and values before them. --cp-comm-type says how it comes to them, layer by layer:
 
     all_gather   K and V are gathered, while own keys are attended to; again in backward, which
@@ -12,7 +12,7 @@ keys and values before them. --cp-comm-type says how it comes to them, layer by 
     a2a+p2p      a2a over neighbours, and a ring over their groups      (Fang and Zhao 2024; the
                  sizes are --hierarchical-context-parallel-sizes)
 
-Blocks of attention are merged by log-sum-exp (mpu/layers/block_attention.py): no mask, any lengths.
+Blocks of attention are merged by log-sum-exp (attention/block_attention.py): no mask, any lengths.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ from torch import Tensor
 from mpu.comm.all_to_all import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
-from mpu.layers.attention import (
+from mpu.layers.attention.block_attention import block_attention
+from mpu.layers.attention.core import (
     CausalAttention,
     core_attention,
     dot_product_attention,
     takes_native,
 )
-from mpu.layers.block_attention import block_attention
-from mpu.layers.context_exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
-from mpu.layers.context_shards import Ranges, batch_shards, documents_of_rows, joined
+from mpu.layers.attention.exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
+from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
+from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.fused import apply_rope
 from mpu.layers.packed_seq_params import PackedSeqParams
-from mpu.layers.te_attention import TransformerEngineAttention
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order

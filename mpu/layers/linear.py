@@ -20,7 +20,7 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
 pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. The layer's
-OverlapMethod (mpu/comm/overlap.py) gathers and scatters. The layer's Recipe makes the operands:
+OverlapMethod (mpu/overlap/method.py) gathers and scatters. The layer's Recipe makes the operands:
 what is multiplied, saved and sent.
 """
 
@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpu.comm.overlap import OverlapMethod
-from mpu.comm.overlap_map import OverlapMap
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
 from mpu.layers.placement import column_placement
+from mpu.overlap.choices import OverlapMap
+from mpu.overlap.method import OverlapMethod
 from mpu.param import Placement, divide, parameter
 
 

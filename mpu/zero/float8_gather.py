@@ -25,7 +25,7 @@ AGREE = Label("optimizer", "float8 scales")
 
 
 class WeightRows(Protocol):
-    """How one weight travels; see mpu/layers/float8_weights.py. shared: over tp, too."""
+    """How one weight travels; see mpu/layers/float8/weights.py. shared: over tp, too."""
 
     shared: bool
     count: int

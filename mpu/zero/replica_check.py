@@ -69,7 +69,7 @@ def sum_of_words(values: Tensor) -> Tensor:
 
 
 class ReplicaCheck:
-    """Compares the replicas of one run. optimizer: mpu.zero.optimizer.Optimizer.
+    """Compares the replicas of one run. optimizer: mpu.optim.optimizer.Optimizer.
 
     exact: whether replicas over tp have the same bits also where no sum made them the same; not so
     with kernels whose results differ from run to run.

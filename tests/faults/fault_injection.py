@@ -53,8 +53,9 @@ from mpu.comm import transport
 from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.layers import linear
+from mpu.optim import adam, optimizer
 from mpu.pipeline import engine
-from mpu.zero import adam, bucket, optimizer, weights
+from mpu.zero import bucket, weights
 from tests.faults import bad_numbers
 from training.checkpoint import retain, stage
 from training.data.loader import Loader

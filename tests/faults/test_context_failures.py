@@ -11,10 +11,10 @@ import signal
 import pytest
 
 import pretrain_llama
+from estimate import activations
 from tests.faults.small_run import MODEL, Ranks, check_blame, fault_during
 from tests.launcher import Launcher
 from training.flags.parse import parse
-from training.plan import activations
 
 SOON = 5.0  # seconds from the death to the last survivor's end
 HEARD = {"beat": 0.1}  # seconds between a rank's words on what it is doing

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.layers.block_attention import block_attention
+from mpu.layers.attention.block_attention import block_attention
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 pytestmark = [

@@ -7,7 +7,7 @@ Copies are exact and the host's AdamW is the CPU's, so the bits are those of a r
 import pytest
 import torch
 
-from tests.mpu.zero.test_offload import train
+from tests.mpu.optim.test_offload import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mpu.layers.context_shards import shards
+from mpu.layers.attention.shards import shards
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.twin import Twin
 

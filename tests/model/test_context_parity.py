@@ -13,7 +13,7 @@ import torch
 import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
-from mpu.layers.context_shards import shards
+from mpu.layers.attention.shards import shards
 from mpu.layers.packed_seq_params import PackedSeqParams
 from tests.model.context_cases import COMM, S, case_of, cases, twin_of, world_of, worst
 from tests.model.twin import V, config_of, run_cases

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.overlap_map import OverlapMap
 from mpu.grid import Grid
-from mpu.layers.float8_rows import BLOCKS
+from mpu.layers.float8.rows import BLOCKS
 from mpu.layers.linear import use_overlap
-from mpu.layers.tune import measure
+from mpu.overlap.choices import OverlapMap
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
 from training.flags.parse import parse
 from training.run.overlap import Overlap, projections
+from training.run.tune import measure
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS, S = 2, 128  # of a step

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from estimate import activations, pipeline, rank_memory
+from estimate.model_profile import model_profile
+from estimate.traffic import traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from tests.training.small_llama import read
 from training.flags import model_sizes
-from training.plan import activations, pipeline, rank_memory
-from training.plan.model_profile import model_profile
-from training.plan.traffic import traffic
 from training.run.dry_run import report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from estimate.model_profile import model_profile
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
@@ -22,7 +23,6 @@ from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import SIZES, S, V, config_of, run_cases
 from tools.generate import load_model
-from training.plan.model_profile import model_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```diff\n--- (\S+)\n\+\+\+ (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -19,11 +19,11 @@ from model.llama import hf_names, parameter_group
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.overlap_map import METHODS, OverlapMap
 from mpu.grid import Grid
 from mpu.layers import linear_cross_entropy
 from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.overlap.choices import METHODS, OverlapMap
 from mpu.param import placement_of, unique_parameters
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import (

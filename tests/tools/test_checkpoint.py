@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from tools.checkpoint import main
-from tools.checkpoint_show import size_of
+from tools.checkpoints.show import size_of
 from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import self_digest

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.saved import check_equal, stored, tensors
-from tools import checkpoint_diff
+from tools.checkpoints import diff as checkpoint_diff
 from training.checkpoint import NamedPiece, find_latest, load, save
 
 SHARD = "rank_00000-000.safetensors"

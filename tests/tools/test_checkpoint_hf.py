@@ -17,7 +17,7 @@ from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.param import unique_parameters
 from tools.checkpoint import main
-from tools.checkpoint_copy import from_hf
+from tools.checkpoints.copy import from_hf
 from training.checkpoint import find_latest, load, parameter_pieces
 
 ROOT = Path(__file__).resolve().parents[2]

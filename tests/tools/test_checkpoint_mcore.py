@@ -35,7 +35,7 @@ from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tests.saved import stored
 from tools.checkpoint import main
-from tools.checkpoint_mcore import McoreCheckpoint
+from tools.checkpoints.mcore import McoreCheckpoint
 from training.checkpoint import CheckpointError, find_latest, load, parameter_pieces
 
 V, PADDED, H, F, L, A, G = 251, 256, 48, 72, 3, 6, 2

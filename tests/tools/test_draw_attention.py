@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpu.layers.context_shards import context_blocks, shards
+from mpu.layers.attention.shards import context_blocks, shards
 from tools.draw_attention import DOCS, main
 
 PICTURES = Path(__file__).parents[2] / "docs/attention"

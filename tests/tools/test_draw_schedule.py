@@ -9,8 +9,8 @@ import pytest
 
 from mpu.pipeline.schedules import NAMES, build, table
 from mpu.pipeline.simulate import Costs, simulate
-from mpu.pipeline.timeline import rows
 from tools.draw_schedule import main
+from tools.pictures.timeline import rows
 
 DOCS = Path(__file__).parents[2] / "docs/schedules"
 

@@ -17,7 +17,7 @@ from mpu.comm.transport import Label
 from mpu.pipeline.engine import Parcel
 from tests.renamed_locals import CASES, RENAMED, explained
 from tools.explain import micro_batches, tiny
-from tools.explain_trace import Actions
+from tools.explainer.trace import Actions
 from training.run.stop import Agreement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_every_collective_of_a_step_has_a_label(world, tp, dp, pp, rest, expecte
 
 def test_no_local_variable_is_read():
     """Frames are walked for files and line numbers, and locals are nobody's business."""
-    for folder in ("tools", "mpu", "model", "training"):
+    for folder in ("tools", "mpu", "model", "estimate", "training"):
         for file in (ROOT / folder).rglob("*.py"):
             source = file.read_text()
             names = "co_name" in source and file.name != "hang_watch.py"  # it reports stacks

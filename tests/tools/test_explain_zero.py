@@ -9,11 +9,11 @@ from itertools import product
 
 import pytest
 
+from estimate import buffers, rank_memory
 from pretrain_llama import model_provider
 from tests.tools.test_explain import FULL, line_of
 from tools.explain import explain, main, tiny
-from tools.explain_formulas import apply, read_formulas
-from training.plan import buffers, rank_memory
+from tools.explainer.formulas import apply, read_formulas
 
 GROUPS = (*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "2")
 EACH, BF16_WIRE = "--zero-reduce-each-microbatch", "--grad-reduce-in-bf16"
@@ -146,7 +146,7 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
 
 @pytest.mark.prove
 def test_the_formulas_count_what_the_order_of_uses_gathers():
-    """The document's arithmetic against the walk through a step in training/plan/buffers.py."""
+    """The document's arithmetic against the walk through a step in estimate/buffers.py."""
     rows = [row for row in read_formulas() if "Z > 2" in row.condition and "x > 0" not in row.what]
     rows = [row for row in rows if row.what.startswith("weights")]
     assert len(rows) == 4

@@ -109,7 +109,7 @@ MISTAKES = {
     "attention that looks at own keys alone": (
         "llama",
         {
-            CONTEXT: CONTEXT + "from mpu.layers.attention import core_attention\n",
+            CONTEXT: CONTEXT + "from mpu.layers.attention.core import core_attention\n",
             "recompute.selective(core_attention_of(ctx))": "recompute.selective(core_attention)",
             "self.groups, packed, cache=cache)": "self.groups, None, cache=cache)",
         },

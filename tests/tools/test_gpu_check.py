@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.layers import attention
+from mpu.layers.attention import core as attention
 from tools import gpu_check
 from tools.gpucheck import first
 from tools.gpucheck.prediction import compare, launches_by_op, load

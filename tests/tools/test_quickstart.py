@@ -219,7 +219,7 @@ def test_a_pipeline_trains_and_samples(tmp_path):
 
 
 def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
-    from training.plan.learning_rate import learning_rate
+    from training.learning_rate import learning_rate
 
     (tmp_path / "log.jsonl").write_text('{"iteration": 1000, "lr": 0.0002}\n')
     said = quickstart.goes_on(tmp_path, 1000, 2000)

@@ -5,12 +5,12 @@ import shlex
 
 import torch
 
+from estimate import pipeline
+from estimate.model_profile import grid_of
 from mpu.context import LayerContext
 from pretrain_llama import model_provider
 from training.flags.parse import parse
-from training.plan import pipeline
-from training.plan.kept import recompute_of
-from training.plan.model_profile import grid_of
+from training.recompute import recompute_of
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 8 --group-query-attention "

@@ -47,7 +47,7 @@ def operations(
     gathers: x [rows, k] of each rank, gathered, times w [n, k]; else x [8 rows, k] times w [n, k],
     summed over the ranks. Call it inside of `as_rank`, whose workspace is used from then on.
     """
-    from mpu.comm.overlap_cuda import KernelOverlap
+    from mpu.overlap.cuda import KernelOverlap
 
     with as_rank(0, WORLD, device) as workspace:
         method = KernelOverlap(workspace.axis, workspace)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from estimate.model_profile import make_grid
 from mpu.comm.all_to_all import all_to_all
 from mpu.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from mpu.comm.failure_monitor import FailureMonitor
@@ -32,7 +33,6 @@ from tools.rehearsal.patches import Patches
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.flags.parse import parse
-from training.plan.model_profile import make_grid
 
 CPU = torch.device("cpu")
 REPEATS = 5

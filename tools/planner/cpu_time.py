@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import pretrain_llama
+from estimate import pipeline
+from estimate.model_profile import rank_parameters
 from mpu.grid import ORDER
 from mpu.pipeline.schedules import Action, Schedule
 from tools.planner.cpu_host import Host, Product, Rates
 from tools.planner.link_bytes import Sizes, groups, ledger
+from training import batch_size
 from training.config import Config
-from training.plan import batch_size, pipeline
-from training.plan.model_profile import rank_parameters
 
 PROVIDER = pretrain_llama.model_provider
 IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from estimate import pipeline
 from mpu.grid import ORDER
-from tools.explain_formulas import apply, read_formulas
+from tools.explainer.formulas import apply, read_formulas
 from tools.planner.cluster import Level
+from training import batch_size
 from training.config import Config
-from training.plan import batch_size, pipeline
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
 WORTH = 0.01  # share of the time by which another order must be faster

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pretrain_llama
+from estimate import activations
+from estimate.model_profile import model_profile
 from training.config import Config
 from training.flags.parse import parse
-from training.plan import activations
-from training.plan.model_profile import model_profile
 from training.run.dry_run import memory
 from training.untrusted import read_json
 

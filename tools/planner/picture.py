@@ -7,8 +7,8 @@ from html import escape
 
 import numpy as np
 
-from mpu.pipeline.draw import COLOURS
-from tools.drawing import GRID, INK, PALETTE, QUIET, RULE, STYLE
+from tools.pictures.schedule import COLOURS
+from tools.pictures.style import GRID, INK, PALETTE, QUIET, RULE, STYLE
 from tools.planner.search import Plans
 from tools.planner.table import TERMS, breakdown, timeline
 

@@ -2,7 +2,7 @@
 """Tell the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
 `many` measures a layer, the first stage and the last one once for each tp, on meta tensors
-(training/plan/rank_profile.py), and multiplies. `exactly` is --dry-run's own arithmetic, rank by
+(estimate/rank_profile.py), and multiplies. `exactly` is --dry-run's own arithmetic, rank by
 rank; only the profile of a stage of many layers is told from those of two and of three.
 """
 
@@ -16,6 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 import pretrain_llama
+from estimate import activations, pipeline
+from estimate.model_profile import rank_parameters
+from estimate.rank_memory import NORM_BYTES
+from estimate.rank_profile import StageProfile, rank_profile
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
@@ -23,10 +27,6 @@ from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
-from training.plan import activations, pipeline
-from training.plan.model_profile import rank_parameters
-from training.plan.rank_memory import NORM_BYTES
-from training.plan.rank_profile import StageProfile, rank_profile
 from training.run.dry_run import memories
 
 PROVIDER = pretrain_llama.model_provider

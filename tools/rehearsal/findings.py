@@ -21,14 +21,14 @@ HOST_MAY_WAIT = {
     # on steps that are written
     "training/run/log.py": ("loss.item()", "norm.item()", "params().item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
-    "mpu/zero/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
+    "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them.
 DOUBLE = {
-    "pretrain_llama.py": 2, "mpu/zero/optimizer.py": 1 << 40, "mpu/zero/adam.py": 1,
-    "mpu/zero/adam_backends.py": 4,
-    "mpu/zero/offload.py": 2,
+    "pretrain_llama.py": 2, "mpu/optim/optimizer.py": 1 << 40, "mpu/optim/adam.py": 1,
+    "mpu/optim/backends.py": 4,
+    "mpu/optim/offload.py": 2,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.
@@ -36,22 +36,24 @@ SINGLE = (
     "mpu/activation_offload.py",
     "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/float8", "mpu/layers/fused",
     "mpu/layers/linear.py", "mpu/layers/linear_cross_entropy.py", "mpu/layers/rope.py",
-    "mpu/layers/softmax_rows.py", "mpu/zero/", "pretrain_llama.py", "training/run/",
-    "training/data/batch.py", "mpu/layers/block_attention.py", "mpu/layers/context_exchange.py",
+    "mpu/layers/softmax_rows.py", "mpu/zero/", "mpu/optim/", "pretrain_llama.py", "training/run/",
+    "training/data/batch.py", "mpu/layers/attention/block_attention.py",
+    "mpu/layers/attention/exchange.py",
 )  # fmt: skip
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
-    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/zero/offload.py", "mpu/zero/adam.py",
+    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/offload.py", "mpu/optim/adam.py",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
-    "mpu/layers/packed_seq_params.py", "mpu/layers/context_exchange.py",
+    "mpu/layers/packed_seq_params.py", "mpu/layers/attention/exchange.py",
     "mpu/activation_offload.py",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
-    "mpu/layers/float8_cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
-    "mpu/layers/block_attention.py": ("aten::addcmul_", "aten::add_"),  # a block, into their sum
-    "mpu/layers/context_exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
+    "mpu/layers/float8/cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
+    # a block, into their sum
+    "mpu/layers/attention/block_attention.py": ("aten::addcmul_", "aten::add_"),
+    "mpu/layers/attention/exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run
@@ -135,7 +137,8 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
     if narrow not in ("bfloat16", "float16") or op.startswith("triton::"):
         return  # our own kernels load each tensor in its dtype and compute in fp32
     at = MATMULS.get(short_name(event), 0)  # where its factors stand, behind what it adds to
-    if event.flops and not place.startswith("mpu/zero/") and "float32" in event.dtypes[at : at + 2]:
+    updates = place.startswith(("mpu/zero/", "mpu/optim/"))
+    if event.flops and not updates and "float32" in event.dtypes[at : at + 2]:
         yield "dtype", f"{op} multiplies in float32 in a {narrow} run"
         return
     # a number alone takes the dtype of the tensor that it meets

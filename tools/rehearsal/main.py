@@ -10,6 +10,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from estimate import pipeline
+from estimate.model_profile import model_profile
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
@@ -29,8 +31,6 @@ from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
-from training.plan import pipeline
-from training.plan.model_profile import model_profile
 
 GPUS_A_NODE = 8
 

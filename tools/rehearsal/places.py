@@ -6,27 +6,29 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("mpu", "model", "training", "pretrain_llama.py")
-CARRIERS = ("mpu/comm/", "mpu/kernels/")  # what carries or multiplies is not who asks
-SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/gradients.py")  # what they do, they do for a layer
+OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
+# what carries or multiplies is not who asks
+CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
+# what they do, they do for a layer
+SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/linear_cross_entropy.py": "loss",
     "mpu/layers/softmax_rows.py": "loss",
-    "mpu/layers/attention.py": "attention",
-    "mpu/layers/attention_blocks.py": "attention",
-    "mpu/layers/block_attention.py": "attention",
+    "mpu/layers/attention/core.py": "attention",
+    "mpu/layers/attention/blocks.py": "attention",
+    "mpu/layers/attention/block_attention.py": "attention",
     "mpu/layers/context_attention.py": "attention",
-    "mpu/layers/context_exchange.py": "attention",
-    "mpu/layers/context_shards.py": "attention",
+    "mpu/layers/attention/exchange.py": "attention",
+    "mpu/layers/attention/shards.py": "attention",
     "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",
-    "mpu/layers/float8_cuda.py": "linear",
-    "mpu/layers/float8.py": "float8",
-    "mpu/layers/float8_rows.py": "float8",
+    "mpu/layers/float8/cuda.py": "linear",
+    "mpu/layers/float8/recipe.py": "float8",
+    "mpu/layers/float8/rows.py": "float8",
 }
 FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
 

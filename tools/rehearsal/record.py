@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tools.explain_ops import Layers
+from tools.explainer.ops import Layers
 from tools.rehearsal.events import (
     Action,
     Alloc,
@@ -93,7 +93,7 @@ class Recorder:
                 phase = part = "wgrad"
         if phase in ("grad sum", "update"):
             part = "optimizer"
-        elif call.startswith("mpu/zero/") and part == "linear":
+        elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
         return Where(phase, layer, part, call or use)
 

@@ -15,13 +15,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
+from estimate import rank_memory
+from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.optim.held import held
 from mpu.param import PlacementError, draw_normal, placement_of
-from mpu.zero.held import held
-from tools.explain_ops import Layers
-from tools.explain_trace import Actions
+from tools.explainer.ops import Layers
+from tools.explainer.trace import Actions
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
@@ -30,15 +32,13 @@ from tools.rehearsal.patches import Patches
 from tools.rehearsal.places import CARRIERS, lines_of
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
+from training.batch_size import global_batch_size
 from training.config import Config, UsageError
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
-from training.plan import rank_memory
-from training.plan.batch_size import global_batch_size
-from training.plan.model_profile import ModelProvider, model_profile
 
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand in for Triton's launches and for memory that GPUs share: each launch is recorded, not run.
 
-What a launch costs stands in mpu/kernels/costs.py. Memory of other ranks is seen as views of this
+What a launch costs stands in kernel_costs.py. Memory of other ranks is seen as views of this
 rank's own: it has no values, and takes no room here.
 """
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from mpu.kernels.costs import cost_of
 from tools.rehearsal.events import Launch
+from tools.rehearsal.kernel_costs import cost_of
 from tools.rehearsal.record import Recorder
 
 FAR = 1 << 58  # between the addresses of two ranks' memory

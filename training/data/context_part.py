@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep of a micro-batch the tokens of one context-parallel rank (mpu/layers/context_shards.py)."""
+"""Keep of a micro-batch the tokens of one context-parallel rank (layers/attention/shards.py)."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mpu.layers.context_shards import batch_shards, documents_of_rows
+from mpu.layers.attention.shards import batch_shards, documents_of_rows
 from mpu.layers.packed_seq_params import PackedSeqParams
 from training.data.batch import Batch
 

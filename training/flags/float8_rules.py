@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mpu.layers.float8_rows import ALIGN, BLOCKS
+from mpu.layers.float8.rows import ALIGN, BLOCKS
 from training.config import Config, UsageError
 from training.flags import zero_rules
 

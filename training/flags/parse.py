@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from training import config
+from estimate import pipeline
+from training import batch_size, config
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.fault_config import FaultConfig
@@ -33,7 +34,6 @@ from training.flags.table import Flag
 from training.float8_config import Float8Config
 from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
-from training.plan import batch_size, pipeline
 from training.rehearse_config import RehearseConfig
 
 __all__ = ["UsageError", "build_parser", "parse"]

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from estimate import pipeline
 from mpu.pipeline.schedules import V_SHAPED
+from training import batch_size
 from training.config import Config, UsageError
 from training.flags import (
     backend_rules,
@@ -24,7 +26,6 @@ from training.flags import (
     size_rules,
     zero_rules,
 )
-from training.plan import batch_size, pipeline
 
 REQUIRED = (
     "--num-layers",

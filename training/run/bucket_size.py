@@ -3,7 +3,7 @@
 
 Each rank runs a micro-batch of its model on zeros, with all weights in one piece of memory, and
 notes when each parameter is used and when its gradient is done; then the collectives of buckets of
-several sizes. training/plan/bucket_size.py simulates every size, and the ranks take the one whose
+several sizes. estimate/bucket_size.py simulates every size, and the ranks take the one whose
 slowest rank is fastest. On a CPU the size changes no bit (docs/numerics.md), so a resumed run
 measures anew; on a GPU NCCL's sums depend on it, so that one takes its checkpoint's.
 """
@@ -21,6 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from estimate import rank_memory
+from estimate.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
+from estimate.model_profile import ModelProvider, accumulate_dtype
+from estimate.pipeline import rank_stages
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.context import LayerContext
@@ -32,11 +36,7 @@ from training.checkpoint import Checkpoint, CheckpointError, Roots
 from training.checkpoint.save import layout
 from training.config import Config
 from training.flags.zero_rules import zero_config
-from training.plan import rank_memory
-from training.plan.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
-from training.plan.kept import recompute_of
-from training.plan.model_profile import ModelProvider, accumulate_dtype
-from training.plan.pipeline import rank_stages
+from training.recompute import recompute_of
 from training.run.warm_up import Scratch, batches_of_zeros
 
 RUNS = 4  # of the micro-batch; the fastest counts

@@ -9,22 +9,15 @@ import os
 import re
 from collections.abc import Sequence
 
+from estimate import activations, buffers, context, pipeline, rank_memory, traffic
+from estimate.activations import Held
+from estimate.model_profile import ModelProvider, grid_of, model_profile
+from estimate.rank_memory import Shapes
+from estimate.traffic import Traffic
+from training import batch_size
 from training.config import Config, ParallelConfig
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
-from training.plan import (
-    activations,
-    batch_size,
-    buffers,
-    context,
-    pipeline,
-    rank_memory,
-    traffic,
-)
-from training.plan.activations import Held
-from training.plan.model_profile import ModelProvider, grid_of, model_profile
-from training.plan.rank_memory import Shapes
-from training.plan.traffic import Traffic
 from training.run.fit import fit_lines
 
 NO_VOCABULARY = (

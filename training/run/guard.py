@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from training.plan.batch_size import global_batch_size
+from training.batch_size import global_batch_size
 from training.run.first_nonfinite import Rerun, find_first
 from training.run.replicas import Replicas
 from training.run.spikes import Spikes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report how much memory a rank was measured to hold, beside what the dry run states.
 
-The dry run's formulas are in training/plan/rank_memory.py, for what stays from step to step, and in
-training/plan/buffers.py, for the most that a step allocates on top.
+The dry run's formulas are in estimate/rank_memory.py, for what stays from step to step, and in
+estimate/buffers.py, for the most that a step allocates on top.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
-from mpu.zero.held import memory
-from mpu.zero.optimizer import Optimizer
+from estimate import buffers, rank_memory
+from estimate.model_profile import ModelProvider
+from mpu.optim.held import memory
+from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
-from training.plan import buffers, rank_memory
-from training.plan.model_profile import ModelProvider
 
 EQUAL = ", equal to the formula"
 

@@ -3,7 +3,7 @@
 
 --tp-comm-overlap names one method for all layers (none, ring, symmetric), or is auto. With auto the
 methods come from the checkpoint, else from --tp-comm-overlap-cache if it has this machine, else
-from a measurement (mpu/layers/tune.py). All ranks reach the same choice. See docs/overlap.md.
+from a measurement (training/run/tune.py). All ranks reach the same choice. See docs/overlap.md.
 """
 
 import json
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from mpu.comm.collectives import gather_bytes
-from mpu.comm.overlap_map import METHODS, Auto, OverlapMap
 from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
-from mpu.layers.tune import MARGIN, Projection, choose, tune
+from mpu.overlap.choices import METHODS, Auto, OverlapMap
 from training.config import Config, UsageError
+from training.run.tune import MARGIN, Projection, choose, tune
 from training.untrusted import read_json
 
 FORMAT = "weft tp-comm-overlap 1"

@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 
 import mpu
+from estimate.model_profile import accumulate_dtype
 from mpu.grid import Grid
-from mpu.layers import norm_backends, te_attention
-from mpu.zero import adam_backends
+from mpu.layers import norm_backends
+from mpu.layers.attention import transformer_engine as te_attention
+from mpu.optim import backends as adam_backends
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
-from training.plan.float8 import check_device
-from training.plan.model_profile import accumulate_dtype
+from training.float8 import check_device
 from training.run.device import choose_device
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from typing import Any
 
 from mpu.comm.collectives import gather_bytes
 from mpu.zero.replica_check import Difference, ReplicaCheck
-from training.plan.batch_size import global_batch_size
-from training.plan.learning_rate import decoupled_learning_rate, learning_rate
+from training.batch_size import global_batch_size
+from training.learning_rate import decoupled_learning_rate, learning_rate
 
 
 class Replicas:

@@ -13,7 +13,7 @@ from training.checkpoint import Checkpoint, plain_name
 from training.config import Config, DataConfig
 from training.data.dataset import WHOLE
 from training.data.tokenizer_files import files_of, same_tokenizer
-from training.plan.learning_rate import learning_rate
+from training.learning_rate import learning_rate
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
 # of the config, and hashes kept in the state.

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from mpu.context import LayerContext
+from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
-from mpu.zero.optimizer import Optimizer
 from training import checkpoint
 from training.checkpoint.load import COUNTS
 from training.checkpoint.lock import PATIENCE, DirectoryLock

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.overlap_map import OverlapMap
+from estimate.model_profile import ModelProvider, accumulate_dtype
+from estimate.pipeline import rank_stages
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
-from training.plan.kept import recompute_of
-from training.plan.model_profile import ModelProvider, accumulate_dtype
-from training.plan.pipeline import rank_stages
+from training.recompute import recompute_of
 from training.run.cuda_graph import Graphs
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them

@@ -200,7 +200,7 @@ def count(comm, case):
     import pytest
     from triton.runtime.interpreter import GridExecutor
 
-    from mpu.kernels.costs import cost_of
+    from tools.rehearsal.kernel_costs import cost_of
 
     as_on_a_gpu()
     found, launch = {}, GridExecutor.__call__

@@ -15,10 +15,10 @@ from triton.compiler import ASTSource
 import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.kernels import adamw
-from mpu.zero import adam_backends
+from mpu.optim import backends as adam_backends
 from tests.model import twin
 from tests.mpu.kernels.test_ahead_of_time import spilled
-from tests.mpu.zero import test_adam as cases
+from tests.mpu.optim import test_adam as cases
 
 
 def on_kernel(comm, skipped):

@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mpu.kernels import float8 as kernels
-from mpu.layers import float8_rows
-from mpu.layers.float8_rows import E4M3, E5M2, encode, made, remade, row_scales, scale_of
-from mpu.layers.float8_rows import scales as scales_of
+from mpu.layers.float8 import rows as float8_rows
+from mpu.layers.float8.rows import E4M3, E5M2, encode, made, remade, row_scales, scale_of
+from mpu.layers.float8.rows import scales as scales_of
 from tests.mpu.kernels.test_ahead_of_time import spilled
 
 SIZES = [

@@ -114,9 +114,9 @@ def replay(comm):
 
     Three turns: a slot is used twice, the other once, so the slots' counts differ.
     """
-    from mpu.comm.overlap_cuda import chunk_rows
     from mpu.kernels.all_gather_matmul import all_gather_matmul
     from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+    from mpu.overlap.cuda import chunk_rows
 
     with pytest.MonkeyPatch.context() as patch:
         space = gpu_workspace(comm, patch)[0]
@@ -154,10 +154,10 @@ def run_path(comm, shapes):
     from dataclasses import replace
 
     from mpu.comm.collectives import group_of
-    from mpu.comm.overlap_map import OverlapMap
     from mpu.comm.symmetric_cuda import CudaSymmetricTransport
     from mpu.context import LayerContext
     from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear, use_overlap
+    from mpu.overlap.choices import OverlapMap
 
     class Refusing(CudaSymmetricTransport):
         def all_gather(self, *args):

@@ -18,9 +18,9 @@ from torch import Tensor
 from mpu.connect import checksum
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.layers.attention import core_attention
+from mpu.layers.attention.core import core_attention
+from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, core_attention_of
-from mpu.layers.context_shards import shards
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.recompute import Recompute

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
-from mpu.layers import fused, norm_backends, te_attention
-from mpu.layers.attention import core_attention
+from mpu.layers import fused, norm_backends
+from mpu.layers.attention import transformer_engine as te_attention
+from mpu.layers.attention.core import core_attention
 from mpu.layers.context_attention import core_attention_of
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm
 from mpu.layers.packed_seq_params import PackedSeqParams

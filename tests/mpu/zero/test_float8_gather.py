@@ -6,14 +6,14 @@ import itertools
 import pytest
 import torch
 
+from estimate import rank_memory
 from mpu.context import LayerContext
-from mpu.layers.float8 import Float8
-from mpu.layers.float8_rows import BLOCKS
-from mpu.layers.float8_weights import WeightRows
-from mpu.zero.held import memory
+from mpu.layers.float8.recipe import Float8
+from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.weights import WeightRows
+from mpu.optim.held import memory
 from pretrain_llama import model_provider
 from tests.model.test_float8 import SP, TWO, advance, begin, flags_of
-from training.plan import rank_memory
 
 
 def test_parts_cut_anywhere_make_the_bytes_of_the_whole():

@@ -13,7 +13,7 @@ import torch
 
 import pretrain_llama
 from tests.model.twin import config_of, micro_batches
-from tools.explain_trace import Actions
+from tools.explainer.trace import Actions
 
 IN_USE = ("use", "release")
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=False, m=1, rows=12, lr=1e-3, gather=True)

@@ -8,9 +8,9 @@ from torch import nn
 from mpu.comm.transport import Axis
 from mpu.gradients import use
 from mpu.grid import Grid
+from mpu.optim.optimizer import Optimizer
 from mpu.param import Placement
 from mpu.zero.layout import ZeroConfig
-from mpu.zero.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.model.twin import gathered
 

@@ -19,7 +19,7 @@ from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from tools import plan
 from tools.explain import explain, tiny
-from tools.explain_trace import Explainer
+from tools.explainer.trace import Explainer
 from tools.planner.cluster import FOLDER, ClusterError, Level, read_cluster
 from tools.planner.link_bytes import (
     GLOO,

@@ -5,8 +5,8 @@ import pytest
 
 import pretrain_llama
 from mpu.launch import Launch
-from tools.rehearsal.compare import difference
-from tools.rehearsal.real import record
+from tests.tools.rehearsal.compare import difference
+from tests.tools.rehearsal.real import record
 
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --num-layers 2 --hidden-size 64

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
+from estimate import activations
 from training.flags.parse import parse
-from training.plan import activations
 from training.run.dry_run import memory
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@
 
 import torch
 
-from mpu.layers import block_attention
+from mpu.layers.attention import block_attention
 from tools.rehearsal.host import flops
 
 

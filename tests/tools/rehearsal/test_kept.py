@@ -4,9 +4,9 @@
 import pytest
 
 import pretrain_llama
+from estimate import activations
 from tests.tools.rehearsal.conftest import SMALL
 from training.flags.parse import parse
-from training.plan import activations
 from training.run.dry_run import memory
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1"

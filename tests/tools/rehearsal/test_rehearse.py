@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.rehearsal.conftest import SMALL
-from tools.explain_formulas import add_up, apply, read_formulas
+from tools.explainer.formulas import add_up, apply, read_formulas
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +32,7 @@ def test_flops_of_a_step(rehearse):
 
 @pytest.mark.prove
 def test_kernels_that_overlap_multiply_as_much(rehearse):
-    """A Triton kernel's launch declares its FLOPs (mpu/kernels/costs.py)."""
+    """A Triton kernel's launch declares its FLOPs (tools/rehearsal/kernel_costs.py)."""
     flops = {}
     for method in ("none", "symmetric"):
         flags = f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {method}"

@@ -20,12 +20,12 @@ from threading import Event
 import pytest
 from torch import Tensor
 
+from estimate import pipeline
 from mpu.grid import Grid
 from tests.saved import stored
 from tests.training.checkpoint import canonical
 from tests.training.checkpoint.canonical import STEPS, Canonical, same_bits, saver_of, train
 from training.config import UsageError
-from training.plan import pipeline
 
 SAMPLES = 240  # consumed, as the canonical checkpoint says
 DTYPES = ("float64", "bfloat16", "float32")

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.layers import float8_cuda
-from mpu.layers.float8 import BLOCKS
+from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.recipe import BLOCKS
 from training.config import UsageError
 from training.flags import zero_rules
 from training.flags.parse import parse
-from training.plan.float8 import layers_in_bf16
+from training.float8 import layers_in_bf16
 from training.run import same_run
 
 SMALL = (

@@ -6,12 +6,12 @@ import shlex
 import pytest
 import torch
 
+from estimate.model_profile import rank_model
+from estimate.pipeline import rank_stages
 from pretrain_llama import model_provider
 from training.config import UsageError
 from training.flags.parse import parse
-from training.plan.kept import recompute_of
-from training.plan.model_profile import rank_model
-from training.plan.pipeline import rank_stages
+from training.recompute import recompute_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

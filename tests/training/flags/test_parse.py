@@ -7,8 +7,8 @@ import shlex
 import pytest
 import torch
 
+from estimate.pipeline import schedule_of
 from training.flags.parse import UsageError, parse
-from training.plan.pipeline import schedule_of
 from training.run.stop import due_after
 
 SMALL = (

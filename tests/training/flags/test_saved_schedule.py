@@ -9,7 +9,7 @@ import pytest
 from training.config import UsageError
 from training.flags import model_sizes
 from training.flags.parse import parse
-from training.plan.learning_rate import learning_rate
+from training.learning_rate import learning_rate
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
 FLAG = "--use-checkpoint-opt_param-scheduler"

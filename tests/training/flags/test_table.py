@@ -163,6 +163,7 @@ def test_every_setting_is_read_by_the_run():
         "model_profile places rank_profile rules traffic zero"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
+    files += (root / "estimate").glob("*.py")
     files += (root / "tools/rehearsal").glob("*.py")
     nodes = [
         node

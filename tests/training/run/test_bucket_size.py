@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 
+from estimate.model_profile import make_grid
 from mpu.launch import Launch
 from pretrain_llama import model_provider
 from tests.launcher import Launcher, Result
 from tests.saved import check_equal, tensors
 from tests.training.small_llama import read
 from training.flags.parse import parse
-from training.plan.model_profile import make_grid
 from training.run import bucket_size
 
 RUN = (

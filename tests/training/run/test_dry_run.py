@@ -6,12 +6,11 @@ import re
 
 import pytest
 
+from estimate import activations, dry_run, rank_memory
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, SMALL, read
 from training.config import UsageError
 from training.flags.megatron import DIFFERENCES
-from training.plan import activations, rank_memory
-from training.run import dry_run
 
 UNTIED = "--untie-embeddings-and-output-weights"
 

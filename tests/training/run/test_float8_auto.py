@@ -8,11 +8,11 @@ import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
-from mpu.layers.float8 import Float8
-from mpu.layers.tune import ARITHMETICS, by_arithmetic, measure
+from mpu.layers.float8.recipe import Float8
 from tests.model.test_float8 import ONE, SIZES, SMALL, SP, advance
 from training.flags.parse import parse
 from training.run import float8_auto
+from training.run.tune import ARITHMETICS, by_arithmetic, measure
 
 FLAGS = f"{SIZES} {SMALL} --fp8-format hybrid --fp8-recipe rowwise --fp8-auto --fp64 {ONE} "
 TP = f"{SP} --tensor-model-parallel-size 2 "

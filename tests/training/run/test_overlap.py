@@ -13,11 +13,11 @@ import pretrain_llama
 from mpu import connect
 from mpu.comm import workspace
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.overlap_map import OverlapMap
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.overlap.choices import OverlapMap
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read as parsed
 from training.checkpoint import find_latest

@@ -35,9 +35,9 @@ def test_every_source_of_the_product_is_in_it(copy: Path) -> None:
 
 
 def test_a_changed_file_is_named(copy: Path) -> None:
-    (copy / "mpu/zero/adam.py").write_text("# another\n")
+    (copy / "mpu/optim/adam.py").write_text("# another\n")
     assert difference(sources(copy)) == (
-        "the file mpu/zero/adam.py is not the same on rank 0 and on rank 3 (and 1 more): all must "
+        "the file mpu/optim/adam.py is not the same on rank 0 and on rank 3 (and 1 more): all must "
         "run one code"
     )
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import pretrain_llama
 from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.overlap_map import OverlapMap
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.twin import config_of, gathered, micro_batches
 from training.run import warm_up as warm_up_module

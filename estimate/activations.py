@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work out what a rank keeps for backward while a schedule runs.
+
+estimate/rank_profile.py measures what one micro-batch of a stage keeps; the schedule gives how
+many micro-batches are kept at once. Not counted are the buffers of collectives, of the allocator
+and of the kernels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from estimate import pipeline
+from estimate.model_profile import ModelProvider
+from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from mpu.pipeline.plan import plan
+from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import peak_activations
+from training import batch_size
+from training.config import Config
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one pipeline rank keeps for backward at the fullest moment of a step, in bytes.
+
+    for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. The others are
+    of one moment. activations: both, plus what a recomputed layer needs. logits: not in these.
+    working: what the action under way has beside all that, and the messages that come and go under
+    it. under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
+    """
+
+    for_b: int
+    for_w: int
+    activations: int
+    logits: int
+    working: int
+    under_way: int
+    in_host: int
+
+
+def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
+    """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
+    stages = pipeline.rank_stages(config, provider, pp_rank)
+    split = pipeline.schedule_of(config, batch_size.micro_batches(config, 0)).split
+    return rank_profile(config, provider, stages, pp_rank, split)
+
+
+def held(
+    config: Config,
+    provider: ModelProvider,
+    profile_of: Callable[[int], Sequence[StageProfile]] | None = None,
+) -> list[Held]:
+    """Return what each pipeline rank keeps in a step of the run's largest batch.
+
+    profile_of: the profiles of a pipeline rank's stages, where they are known otherwise.
+    """
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    tell = profile_of or (lambda rank: profile(config, provider, rank).stages)
+    own = [tell(rank) for rank in ranks]
+    stages: dict[int, StageProfile] = {}
+    for rank in ranks:
+        stages |= zip(pipeline.own_stages(config, rank), own[rank], strict=True)
+    cut = [stages[number] for number in sorted(stages)]
+    schedule = pipeline.schedule_of(config, max(pipeline.micro_batch_counts(config)))
+    kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
+    away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
+    walks = [_Walk(schedule, rank, cut) for rank in ranks]
+    return [
+        Held(int(kept[rank][0]), int(kept[rank][1]), *walks[rank].fullest, int(away[rank][2]))
+        for rank in ranks
+    ]
+
+
+class _Walk:
+    """A pipeline rank's way through its schedule, action by action, in bytes.
+
+    kept, logits: what micro-batches keep. messages: inputs that have arrived or are about to, and
+    the last output sent, which is freed when the next one is. most: at the fullest moment so far.
+    fullest: activations, logits, working and under_way of Held then.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
+        self.kept = self.logits = self.messages = self.most = 0
+        self.fullest = (0, 0, 0, 0)
+        last, deferred = schedule.stages - 1, 0
+        trains = any(action.kind == "B" for action in schedule.ranks[rank])
+        sent = 0  # bytes of the last output that left
+        for step in plan(schedule)[rank] if trains else ():
+            (kind, _, i), stage = step.action, stages[step.stage]
+            self.messages += stage.message * len(step.receives)
+            if kind == "W":
+                if schedule.split:
+                    self._weight_gradient(stage)
+                continue  # else it ran with its B
+            forward = kind == "F"
+            if step.stage != (0 if forward else last):
+                self.messages -= stage.message  # its input counts as the action's now
+            if forward:
+                self._keep(stage.for_b, stage.logits)
+                self._note(stage.in_f - stage.for_b - stage.logits)
+            else:
+                self._note(stage.in_b - stage.for_b - stage.logits, stage.again, stage.under_way)
+                self._keep(-stage.for_b, -stage.logits)
+                if schedule.split or (step.stage == last and i < schedule.deferred):
+                    self._keep(stage.for_w, stage.logits * (stage.for_w > 0))
+                    deferred += not schedule.split
+            if step.stage != (last if forward else 0):
+                stays = schedule.place(step.stage + (1 if forward else -1))[0] == rank
+                self.messages += stage.message - (0 if stays else sent)
+                sent = sent if stays else stage.message
+        for _ in range(deferred):
+            self._weight_gradient(stages[last])
+
+    def _weight_gradient(self, stage: StageProfile) -> None:
+        self._note(stage.in_w)
+        self._keep(-stage.for_w, -stage.logits * (stage.for_w > 0))
+
+    def _keep(self, kept: int, logits: int) -> None:
+        self.kept += kept
+        self.logits += logits
+
+    def _note(self, living: int, again: int = 0, under_way: int = 0) -> None:
+        """Compare a moment with the fullest; living: what the action has beside what is kept."""
+        total = self.kept + self.logits + self.messages + living
+        if total >= self.most:
+            self.most, working = total, self.messages + living - again
+            moving = max(0, min(under_way, working))
+            kept = self.kept + again + min(working, 0)
+            self.fullest = (kept, self.logits, max(working, 0) - moving, moving)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work out what a step allocates and frees on top of what a rank keeps, at ZeRO stages 2 and 3.
+
+A whole gradient lives until its sum is with its owner, a gathered weight while it is used. The
+order in which a step uses the blocks gives both the gathers and how much is whole at once.
+
+    stage 3    acquire(block i): free the others, gather block i and, a block ahead, block i + 1
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+
+from estimate import activations, pipeline, rank_memory
+from estimate.model_profile import ModelProvider
+from estimate.rank_memory import gradient_bytes, level
+from mpu.zero.layout import BucketLayout, block_of
+from training.config import Config
+
+
+def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[str, int]:
+    """Return the most bytes that a step allocates at one moment, by kind.
+
+    whole gradients: at ZeRO stages 2 and 3 all buckets, as they leave after the last micro-batch.
+    With --overlap-grad-reduce and one micro-batch a step, or with --zero-reduce-each-microbatch:
+    the buckets that backward has begun and not ended, and the one being sent. Buckets summed over
+    a second axis are whole from the first gradient to the last, and so are tied embeddings with
+    both ends on this rank.
+    gathered weights: at stage 3 the block in use, with --overlap-param-gather the next one too; in
+    a pipeline all of a rank's stages.
+    tied look-ups: at every stage, the look-ups' own gradient where both ends are on this rank.
+    """
+    flats = rank_memory.flats(config, provider, pp_rank)
+    size, named = gradient_bytes(config), rank_memory.parameters(config, provider, pp_rank)
+    lookups = sum(named[name].entry.numel for name in both_ends(config, provider, pp_rank))
+    return {
+        "whole gradients": _whole_gradients(config, provider, flats, pp_rank) * size,
+        "gathered weights": _gathered(config, provider, flats),
+        "tied look-ups": lookups * size,
+    }
+
+
+def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[str]:
+    """Return the names of embeddings whose weight is also the output layer's, both on this rank."""
+    named = rank_memory.parameters(config, provider, pp_rank)
+    several = [name for name, param in named.items() if param.holders > 1]
+    if not several:
+        return []
+    looked_up = activations.profile(config, provider, pp_rank).looked_up
+    return [name for name in several if name in looked_up]
+
+
+def moments(
+    config: Config, provider: ModelProvider, held: activations.Held
+) -> list[dict[str, int]]:
+    """Return what lives at moments of a backward at ZeRO stages 2 and 3, without a pipeline.
+
+    The moments are the head's backward, when all activations and the logits are there, those of the
+    last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
+    look-ups, activations and logits are not all at their fullest at one of them. Between the
+    layers all of these change evenly.
+    """
+    flats, layers = rank_memory.flats(config, provider), config.model.num_layers
+    size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
+    lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
+    sharded = {
+        name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
+        for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
+    }  # fmt: skip
+    walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
+    begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
+    living = activations.profile(config, provider).living
+    for at, (name, whole) in enumerate(walk):
+        if at >= len(living):  # a sum has a place of its own before it is added to the last one's
+            whole += whole // config.parallel.shard_size
+        block = block_of(name)
+        if block:
+            number = int(block.rpartition(".")[2])
+            where = {layers - 1: "last", layers - 2: "second", 0: "first"}.get(number, "")
+        else:  # at the head of a micro-batch's list, or at its end
+            head = at % len(living) < begin
+            number, where = (layers - 1, "head") if head else (-1, "embedding")
+        if not where:
+            continue
+        now = {
+            "whole gradients": whole * size,
+            "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
+            "tied look-ups": lookups * (where == "embedding"),
+        }
+        now |= _parts(living[at % len(living)], held, (number + 1) / layers, where == "head")
+        if sum(now.values()) >= sum(found.get(where, {}).values()):
+            found[where] = now
+    return list(found.values())
+
+
+def _parts(living: int, held: activations.Held, kept: float, head: bool) -> dict[str, int]:
+    """Return what the bytes that live are. kept: the share of the layers that still wait."""
+    told = {"logits": min(held.logits, living) if head else 0}
+    told["activations"] = min(int(held.activations * kept), living - told["logits"])
+    told["offloaded"] = min(held.under_way, living - sum(told.values()))
+    return told | {"working memory": living - sum(told.values())}
+
+
+def _together(config: Config, sharded: Mapping[str, tuple[int, int]], names: Sequence[str]) -> int:
+    """Return the bytes of gathered weights while the first of these names' gradients are made."""
+    if level(config) < 3:
+        return 0
+    buckets = list(dict.fromkeys(sharded[name] for name in names if name in sharded))
+    return sum(nbytes for _, nbytes in buckets[: 1 + config.parallel.overlap_param_gather])
+
+
+def _whole_gradients(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
+) -> int:
+    """Return the elements of whole gradients at the fullest moment of a step."""
+    if level(config) < 2:
+        return 0
+    return max(live for _, live in _walk(config, provider, flats, pp_rank))
+
+
+def _walk(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
+) -> list[tuple[str, int]]:
+    """Return the parameters in the order of their gradients, each with the elements of whole
+    gradients that live then.
+    """
+    p, count = config.parallel, max(pipeline.micro_batch_counts(config))
+    total = sum(flat.length for flat in flats)
+    done = activations.profile(config, provider, pp_rank).gradients
+    early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
+    if not early or (count > 1 and not p.zero_reduce_each_microbatch):
+        return [(name, total) for name in done] or [("", total)]
+    short = [flat for flat in flats if not flat.axes]
+    bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
+    # the last bucket of a micro-batch is still being sent while the next one's backward begins
+    passes = 2 if p.zero_reduce_each_microbatch and count > 1 else 1
+    order = [
+        (name, n * len(short) + bucket_of[name] if name in bucket_of else -1)
+        for n in range(passes) for name in done
+    ]  # fmt: skip
+    last = {bucket: at for at, (_, bucket) in enumerate(order) if bucket >= 0}
+    for name in bucket_of.keys() - set(done):  # plain autograd: known at the end of the step
+        for n in range(passes):
+            last.pop(n * len(short) + bucket_of[name], None)
+    live: set[int] = set()
+    told, following = list[tuple[str, int]](), 0
+    apart = sum(flat.length for flat in flats if flat.axes)
+    for at, (name, bucket) in enumerate(order):
+        live |= {bucket} if bucket >= 0 else set()
+        told.append((name, apart + sum(short[i % len(short)].length for i in live)))
+        while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
+            live.discard(following - 1 if p.overlap_grad_reduce else following)
+            following += 1
+    return told or [("", apart)]
+
+
+def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> int:
+    """Return the bytes of gathered weights at the fullest moment of a step."""
+    size = config.run.dtype.itemsize
+    sharded = [flat.rows or flat.length * size for flat in flats if flat.by_use]
+    if level(config) < 3:
+        return 0
+    if config.parallel.pipeline_model_parallel_size > 1:
+        return sum(sharded)
+    order = [sharded[i] for i in uses(config, provider, flats)]
+    if config.parallel.overlap_param_gather:
+        return max(map(sum, pairwise(order)), default=sum(order))
+    return max(order)
+
+
+def uses(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> list[int]:
+    """Return the sharded buckets' numbers in the order in which one micro-batch uses them.
+
+    Without a pipeline: forward, backward, and forward once more where layers are recomputed.
+    """
+    shared = [flat for flat in flats if flat.by_use]
+    bucket_of = {name: i for i, flat in enumerate(shared) for name, _, _ in flat.params}
+    used = activations.profile(config, provider).uses
+    return [i for i, _ in groupby(bucket_of[name] for name in used if name in bucket_of)]
+
+
+def gathers(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], micro_batches: int
+) -> list[int]:
+    """Return the elements of every gather of weights in one step at ZeRO stage 3."""
+    return [flat.length for flat in gathered(config, provider, flats, micro_batches)]
+
+
+def gathered(
+    config: Config, provider: ModelProvider, flats: list[BucketLayout], micro_batches: int
+) -> list[BucketLayout]:
+    """Return the bucket of every gather of weights in one step at ZeRO stage 3.
+
+    The step is not the first: the order of uses is known from the step before.
+    """
+    shared = [flat for flat in flats if flat.by_use]
+    if config.parallel.pipeline_model_parallel_size > 1:
+        return shared
+    order = [i for i, _ in groupby(uses(config, provider, flats) * micro_batches)]
+    whole: set[int] = set()
+    out: list[BucketLayout] = []
+    for here, following in zip(order, [*order[1:], order[-1]], strict=True):
+        wanted = {here, following} if config.parallel.overlap_param_gather else {here}
+        out += [shared[i] for i in wanted - whole]
+        whole = wanted
+    return out

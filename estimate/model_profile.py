@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a model: its parameters, and the FLOPs of each of its parts.
+
+The model is built and run on meta tensors, which have shapes and no memory. Nothing here knows the
+model, so a changed copy of model/llama.py is measured as it is. estimate/rank_profile.py
+measures what a rank keeps and sends.
+
+    Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
+    the embedding            layer 0             layer L - 1       the head
+
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from estimate.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
+from mpu.comm.meta import MetaTransport
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink, WeightGradientQueue
+from mpu.grid import Grid
+from mpu.launch import Launch
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
+from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.pipeline.layout import Stage
+from mpu.recompute import Recompute
+from mpu.zero.layout import ParamEntry, entries_of
+from training.config import BatchConfig, Config, ParallelConfig
+from training.recompute import recompute_of
+
+
+class StagedModel(Protocol):
+    """The interface of a model to the trainer: run one of its stages, name its parameters."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Return the stages that the model holds, one for each chunk."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        *,
+        hidden: Tensor | None = None,
+        chunk: int = 0,
+    ) -> Tensor:
+        """Run a chunk: tokens [b, s], or hidden after the first stage -> hidden.
+
+        The last stage returns the loss of each token [b, s], without labels the logits.
+        """
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, ...]:
+        """Return the shape of what travels between stages."""
+
+    def chunk_of(self, name: str) -> int:
+        """Return the chunk that holds a parameter."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, which carry a Placement (mpu/param.py)."""
+
+
+class ModelProvider(Protocol):
+    """Build a rank's stages of the model, or all of it. Hashable, as profiles are cached by it."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(
+        self,
+        config: Config,
+        ctx: LayerContext,
+        recompute: Recompute | None = None,
+        stages: Sequence[Stage] | None = None,
+    ) -> StagedModel:
+        """Return the model, its weights unset, with the context's device and dtype."""
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
+
+    core: the share of each of `layers` that selective recomputation repeats (core attention).
+    """
+
+    parameters: int
+    embedding: float
+    layers: tuple[float, ...]
+    core: tuple[float, ...]
+    head: float
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a token's forward and backward; backward is twice the forward."""
+        return 3.0 * (self.embedding + sum(self.layers) + self.head)
+
+
+class ParameterProfile(NamedTuple):
+    """A parameter of a rank: its local shape and its entry in the layout of buckets.
+
+    holders: how many modules hold it; a tied weight has several.
+    """
+
+    shape: tuple[int, ...]
+    entry: ParamEntry
+    holders: int
+
+
+def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
+    """Return the parameters and FLOPs of the whole model, the vocabulary unpadded.
+
+    The FLOPs are those of matrix products (Chowdhery et al. 2022, appendix B). The two products of
+    attention (F.scaled_dot_product_attention) count half where it is causal or masked, and those of
+    a window block by block (mpu/layers/attention/blocks.py). Documents, whose lengths are not known
+    before the run, count as one. Look-ups and elementwise work do not count. Raises ValueError
+    where the vocabulary size is not known yet.
+    """
+    if config.model.vocab_size is None:
+        raise ValueError("the vocabulary size is not known before the tokenizer is read")
+    model = replace(config.model, make_vocab_size_divisible_by=1)
+    alone = ParallelConfig()  # of one rank, as the grid below: a cache key
+    one = replace(config, model=model, parallel=alone, batch=BatchConfig())
+    return _model_profile(one, provider)
+
+
+@lru_cache(maxsize=16)
+def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
+    count, length = config.model.num_layers, config.model.seq_length
+    stages = [Stage(0, 0, embedding=True), *(Stage(i, i + 1) for i in range(count))]
+    stages.append(Stage(count, count, loss=True))
+    flops = _Flops()
+    ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
+    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
+        built = provider(config, ctx, _CountedRecompute(flops), stages)
+        tokens = torch.empty((1, length), dtype=torch.long, device=META)
+        hidden, parts, cores = None, [], []
+        for chunk in range(count + 2):
+            hidden = built(tokens, tokens, hidden=hidden, chunk=chunk)
+            part, core = flops.take()
+            parts.append(part / length)
+            cores.append(core / length)
+    parameters = sum(param.numel() for _, param in built.named_parameters())
+    return ModelProfile(parameters, parts[0], tuple(parts[1:-1]), tuple(cores[1:-1]), parts[-1])
+
+
+def plannable(config: Config) -> Config:
+    """Return the config without the ZeRO stage, on which no profile depends: a cache key."""
+    p = replace(config.parallel, zero_stage=None, use_distributed_optimizer=False)
+    return replace(config, parallel=p)
+
+
+def make_grid(config: Config, launch: Launch) -> Grid:
+    """Return the layout of the ranks, without process groups yet."""
+    p = config.parallel
+    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
+    return Grid(
+        launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
+        query_groups=config.model.num_query_groups,
+        hierarchical=p.hierarchical_context_parallel_sizes,
+        order=tuple(p.rank_order.split("-")),
+    )  # fmt: skip
+
+
+def grid_of(config: Config, pp_rank: int) -> Grid:
+    """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
+    p = config.parallel
+    one = replace(config, parallel=replace(p, num_distributed_optimizer_instances=1))
+    first = make_grid(one, Launch(0, p.world_size))
+    return make_grid(one, Launch(first.pp.ranks[pp_rank], p.world_size))
+
+
+def rank_model(
+    config: Config,
+    provider: ModelProvider,
+    stages: Sequence[Stage],
+    pp_rank: int,
+    sink: GradientSink | None = None,
+    queue: WeightGradientQueue | None = None,
+    trace: Any = None,
+    recompute: Recompute | None = None,
+) -> StagedModel:
+    """Build the model of a pipeline rank on meta tensors.
+
+    trace: is called for each collective; none is sent (mpu/comm/meta.py).
+    """
+    p = config.parallel
+    grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
+    ctx = LayerContext(
+        grid,
+        p.sequence_parallel,
+        config.run.dtype,
+        accumulate_dtype(config),
+        META,
+        sink=sink or GradientSink(),
+        queue=queue or WeightGradientQueue(),
+        loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
+        cp_comm_type=p.cp_comm_type,
+    )
+    return provider(config, ctx, recompute or recompute_of(config, META), stages)
+
+
+def rank_parameters(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int
+) -> dict[str, ParameterProfile]:
+    """Return {name: parameter} of a pipeline rank in definition order, each parameter once."""
+    return _rank_parameters(plannable(config), provider, tuple(stages), pp_rank)
+
+
+@lru_cache(maxsize=256)
+def _rank_parameters(
+    config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int
+) -> dict[str, ParameterProfile]:
+    model = rank_model(config, provider, stages, pp_rank)
+    holders: dict[nn.Parameter, int] = {}
+    for _, param in model.named_parameters(remove_duplicate=False):
+        holders[param] = holders.get(param, 0) + 1
+    named = list(model.named_parameters())
+    return {
+        name: ParameterProfile(tuple(param.shape), entry, holders[param])
+        for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
+    }
+
+
+def accumulate_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, masters and moments: fp32, or fp64 under --fp64."""
+    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
+
+
+class _Flops(MetaOperations):
+    """Count the FLOPs of matrix products since `take`: all, and those in core attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.core = 0
+        self.inside = False  # core attention is running
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            at = PRODUCTS[func]
+            self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
+        if func is BLOCK:
+            q, k, v, *options = args  # dropout, causal
+            self.dot_product_attention(q, k, v, is_causal=options[1:] == [True])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, count: int) -> None:
+        self.all += count
+        self.core += count * self.inside
+
+    def dot_product_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Count attention: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
+        square = prod(q.shape[:-1]) * k.shape[-2]
+        half = 1 if is_causal or attn_mask is not None else 2
+        self.add(half * square * (q.shape[-1] + v.shape[-1]))
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+    def take(self) -> tuple[int, int]:
+        counted, self.all, self.core = (self.all, self.core), 0, 0
+        return counted
+
+
+class _CountedRecompute(Recompute):
+    """Recompute nothing; tell the counter where core attention runs."""
+
+    def __init__(self, flops: _Flops) -> None:
+        super().__init__()
+        self.flops = flops
+
+    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `run` with its FLOPs counted as core attention's."""
+
+        def inside(*inputs: Any, **options: Any) -> Tensor:
+            self.flops.inside = True
+            out = run(*inputs, **options)
+            self.flops.inside = False
+            return out
+
+        return inside

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what one pipeline rank's model keeps and sends in a micro-batch, by running it.
+
+The model runs on meta tensors (estimate/meta.py): forward through each of its chunks, then
+backward, in which the weight gradients follow each chunk's B where the schedule separates them.
+Where only the output layer's are deferred, these follow the last chunk's B.
+Nothing is sent: a trace records each collective instead.
+
+    F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from estimate.context import rank_batch
+from estimate.live import Live
+from estimate.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
+from estimate.meta_kernels import meta_kernels
+from estimate.meta_offload import MetaCarrier, MetaOffload
+from estimate.model_profile import (
+    ModelProvider,
+    StagedModel,
+    accumulate_dtype,
+    plannable,
+    rank_model,
+)
+from estimate.saved import Saved
+from mpu.activation_offload import Offload
+from mpu.comm.transport import Axis
+from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
+from mpu.pipeline.layout import Stage
+from training.config import Config
+from training.recompute import recompute_of
+
+
+class Collective(NamedTuple):
+    """One collective of a micro-batch. phase: F, B or W. bytes: of the whole tensor."""
+
+    axis: str
+    verb: str
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """What a stage keeps of one micro-batch, in bytes, and what it sends for it.
+
+    for_b, for_w: kept from F to B and from B to W, without the logits: the numbers, float8 too,
+    that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
+    nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
+    same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
+    offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
+    at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
+    micro-batch keeps, in W without what waited. message: what its F or B sends.
+    """
+
+    for_b: int
+    for_w: int
+    logits: int
+    again: int
+    offloaded: int
+    under_way: int
+    in_f: int
+    in_b: int
+    in_w: int
+    message: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def working(self) -> int:
+        """Return the most that an action has beside what is kept and what is recomputed."""
+        kept = self.for_b + self.logits
+        return max(self.in_f - kept, self.in_b - kept - self.again, self.in_w)
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What a rank's model does in one micro-batch.
+
+    stages: in the order of its chunks. uses: names of parameters in the order of their uses
+    (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
+    parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
+    from the one before until it is ready, in bytes, main gradients and weights not counted.
+    """
+
+    stages: tuple[StageProfile, ...]
+    uses: tuple[str, ...]
+    gradients: tuple[str, ...]
+    looked_up: frozenset[str]
+    living: tuple[int, ...]
+
+
+def rank_profile(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
+) -> RankProfile:
+    """Run a micro-batch of the run's size through a pipeline rank's stages; return its profile.
+
+    split: whether the schedule separates W from B.
+    """
+    return _rank_profile(plannable(config), provider, tuple(stages), pp_rank, split)
+
+
+@lru_cache(maxsize=256)
+def _rank_profile(
+    config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
+) -> RankProfile:
+    live, queue, trace = Live(), _Queue(), _Trace()
+    sink = _Sink(accumulate_dtype(config), live)
+    again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
+    model = rank_model(
+        config, provider, stages, pp_rank,
+        sink=sink, queue=queue, trace=trace, recompute=again,
+    )  # fmt: skip
+    sink.names = {param: name for name, param in model.named_parameters()}
+    with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
+        run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
+        for param in sink.names:
+            sink.main_grad(param)  # kept from step to step
+        with run.live:
+            run.all(split)
+    return RankProfile(
+        run.profiles(),
+        tuple(sink.uses),
+        tuple(sink.gradients),
+        frozenset(sink.looked_up),
+        tuple(sink.living),
+    )
+
+
+class _Run:
+    """One micro-batch on its way through a rank's chunks."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: StagedModel,
+        sink: "_Sink",
+        queue: "_Queue",
+        trace: "_Trace",
+        offload: Offload | None,
+        live: Live,
+    ) -> None:
+        self.model, self.sink, self.queue, self.trace, self.live = model, sink, queue, trace, live
+        assert offload is None or isinstance(offload, MetaOffload)
+        self.offload = offload
+        self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
+        self.size, self.positions, self.documents = rank_batch(config)
+        self.dtype = config.run.dtype
+        self.defers_output = config.parallel.defer_embedding_wgrad_compute
+        self.recomputes = config.parallel.recompute_granularity == "full"
+        # a first micro-batch finds the storages that micro-batches share: these are not counted
+        self.shared, self.logits = Saved(), torch.Size()
+        self.before = [self._run(chunk, self.shared, labels=False) for chunk in self.chunks]
+        for chunk, stage in enumerate(model.stages):
+            if stage.loss:
+                self.logits = self.before[chunk].shape
+        sink.uses.clear()
+        self.saved = [Saved(self.shared.storages) for _ in self.chunks]
+        self.rerun = [Saved(self.shared.storages) for _ in self.chunks]
+        self.out: dict[int, GradientEdge] = {}
+        self.waiting: dict[int, list[Tensor]] = {}
+        self.kept = [(0, 0)] * len(self.saved)
+        self.most = {(chunk, kind): 0 for chunk in self.chunks for kind in "FBW"}
+        self.counted: dict[int, int] = {}  # chunk -> bytes that live since its F
+
+    @property
+    def chunks(self) -> range:
+        return range(len(self.model.stages))
+
+    def _run(self, chunk: int, saved: "Saved", labels: bool = True) -> Tensor:
+        stage, hidden = self.model.stages[chunk], None
+        if self.offload:
+            self.offload.begin(saved)
+        tokens = torch.empty(self.size, dtype=torch.long, device=META)
+        if not stage.embedding:
+            shape = self.model.hidden_shape(*self.size)
+            hidden = torch.empty(shape, dtype=self.dtype, device=META).requires_grad_()
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            target = tokens.clone() if labels and stage.loss else None
+            documents = (self.positions, self.documents)
+            return self.model(tokens, target, *documents, hidden=hidden, chunk=chunk)
+
+    def all(self, split: bool) -> None:
+        """Run every chunk forward, then every chunk backward."""
+        for chunk in self.chunks:
+            self.forward(chunk)
+        for chunk in reversed(self.chunks):
+            self.backward(chunk, split)
+
+    def forward(self, chunk: int) -> None:
+        self.trace.at = (chunk, "F")
+        before = self.live.begin()
+        out = self._run(chunk, self.saved[chunk])
+        loss = self.model.stages[chunk].loss
+        self.out[chunk] = get_gradient_edge(out.sum() if loss else out)
+        self.most[chunk, "F"] = self.live.peak - before
+        del out
+        self.kept[chunk] = self.saved[chunk].bytes(self.logits)
+        self.away[chunk] = self.offload.bytes() if self.offload else (0, 0)
+        self.counted[chunk] = self.live.now - before
+
+    def backward(self, chunk: int, split: bool) -> None:
+        out, again = self.out.pop(chunk), self.rerun[chunk]
+        self.trace.at = (chunk, "B")
+        defers = split or self.defers_output
+        before = self.live.begin() - self.counted.pop(chunk)
+        if defers:
+            self.queue.defer(output_layer_only=not split)
+        loss, shape = self.model.stages[chunk].loss, self.model.hidden_shape(*self.size)
+        with saved_tensors_hooks(again.pack, again.unpack):
+            dy = None if loss else torch.empty(shape, dtype=self.dtype, device=META)
+            torch.autograd.backward((out,), (dy,))
+        del out, dy
+        self.most[chunk, "B"] = self.live.peak - before
+        if defers:
+            self.waiting[chunk] = self.queue.waiting
+            self.queue.waiting = []
+            self.trace.at = (chunk, "W")
+            before = self.live.begin()
+            run_deferred(self.queue.take())
+            self.most[chunk, "W"] = self.live.peak - before
+
+    def profiles(self) -> tuple[StageProfile, ...]:
+        """Return what each chunk keeps and sends."""
+        return tuple(self.profile(chunk) for chunk in self.chunks)
+
+    def profile(self, chunk: int) -> StageProfile:
+        kept, logits = self.kept[chunk]
+        offloaded, two = self.away[chunk]
+        waits = Saved(self.shared.storages)
+        held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
+        for_w, gradient = waits.bytes(self.logits)
+        del held
+        return StageProfile(
+            kept - logits,
+            for_w - gradient,
+            logits,
+            again=self.rerun[chunk].peak if self.recomputes else 0,
+            offloaded=offloaded,
+            under_way=two,
+            in_f=self.most[chunk, "F"],
+            in_b=self.most[chunk, "B"],
+            in_w=self.most[chunk, "W"],
+            message=prod(self.model.hidden_shape(*self.size)) * self.dtype.itemsize,
+            collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
+        )
+
+
+class _Sink(GradientSink):
+    """Record the order in which parameters are used and their gradients ready; add nothing."""
+
+    def __init__(self, dtype: torch.dtype, live: Live) -> None:
+        super().__init__(dtype)
+        self.live = live
+        self.living: list[int] = []
+        self.names: dict[nn.Parameter, str] = {}
+        self.uses: list[str] = []
+        self.gradients: list[str] = []
+        self.looked_up: set[str] = set()
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        self.uses.append(self.names[param])
+        return param
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        pass
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
+        self.looked_up.add(self.names[param])
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        self.gradients.append(self.names[param])
+        self.living.append(self.live.most_since())
+
+
+class _Queue(WeightGradientQueue):
+    """Record the tensors that deferred weight gradients keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Tensor] = []
+
+    def put(self, work: Any, kept: Sequence[Tensor] = (), output_layer: bool = False) -> None:
+        if self.defers(output_layer):
+            self.waiting += kept
+        super().put(work, kept, output_layer)
+
+
+class _Trace:
+    """Record every collective with its chunk and its phase."""
+
+    def __init__(self) -> None:
+        self.at = (-1, "")
+        self.collectives: list[tuple[int, Collective]] = []
+
+    def issued(
+        self, verb: str, axis: Axis, tensor: Tensor, sent: int, async_op: bool, label: Any
+    ) -> None:
+        nbytes = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+        chunk, phase = self.at
+        name = verb.replace("_", "-")
+        self.collectives.append((chunk, Collective(axis.name, name, phase, nbytes)))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention: one rank's core, blocks of it for documents and windows, and context parallelism."""

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within documents and windows, without a mask.
+
+On CUDA torch's flash operator takes the documents' cumulative lengths and the window. Elsewhere
+attention runs block after block (mpu/layers/attention/blocks.py): on a CPU with AVX-512 through
+csrc/attention.h, else through torch's operators. Where blocks share queries, their results are
+merged by log-sum-exp, and the backward of each takes the merged output and log-sum-exp:
+
+    lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
+
+That is the backward of the whole, in parts (Dao et al. 2022, appendix B).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.layers.attention.blocks import Block, Part, blocks
+from mpu.layers.fused import attention_is_fast, call
+from mpu.layers.packed_seq_params import PackedSeqParams
+
+aten = torch.ops.aten
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [b, a, s, d].
+
+    The queries are the last s of the S tokens of a row. packed: the documents in the row (b is 1
+    then); None: each row is one. window: see `core_attention`. Raises ValueError where the
+    documents do not fill the row.
+    """
+    s, keys = q.shape[2], k.shape[2]
+    documents = (keys,) if packed is None else packed.lengths
+    if packed is not None and sum(documents) != keys:
+        cut = "" if sum(documents) % keys else "; under context parallelism core_attention_of(ctx) "
+        raise ValueError(
+            f"the packed documents have {sum(documents)} tokens, the batch {keys}"
+            f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
+        )
+    if _flash_takes(q):
+        return _flash_attention(q, k, v, packed, window)
+    return _BlockAttention.apply(q, k, v, blocks(range(keys - s, keys), documents, window))
+
+
+def _flash_takes(q: Tensor) -> bool:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+
+
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
+) -> Tensor:
+    # torch.nn.attention.varlen calls this operator too; its arguments differ in 2.11, 2.12 and 2.13
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d]
+    ends, longest = None, (q.shape[1], k.shape[1])
+    if packed is not None:
+        q, k, v = q[0], k[0], v[0]  # [s, n, d]
+        ends, longest = packed.cu_seqlens, (packed.max_seqlen, packed.max_seqlen)
+    sides = (window - 1, 0) if window else (None, None)
+    out = aten._flash_attention_forward(
+        q, k, v, cum_seq_q=ends, cum_seq_k=ends, max_q=longest[0], max_k=longest[1], dropout_p=0.0,
+        is_causal=not window, return_debug_mask=False, window_size_left=sides[0],
+        window_size_right=sides[1],
+    )[0]  # fmt: skip
+    return (out if packed is None else out[None]).transpose(1, 2)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, todo: tuple[Block, ...]) -> Tensor:
+        before = k.shape[2] - q.shape[2]
+        out, lse = outputs(q, _sums(q, todo))
+        attend(todo, q, k, v, out, lse, before=before)
+        out = out.to(q.dtype)
+        saved_ctx.todo, saved_ctx.before = todo, before
+        saved_ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = saved = saved_ctx.saved_tensors
+        kind = _sums(q, saved_ctx.todo)
+        sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
+        attend_backward(saved_ctx.todo, dy, saved, sums, before=saved_ctx.before)
+        dq, dk, dv = (x.to(q.dtype) for x in sums)
+        return dq, dk, dv, None
+
+
+def outputs(q: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return memory for the output, of dtype `kind`, and the log-sum-exp of q [b, a, s, d]."""
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q))
+    return _empty(q, kind), lse.transpose(1, 2)
+
+
+def _empty(x: Tensor, kind: torch.dtype) -> Tensor:
+    b, n, s, d = x.shape
+    return x.new_empty((b, s, n, d), dtype=kind).transpose(1, 2)
+
+
+def attend(
+    todo: Sequence[Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    before: int = 0,
+) -> None:
+    """Do the forward of blocks: set out and lse, or merge into what is there.
+
+    q [b, a, s, d]; k and v [b, g, S, d]. A block's ranges are places in dim 2; `before` is taken
+    off those of queries. A "tril" is a query's first block, and sets.
+    """
+    for block in todo:
+        at, keys = _slice(block.q, before), _slice(block.kv)
+        y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
+        if block.part == "tril":
+            out[:, :, at], lse[:, :, at] = y, new
+        else:  # these queries have looked at other keys before
+            both = torch.logaddexp(lse[:, :, at], new)
+            out[:, :, at].mul_((lse[:, :, at] - both).exp_()[..., None])
+            out[:, :, at].addcmul_(y, (new - both).exp_()[..., None])
+            lse[:, :, at] = both
+        del y, new  # before the next block's
+
+
+def attend_backward(
+    todo: Sequence[Block],
+    dy: Tensor,
+    saved: tuple[Tensor, ...],
+    sums: tuple[Tensor, ...],
+    *,
+    before: int = 0,
+) -> None:
+    """Do the backward of blocks: add to sums, which are dq, dk and dv. saved: see below."""
+    dq, dk, dv = sums
+    for keys, *parts in block_gradients(todo, dy, saved, dq, before=before):
+        dk[:, :, keys] += parts[0]
+        dv[:, :, keys] += parts[1]
+        del parts  # before the next block's
+
+
+def block_gradients(
+    todo: Sequence[Block], dy: Tensor, saved: tuple[Tensor, ...], dq: Tensor, *, before: int = 0
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Do the backward of blocks: add to dq, and yield the keys of each with their dk and dv.
+
+    saved: q, k, v, and the output and log-sum-exp of all blocks of the queries, not these alone.
+    """
+    q, k, v, out, lse = saved
+    for block in todo:
+        at, keys = _slice(block.q, before), _slice(block.kv)
+        places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
+        part, dk, dv = _backward(block.part, *(x[:, :, place] for x, place in places))
+        dq[:, :, at] += part
+        del part
+        yield keys, dk, dv
+        del dk, dv  # before the next block's
+
+
+def accumulate_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype in which results of several blocks are added."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _sums(q: Tensor, todo: tuple[Block, ...]) -> torch.dtype:
+    """Return the dtype of sums over blocks: where each token is in one block, there is no sum."""
+    return q.dtype if all(block.part == "tril" for block in todo) else accumulate_dtype(q)
+
+
+def _slice(positions: range, before: int = 0) -> slice:
+    return slice(positions.start - before, positions.stop - before)
+
+
+def _forward(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp [b, a, s] of one block."""
+    if part == "triu":  # causal, if both are read from their ends
+        out, lse = _forward("tril", q.flip(2), k.flip(2), v.flip(2))
+        return out.flip(2), lse.flip(2)
+    if _native_takes(q, k, v):
+        return _native_forward(q, k, v, part == "tril")
+    if q.device.type in ("cpu", "meta"):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
+    if _flash_takes(q):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, part == "tril")[:2]
+    return products_forward(q, k, v, part == "tril")
+
+
+def _backward(
+    part: Part, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's parts of dq, dk and dv; out and lse are those of all blocks together."""
+    if part == "triu":
+        dq, dk, dv = _backward("tril", *(x.flip(2) for x in (dy, q, k, v, out, lse)))
+        return dq.flip(2), dk.flip(2), dv.flip(2)
+    if _native_takes(q, k, v):
+        return _native_backward(dy, q, k, v, out, lse, causal=part == "tril")
+    if q.device.type in ("cpu", "meta"):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, out, lse, dropout_p=0.0, is_causal=part == "tril"
+        )
+    if _flash_takes(q):
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which is none
+        return aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, out, lse, cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
+            max_k=k.shape[2], dropout_p=0.0, is_causal=part == "tril", philox_seed=state,
+            philox_offset=state,
+        )  # fmt: skip
+    return products_backward(dy, q, k, v, out, lse, causal=part == "tril")
+
+
+def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether csrc/attention.h takes a block, fast, and has work for all threads."""
+    alike = q.stride(3) == k.stride(3) == 1 and k.stride() == v.stride()
+    return alike and attention_is_fast(q, k.shape[0] * k.shape[1])
+
+
+def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Do `_forward` by csrc/attention.h."""
+    out, lse = outputs(q, q.dtype)
+    call("block_forward", q.dtype, q, k, v, out, lse, *_native_sizes(q, k, out, lse, out, causal))
+    return out, lse
+
+
+def _native_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `_backward` by csrc/attention.h."""
+    dy = dy if dy.stride(3) == 1 else dy.contiguous()
+    dq, dk, dv = (_empty(x, x.dtype) for x in (q, k, v))
+    sizes = _native_sizes(q, k, out, lse, dy, causal)
+    call("block_backward", q.dtype, q, k, v, out, lse, dy, dq, dk, dv, *sizes)
+    return dq, dk, dv
+
+
+def _native_sizes(
+    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, dy: Tensor, causal: bool
+) -> list[int | float]:
+    """Return the sizes b, s, S, a, g, d of a block, its kind, its scale, and strides."""
+    (b, a, s, d), (_, g, keys, _) = q.shape, k.shape
+    strides = (n for x in (q, k, out, lse, dy) for n in x.stride()[:3])
+    return [b, s, keys, a, g, d, int(causal), d**-0.5, *strides]
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).to(accumulate_dtype(q))
+    scores *= q.shape[3] ** -0.5  # [b, a, s, S]
+    if causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def products_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Do `_forward` by matrix products: for fp32, fp64 and odd head sizes on CUDA."""
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().to(q.dtype)
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), lse
+
+
+def products_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `_backward` by matrix products."""
+    # p = exp(scores - lse):  dv = p^T dy;  ds = p (dy v^T - sum(dy out));  dq = ds k;  dk = ds^T q
+    each = q.shape[1] // k.shape[1]  # query heads of a group
+    weights = (_scores(q, k, causal) - lse[..., None]).exp()
+    pulls = (dy @ v.repeat_interleave(each, 1).mT).to(weights.dtype)
+    pulls -= (dy * out).sum(-1, keepdim=True, dtype=weights.dtype)
+    pulls = (pulls * weights).mul_(q.shape[3] ** -0.5).to(q.dtype)
+    dq = pulls @ k.repeat_interleave(each, 1)
+    dk, dv = pulls.mT @ q, weights.to(dy.dtype).mT @ dy  # [b, a, S, d]
+    return dq, dk.unflatten(1, (-1, each)).sum(2), dv.unflatten(1, (-1, each)).sum(2)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How keys and values come to the queries of a context-parallel rank: gathered, or round a ring.
+
+    Gather   forward    start gather | own keys | all other keys
+             backward   start gather | half of own keys | all other keys |
+                        start reduce-scatter of dK, dV | the other half of own keys
+    Ring     forward    own keys | keys of the rank before | of the one before it | ...
+                        each while the next are on their way
+             backward   half of own keys | keys of the rank before | ... | the other half of own
+                        keys; dK, dV follow other ranks' keys a turn behind, home to their rank
+
+Both are the inside of one autograd function, `ContextExchange`, which saves this rank's q, k, v,
+output and log-sum-exp alone. K and V travel as one tensor [s, b, 2 g, d].
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather, reduce_scatter
+from mpu.comm.p2p import exchange
+from mpu.comm.transport import DONE, Axis, Handle, Label
+from mpu.layers.attention.block_attention import (
+    accumulate_dtype,
+    attend,
+    attend_backward,
+    block_gradients,
+    outputs,
+)
+from mpu.layers.attention.shards import Ranges, gather_blocks, halves, ring_blocks
+
+FORWARD, BACKWARD = Label("core_attention", "forward"), Label("core_attention", "backward")
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse
+
+
+class Way(Protocol):
+    """Brings keys and values to queries. All tensors are [b, n, s, d], views of [s, b, n, d]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fill out and lse."""
+
+    def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
+        """Add to dq; return dK and dV of this rank's tokens, [s, b, 2 g, d]. saved: q to lse."""
+
+
+class ContextExchange(torch.autograd.Function):
+    """q [s, b, a, d], k and v [s, b, g, d] of this rank's tokens, way -> [s, b, a, d]."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: Way) -> Tensor:
+        heads = _heads(q)
+        out, lse = outputs(heads, accumulate_dtype(q))
+        way.forward(heads, _heads(k), _heads(v), out, lse)
+        out = out.to(q.dtype)
+        saved_ctx.way = way
+        saved_ctx.save_for_backward(q, k, v, out, lse)
+        return out.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = saved_ctx.saved_tensors
+        dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q))
+        saved = (_heads(q), _heads(k), _heads(v), out, lse)
+        dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq)).to(q.dtype)
+        dk, dv = dkv.split(k.shape[2], 2)
+        return dq.to(q.dtype), dk, dv, None
+
+
+class Gather:
+    """All keys at once. held: the positions of each rank's tokens (context_shards.py)."""
+
+    def __init__(
+        self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int
+    ) -> None:
+        self.axis, self.held = axis, held
+        self.blocks = gather_blocks(axis.rank, held, documents, window)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Attend to own keys while the others come."""
+        mine = _together(k, v)
+        parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
+        attend(self.blocks.near, q, k, v, out, lse)
+        handle.wait()
+        del mine
+        every = parts.index_select(0, in_order(self.held, q.device)[0])
+        del parts
+        attend(self.blocks.far, q, *_apart(every), out, lse)
+
+    def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
+        """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
+        and takes the place of its keys; what they did for this rank's is added in rank order.
+        """
+        q, k, v, out, lse = saved
+        early, late = halves(self.blocks.near)
+        mine = _together(k, v)
+        parts, handle = all_gather(mine, self.axis, async_op=True, label=BACKWARD)
+        found = [*block_gradients(early, dy, saved, dq)]
+        handle.wait()
+        del mine
+        order, back = in_order(self.held, q.device)
+        every = parts.index_select(0, order)
+        del parts
+        size = every.shape[0] // self.axis.size
+        for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
+            keys = every[first : first + size]
+            part = torch.zeros_like(keys, dtype=dq.dtype)
+            attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
+            keys.copy_(part)  # their gradients, from here on
+            del keys, part
+        sent = every.index_select(0, back)
+        del every
+        theirs, handle = reduce_scatter(sent, self.axis, async_op=True, label=BACKWARD)
+        del sent
+        found += block_gradients(late, dy, saved, dq)
+        handle.wait()
+        return _added(found, theirs.to(dq.dtype))
+
+
+class Ring:
+    """Keys of one rank after the other."""
+
+    def __init__(
+        self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int
+    ) -> None:
+        self.axis, self.blocks = axis, ring_blocks(axis.rank, held, documents, window)
+
+    def _pass_on(self, x: Tensor, label: Label) -> tuple[Tensor, Handle]:
+        """Start sending x to the next rank and receiving what comes from the one before."""
+        size, rank = self.axis.size, self.axis.rank
+        if size == 1:
+            return x, DONE
+        into = torch.empty_like(x)
+        return into, exchange(x, self.axis, (rank + 1) % size, (rank - 1) % size, into, label)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Attend to one rank's keys while the next are on their way."""
+        here, size = _together(k, v), self.axis.size
+        for turn in range(size):
+            coming, handle = here, DONE
+            if turn + 1 < size:
+                coming, handle = self._pass_on(here, FORWARD)
+            attend(self.blocks[(self.axis.rank - turn) % size], q, *_apart(here), out, lse)
+            handle.wait()
+            here = coming
+
+    def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
+        """Do the same again. A sum of dK and dV begins at the rank after that of its keys, leaves a
+        turn after them, and gets home while this rank attends to the rest of own keys.
+        """
+        q, k, v, out, lse = saved
+        rank, size = self.axis.rank, self.axis.size
+        early, late = halves(self.blocks[rank])
+        coming, handle = self._pass_on(_together(k, v), BACKWARD)
+        found = [*block_gradients(early, dy, saved, dq)]
+        sums, arrives = None, DONE
+        for turn in range(1, size):
+            handle.wait()
+            here = coming
+            if turn + 1 < size:
+                coming, handle = self._pass_on(here, BACKWARD)
+            todo = self.blocks[(rank - turn) % size]
+            theirs = [*block_gradients(todo, dy, (q, *_apart(here), out, lse), dq)]
+            arrives.wait()
+            sums = _added(theirs, _zeros(k, dq.dtype) if sums is None else sums)
+            del here, theirs
+            sums, arrives = self._pass_on(sums, BACKWARD)
+        del coming
+        found += block_gradients(late, dy, saved, dq)
+        arrives.wait()
+        return _added(found, _zeros(k, dq.dtype) if sums is None else sums)
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)  # [s, b, n, d] -> [b, n, s, d]
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """Return K and V [b, g, s, d] as they travel, [s, b, 2 g, d]: a copy."""
+    return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 2)
+
+
+def _zeros(k: Tensor, kind: torch.dtype) -> Tensor:
+    b, g, s, d = k.shape
+    return k.new_zeros((s, b, 2 * g, d), dtype=kind)
+
+
+def _apart(kv: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _heads(kv).chunk(2, 1)
+    return k, v
+
+
+def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor) -> Tensor:
+    """Add blocks' dk and dv to sums [s, b, 2 g, d], which are returned."""
+    for at, *parts in found:
+        for whole, part in zip(_apart(dkv), parts, strict=True):
+            whole[:, :, at] += part
+    return dkv
+
+
+def in_order(held: tuple[Ranges, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the indexes that put ranks' tokens, one rank after the other, in order of position,
+    and back: int64 [s] each. A copy to CUDA is asynchronous.
+    """
+    order, back = _in_order(held)
+    if device.type == "cuda":
+        order, back = order.pin_memory(), back.pin_memory()
+    return order.to(device, non_blocking=True), back.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _in_order(held: tuple[Ranges, ...]) -> tuple[Tensor, Tensor]:
+    order = torch.cat([torch.arange(r.start, r.stop) for ranges in held for r in ranges]).argsort()
+    return order, order.argsort()

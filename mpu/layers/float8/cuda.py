@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply rows of float8 on CUDA by torch's scaled_mm: each scaling in the layout it asks for.
+
+    tensorwise   one fp32 scale                                       compute capability 8.9, 9 up
+    rowwise      fp32 [n, 1]                                          the same
+    blockwise    fp32 [n, k/128] column by column; of a weight        9.0 alone
+                 [k/128 up to a multiple of 4, n/128] column by column
+    mxfp8        bytes (e8m0) in tiles of 128 x 4, padded             10.0 up
+
+Codes are multiplied where they lie: rows of k codes a row of bytes apart. So is the one scale of
+tensorwise rows. Other scales are laid out anew, unless the kernel that made the rows did it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpu.layers.float8.rows import BLOCKS, Format, codes, scale_in_row, scales
+
+CAPABLE = {  # compute capabilities, and the devices that have them
+    "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
+    "rowwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
+    "blockwise": ((9, 0), (9, 9), "9.0 (Hopper); on Blackwell take mxfp8"),
+    "mxfp8": ((10, 0), (99, 9), "10.0 or more (Blackwell); on Hopper take blockwise"),
+}
+
+
+def unsupported(scaling: str, device: torch.device) -> str:
+    """Return why a GPU cannot multiply so, or "" where it can."""
+    found = torch.cuda.get_device_capability(device)
+    low, high, needed = CAPABLE[scaling]
+    if low <= found <= high:
+        return ""
+    name = torch.cuda.get_device_name(device)
+    return (
+        f"--fp8-recipe {scaling} needs a GPU of compute capability {needed}: {name} has "
+        f"{found[0]}.{found[1]}"
+    )
+
+
+class Operand(NamedTuple):
+    """Rows of one format."""
+
+    rows: Tensor
+    form: Format
+
+
+def prepare(rows: Tensor, scaling: str) -> None:
+    """Note a weight's scales beside its rows: a weight meets the rows of several ranks in turn."""
+    rows.scales_as_b = _layout(rows, scaling, weight=True, of_a=False)  # type: ignore[attr-defined]
+
+
+def multiply(
+    a: Operand, b: Operand, scaling: str, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """Return a b^T [n, m] of rows a [n], b [m]. A b that went through `prepare` is a weight.
+
+    fast: sums may be kept in fewer bits within a tile, as is usual in forward. mxfp8 comes out in
+    bf16 at most, and is converted.
+    """
+    block, kind = BLOCKS[scaling], F.ScalingType
+    ready = getattr(b.rows, "scales_as_b", None)
+    kinds = {
+        "tensorwise": (kind.TensorWise, kind.TensorWise),
+        "rowwise": (kind.RowWise, kind.RowWise),
+        "blockwise": (kind.BlockWise1x128, kind.BlockWise1x128),
+        "mxfp8": (kind.BlockWise1x32, kind.BlockWise1x32),
+    }[scaling]
+    if scaling == "blockwise" and ready is not None:
+        kinds = kind.BlockWise1x128, kind.BlockWise128x128
+    of_a = _layout(a.rows, scaling, weight=False, of_a=True)
+    of_b = _layout(b.rows, scaling, weight=False, of_a=False) if ready is None else ready
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if scaling == "mxfp8" else None
+    out = torch.bfloat16 if scaling == "mxfp8" else dtype
+    y = F.scaled_mm(
+        codes(a.rows, block, a.form), codes(b.rows, block, b.form).t(),
+        of_a, kinds[0], of_b, kinds[1],
+        swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out, use_fast_accum=fast,
+    )  # fmt: skip
+    return y.to(dtype)
+
+
+def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
+    """Return the scales of rows as scaled_mm asks for them: of a, or of b."""
+    if scaling == "tensorwise":
+        return scale_in_row(rows)
+    byte = scales(rows, BLOCKS[scaling])
+    if scaling == "mxfp8":
+        return swizzled(byte)
+    noted = getattr(rows, "scales_in_fp32", None)  # by the kernel that made the rows
+    if scaling == "rowwise":
+        by_row = wide(byte) if noted is None else noted
+        return by_row if of_a else by_row.t()
+    if not weight:
+        return wide(byte.t()).t() if noted is None else noted  # stride 1 along n
+    squares = byte[::128]
+    return wide(F.pad(squares, (0, -squares.shape[1] % 4))).t()
+
+
+def wide(byte: Tensor) -> Tensor:
+    """Return the scales of bytes in fp32, of the strides of a new tensor, in one launch.
+
+    They are what scale_of returns, but for 255, of which e8m0 makes a NaN.
+    """
+    return byte.view(torch.float8_e8m0fnu).to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def swizzled(byte: Tensor) -> Tensor:
+    """Return e8m0 scales in the order of tensor cores: bytes [n, k/32], padded to tiles of 128 x 4.
+
+    A tile's rows r and columns c stand at 16 (r mod 32) + 4 (r div 32) + c; tiles row by row.
+    """
+    n, blocks = byte.shape
+    padded = F.pad(byte, (0, -blocks % 4, 0, -n % 128))
+    tiles = padded.view(len(padded) // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)

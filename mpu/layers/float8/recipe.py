@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply in float8: a Recipe whose operands are rows of codes with their scales.
+
+    forward  y  = x w^T     rows of x, k = i; rows of w, k = i
+    dgrad    dx = dy w      rows of dy, k = o; rows of w^T, k = o: made again of the rows of w
+    wgrad    dw = dy^T x    rows of dy^T and x^T, k = tokens: made again of the rows of dy and x
+
+    scaling      a scale for                           of a weight      remade rows are exact
+    tensorwise   the whole tensor, of all ranks        the same         always: the same codes
+    rowwise      a row                                 the same         but for underflow
+    blockwise    128 numbers of a row                  128 x 128        w: always; dy, x: but for it
+    mxfp8        32 numbers of a row                   the same         but for underflow
+
+Every scale is a power of two (mpu/layers/float8/rows.py), so multiplying by one is exact, and its
+place in a sum of products changes no bit. Where tensor-parallel ranks divide what shares a scale,
+they agree on it first, by the maximum of their bytes: rows are the same bytes in every layout.
+
+On CUDA torch's scaled_mm multiplies (mpu/layers/float8/cuda.py). Elsewhere `product` decodes the
+rows, multiplies in the accumulation dtype and rounds once: the arithmetic, without the speed.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import MAX, all_reduce
+from mpu.comm.transport import Label
+from mpu.context import LayerContext
+from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.rows import (
+    ALIGN,
+    BLOCKS,
+    E4M3,
+    E5M2,
+    Format,
+    decode,
+    encode,
+    made,
+    remade,
+    row_bytes,
+    row_scales,
+)
+from mpu.layers.float8.weights import WeightRows
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
+from mpu.param import placement_of
+
+FORMATS = {"e4m3": E4M3, "hybrid": E5M2}  # of dy; x and w are always e4m3
+
+
+@dataclass(frozen=True, eq=False)
+class Float8(Recipe):
+    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are."""
+
+    scaling: str
+    format: str
+    ctx: LayerContext
+    wgrad: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+
+    @property
+    def block(self) -> int:
+        """Return how many numbers of a row share a scale, 0 for all."""
+        return BLOCKS[self.scaling]
+
+    def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
+        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it.
+
+        Of a weight x may be its rows themselves, as ZeRO gathered them.
+        """
+        if role == "wt":
+            rows = self._transposed(x, cut)
+        else:
+            rows = self._rows(x, role, cut, wide=role == "w" and self.scaling == "rowwise")
+        if rows.is_cuda and role in ("w", "wt"):
+            float8_cuda.prepare(rows, self.scaling)
+        return rows
+
+    def _rows(self, x: Tensor, role: str, cut: str, wide: bool = False) -> Tensor:
+        if x.dtype == torch.uint8:
+            return x
+        flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
+        if self.scaling == "tensorwise" or self.shared(cut):
+            scales = self._scales(flat, form, cut)
+            if role == "w":
+                x.float8_scales = scales  # type: ignore[attr-defined]
+            rows = encode(flat, scales.expand(len(flat), -1), form, wide)
+        else:
+            rows = made(flat, self.block, form, self.scaling == "blockwise" and role == "w", wide)
+        return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
+
+    def _scales(self, x: Tensor, form: Format, cut: str) -> Tensor:
+        scales = row_scales(x, self.block, form)
+        if self.scaling == "tensorwise":
+            scales = scales.amax(0, keepdim=True)
+        if self.shared(cut):
+            self.agree(scales)
+        return scales
+
+    def _transposed(self, w: Tensor, cut: str) -> Tensor:
+        """Return the rows of w^T, given w or its rows: exact but for underflow.
+
+        They are made of the rows of w, which are made again, by the scales of the last forward:
+        backward multiplies the weight that forward multiplied. Rows that would have the same codes
+        are made of w itself.
+        """
+        same, made_before = self.scaling in ("tensorwise", "blockwise"), w.dtype == torch.uint8
+        cut_of_w = "k" if cut == "rows" else "rows"
+        scales: Tensor | None = getattr(w, "float8_scales", None)
+        if made_before or not same:
+            rows = w
+            if scales is not None:
+                rows = encode(w, scales, E4M3)
+            elif not made_before:
+                rows = self._rows(w, "w", cut_of_w)
+            agree = self.agree if self.shared(cut) else None
+            return remade(rows, self.block, E4M3, same, agree, wide=self.scaling == "rowwise")
+        if self.scaling == "blockwise":
+            return made(w.t(), self.block, E4M3, square=True)
+        if scales is None:
+            scales = self._scales(w, E4M3, cut_of_w)
+        return encode(w.t(), scales.expand(w.shape[1], -1), E4M3)
+
+    def agree(self, scales: Tensor) -> None:
+        """Make bytes of scales those of all ranks of tp."""
+        all_reduce(scales, self.ctx.tp, op=MAX, label=Label(None, "float8 scales"))
+
+    def shared(self, cut: str) -> bool:
+        """Return whether ranks divide what has one scale: for blocks they never do (`check`)."""
+        if self.ctx.tp.size == 1:
+            return False
+        if self.scaling == "tensorwise":
+            return cut != "sp" or self.ctx.sp
+        return self.scaling == "rowwise" and cut == "k"
+
+    def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
+        """Return the rows, or x itself where wgrad is not in float8."""
+        return operand if self.wgrad else x
+
+    def row(self, k: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return the length of a row in bytes."""
+        return row_bytes(k, self.block), torch.uint8
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x w^T in the layers' dtype: rows of x [..., k] and of w [o, k] -> [..., o]."""
+        return self._multiply(x, weight, E4M3, forward=True)
+
+    def dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Return dy w: rows of dy [..., o] and of w^T [i, o] -> [..., i]."""
+        return self._multiply(dy, weight, FORMATS[self.format], forward=False)
+
+    def _multiply(self, x: Tensor, weight: Tensor, form: Format, forward: bool) -> Tensor:
+        lead, x = x.shape[:-1], x.flatten(0, -2)
+        if x.device.type == "cuda":
+            pair = float8_cuda.Operand(x, form), float8_cuda.Operand(weight, E4M3)
+            y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, fast=forward)
+        else:
+            wide = self.ctx.accumulate
+            numbers = decode(x, self.block, form, wide), decode(weight, self.block, E4M3, wide)
+            y = super().product(*numbers).to(self.ctx.dtype)
+        return y.view(*lead, y.shape[-1])
+
+    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+        """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: rows of x [n], of dy [n]."""
+        if not self.wgrad:
+            super().accumulate(main_grad, fresh, x, dy)
+            return
+        form, same = FORMATS[self.format], self.scaling == "tensorwise"
+        wide = self.scaling in ("rowwise", "blockwise")
+        left = remade(dy, self.block, form, same, wide=wide)
+        right = remade(x, self.block, E4M3, same, wide=wide)
+        if x.device.type == "cuda":
+            pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
+            product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
+            main_grad.copy_(product) if fresh else main_grad.add_(product)
+            return
+        dtype = self.ctx.accumulate
+        dy = decode(left, self.block, form, dtype).t()
+        x = decode(right, self.block, E4M3, dtype).t()
+        super().accumulate(main_grad, fresh, x, dy)
+
+    def check(self, name: str, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+        """Raise ValueError where a layer's sizes on this rank do not fit blocks or alignment."""
+        unit, t = self.block or ALIGN, layer.ctx.tp.size
+        sections = placement_of(layer.weight).sections or (layer.out_features,)
+        column = isinstance(layer, ColumnParallelLinear)
+        for size in (*(n // t if column else n for n in sections), layer.weight.shape[1]):
+            if size % unit:
+                raise ValueError(
+                    f"--fp8-recipe {self.scaling}: {name} has {size} features on a rank at "
+                    f"--tensor-model-parallel-size {t}, which is not a multiple of {unit}: "
+                    + ("a block would lie across ranks" if self.block else "rows are not aligned")
+                )
+
+
+def use_float8(
+    model: nn.Module, recipe: Float8, in_bf16: Container[int] = (), gather: bool = False
+) -> None:
+    """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
+
+    gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they
+    are. So do layers outside of blocks (the head) and those that the model gave a recipe of its
+    own. Raises ValueError as Float8.check does.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            continue
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is None or number in in_bf16 or type(layer.recipe) is not Recipe:
+            continue
+        recipe.check(name, layer)
+        layer.recipe = recipe
+        if gather:
+            o, i = layer.weight.shape
+            shared = recipe.shared(layer.cuts["w"])
+            layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the AdamW that `--optimizer-backend` names: torch's, or an accelerator that is installed.
+
+torch's own fused kernel needs nothing else. Our kernel in Triton, and apex's and Transformer
+Engine's FusedAdam, are used where they are installed, and a message says what is missing where they
+are not.
+"""
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.optim.adam import Adam, TorchAdam
+
+# Backends that are not torch's: name in messages, FusedAdam's module, its kernels' module.
+PACKAGES = {
+    "apex": ("NVIDIA apex, built with its CUDA extensions,", "apex.optimizers", "amp_C"),
+    "te": (
+        "Transformer Engine",
+        "transformer_engine.pytorch.optimizers",
+        "transformer_engine_torch",
+    ),
+}
+
+
+def make(
+    backend: str,
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weights: Mapping[Tensor, Tensor] | None = None,
+) -> Adam:
+    """Make the AdamW of a backend (torch, triton, apex or te). Call `missing` first.
+
+    weights: what narrower weights a segment is rounded into, for a backend that does that too.
+    Raises ValueError where the masters' dtype is not what the backend updates.
+    """
+    if backend == "torch":
+        return TorchAdam(groups, lr, betas, eps)
+    dtype = groups[0]["params"][0].dtype
+    if dtype != torch.float32:
+        raise ValueError(_needs_fp32(backend, dtype))
+    if backend == "triton":
+        return _Triton(groups, lr, betas, eps, weights or {})
+    return _Fused(PACKAGES[backend][1], groups, lr, betas, eps)
+
+
+def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
+    """Return why a backend cannot update masters of `dtype` on such a device, or "" if it can.
+
+    Imports the backend's package, so call it for the chosen backend only.
+    """
+    if backend == "torch":
+        return ""
+    flag = f"--optimizer-backend {backend}"
+    if device_type != "cuda":
+        return f"{flag} has CUDA kernels only: use --optimizer-backend torch on {device_type}"
+    if dtype != torch.float32:
+        return _needs_fp32(backend, dtype)
+    if backend == "triton":
+        return "" if find_spec("triton") else f"{flag} needs triton, which is not installed"
+    package, module, kernels = PACKAGES[backend]
+    try:
+        _fused_adam(module)
+        importlib.import_module(kernels)
+    except Exception as error:  # a package that was built for another torch raises anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return (
+            f"{flag} needs {package} which cannot be used here ({why}): "
+            "install it or use --optimizer-backend torch"
+        )
+    return ""
+
+
+def _fused_adam(module: str) -> Any:
+    return importlib.import_module(module).FusedAdam
+
+
+def _needs_fp32(backend: str, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
+        "use --optimizer-backend torch"
+    )
+
+
+class _Triton(Adam):
+    """mpu/kernels/adamw.py: one launch a segment, which rounds the weights in the same pass."""
+
+    rounds = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weights: Mapping[Tensor, Tensor],
+    ) -> None:
+        self.groups = [{**group, "lr": lr} for group in groups]
+        self._betas, self._eps, self._weights = betas, eps, weights
+        segments = [segment for group in groups for segment in group["params"]]
+        self._moments = {s: (torch.zeros_like(s), torch.zeros_like(s)) for s in segments}
+        self._steps = torch.zeros((), dtype=torch.float64, device=segments[0].device)
+
+    @torch.no_grad()
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        from mpu.kernels.adamw import Rates, adamw
+
+        skip = found_inf.double()
+        self._steps += 1 - skip
+        first, second = (1 - beta**self._steps for beta in self._betas)
+        scalars = torch.stack((factor.double(), first, second.sqrt(), skip)).float()
+        for group in self.groups:
+            rates = Rates(group["lr"], self._betas, self._eps, group["weight_decay"])
+            for segment in group["params"]:
+                state = (segment, segment.grad, *self._moments[segment])
+                adamw(state, self._weights.get(segment), scalars, rates)
+
+    def moments(self, segment: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moments[segment]
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps)
+
+    def set_steps(self, steps: int) -> None:
+        self._steps.fill_(steps)
+
+
+class _Scaler:
+    """The part of torch's GradScaler that FusedAdam calls: its scale and its found_inf."""
+
+    def __init__(self, scale: Tensor, found_inf: Tensor) -> None:
+        self._scale, self._found_inf = scale, found_inf
+
+    def _get_scale_async(self) -> Tensor:
+        return self._scale
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+        return {self._found_inf.device: self._found_inf}
+
+
+class _Fused(Adam):
+    """FusedAdam of apex or Transformer Engine, which share their interface, in capturable mode.
+
+    In that mode a group's "lr" and "step" are tensors on the device. The kernel multiplies the
+    gradients by one over the scaler's scale, and returns at once where found_inf is 1. But it
+    counts a skipped step late: the first group's "step" follows found_inf of the step before. So
+    the count is kept here and handed over at every step.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self.groups = [{**group, "lr": lr} for group in groups]
+        theirs = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
+        self._adam: Any = _fused_adam(module)(
+            theirs, lr=lr, betas=betas, eps=eps, adam_w_mode=True, capturable=True
+        )
+        device = groups[0]["params"][0].device
+        self._steps = torch.zeros(1, dtype=torch.int, device=device)
+        for group in self._adam.param_groups:
+            group["lr"] = torch.zeros((), dtype=torch.float32, device=device)
+
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        for ours, theirs in zip(self.groups, self._adam.param_groups, strict=True):
+            theirs["lr"].fill_(ours["lr"])
+            theirs["step"] = self._steps.clone()
+        self._adam._dummy_overflow_buf.zero_()  # the last step's found_inf: count this step anyway
+        self._adam.step(grad_scaler=_Scaler(1.0 / factor, found_inf))
+        self._steps += (found_inf != 1).to(torch.int)
+
+    def moments(self, segment: Tensor) -> tuple[Tensor, Tensor]:
+        state = self._adam.state[segment]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(segment)
+            state["exp_avg_sq"] = torch.zeros_like(segment)
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps)
+
+    def set_steps(self, steps: int) -> None:
+        self._steps.fill_(steps)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep masters and moments in host memory (`--optimizer-cpu-offload`).
+
+Gradients come down, the host's AdamW runs, and new weights go up. The buckets' turns overlap:
+
+    down stream    gradient 0 | gradient 1 | gradient 2
+    host                        AdamW 0    | AdamW 1    | AdamW 2
+    up stream                                weights 0  | weights 1 | weights 2
+
+The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
+device the same code makes plain copies. The CUDA branch has not run yet: tests/gpu compares its
+bits with the CPU's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpu.optim.adam import Adam
+
+
+class Offload:
+    """The host's tensors of every bucket: its gradient, its master, and the master rounded.
+
+    gradients, weights: the owned part of each bucket on the device, the same tensors at every step;
+    gradients are in the accumulation dtype, as are the host's. The buckets' AdamW works on the
+    attributes `gradients` and `masters`.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self._gradients, self._weights = gradients, weights
+        self.gradients = [_host(g, g.dtype) for g in gradients]
+        self.masters = [_host(g, g.dtype) for g in gradients]
+        self._rounded = [
+            master if weight.dtype == master.dtype else _host(weight, weight.dtype)
+            for master, weight in zip(self.masters, weights, strict=True)
+        ]
+        device = gradients[0].device
+        self._scalars = _host(torch.zeros(2, device=device), torch.float64)
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.masters_from_weights()
+
+    def update(self, adams: Sequence[Adam], factor: Tensor, found_inf: Tensor) -> None:
+        """Step adams[i] on bucket i's host tensors for every i, and send the weights up.
+
+        factor, found_inf: as Adam.step takes them, on the device. Work queued on the current stream
+        after this sees the new weights.
+        """
+        down, up = self._streams or (None, None)
+        arrived = []
+        if down:
+            down.wait_stream(torch.cuda.current_stream(down.device))
+        with torch.cuda.stream(down):
+            both = torch.stack([factor.double(), found_inf.double()])
+            self._scalars.copy_(both, non_blocking=True)
+            for gradient, host in zip(self._gradients, self.gradients, strict=True):
+                host.copy_(gradient, non_blocking=True)
+                arrived.append(down.record_event() if down else None)
+        for i, (adam, event) in enumerate(zip(adams, arrived, strict=True)):
+            if event:
+                event.synchronize()
+            adam.step(self._scalars[0], self._scalars[1].float())
+            with torch.cuda.stream(up):  # gradient i came after every use of the old weights
+                self._send(i)
+        if up:
+            torch.cuda.current_stream(up.device).wait_stream(up)
+
+    def _send(self, i: int) -> None:
+        """Round master i on the host, so that only weights travel, and start its copy up."""
+        if self._rounded[i] is not self.masters[i]:
+            self._rounded[i].copy_(self.masters[i])
+        self._weights[i].copy_(self._rounded[i], non_blocking=True)
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the weights, after masters were loaded."""
+        for i in range(len(self.masters)):
+            self._send(i)
+
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, at the start and after weights were loaded."""
+        for master, weight in zip(self.masters, self._weights, strict=True):
+            master.copy_(weight)
+
+
+def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of a tensor's shape in host memory, pinned where it lies on a CUDA device."""
+    return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose each matmul's overlap method by a frozen map, resolved once by all ranks.
+
+Under `auto` every matmul has the method that was measured fastest for its shape
+(training/run/tune.py), or that a checkpoint recorded. A shape that was not measured takes `none`
+and is noted in Auto.unmeasured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpu.comm.shared_memory import SharedMemoryTransport
+from mpu.comm.transport import Axis
+from mpu.overlap.method import NoOverlap, OverlapMethod, Replicated
+from mpu.overlap.ring import Ring
+from mpu.overlap.shared import Symmetric
+
+METHODS = ("none", "ring", "symmetric")  # what a shape can take; auto chooses among them
+
+
+@dataclass(frozen=True)
+class OverlapMap:
+    """A run's overlap methods. mode: none, ring, symmetric or auto. choices: {matmul (see `key`):
+    method} under auto. seconds: {matmul: {method: seconds}} of what was measured.
+    """
+
+    mode: str = "none"
+    choices: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def method(self, axis: Axis, cut: bool) -> OverlapMethod:
+        """Return the method of linear layers over an axis.
+
+        cut: x is cut along its rows (sequence parallelism); else the method is Replicated. Where
+        ranks do not reach one another's memory, ring stands in for symmetric.
+        """
+        if not cut:
+            return Replicated(axis)
+        if self.mode == "auto":
+            return Auto(axis, self.choices)
+        return method_called(self.mode, axis)
+
+
+class Auto(NoOverlap):
+    """Takes the method that was chosen for an operation and its shape; else `none`.
+
+    unmeasured: the matmuls for which nothing was chosen, in the order of their first use.
+    """
+
+    def __init__(self, axis: Axis, choices: Mapping[str, str]) -> None:
+        super().__init__(axis)
+        self.choices = choices
+        self.unmeasured: dict[str, None] = {}
+
+    def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
+        """Return the method chosen for the matmul; else note it and return `none`."""
+        rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
+        matmul = key(op, rows, x.shape[-1], width, x.dtype)
+        if matmul not in self.choices:
+            self.unmeasured[matmul] = None
+            return NoOverlap(self.axis)
+        return method_called(self.choices[matmul], self.axis).of(op, x, width)
+
+
+def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:
+    """Return the name of a matmul with its collective, x [rows, k] and weights [width, k].
+
+    op: `gather` or `scatter`. rows: of one rank's part.
+    """
+    return f"{op} {rows}x{k} -> {width} {str(dtype).removeprefix('torch.')}"
+
+
+def method_called(name: str, axis: Axis) -> OverlapMethod:
+    """Return the method called `name`; symmetric is ring where the axis shares no memory."""
+    if name == "none":
+        return NoOverlap(axis)
+    if name == "ring" or not axis.symmetric:
+        return Ring(axis)
+    assert name == "symmetric", name
+    transport = axis.carrier
+    if isinstance(transport, SharedMemoryTransport):
+        return Symmetric(axis, transport.workspace)
+    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
+    from mpu.overlap.cuda import KernelOverlap  # which needs triton
+
+    assert isinstance(transport, CudaSymmetricTransport)
+    return KernelOverlap(axis, transport.workspace)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap on GPUs: kernels that push rows, wait for rows and multiply in one launch.
+
+    gather       own rows are pushed and multiplied first; tiles of other ranks' rows wait for them
+    scatter      tiles of other ranks' rows come first and are stored where their owner reads them;
+                 the owner adds them, in rank order, when the handle is waited for
+    beside       these rows are not multiplied now: copy engines copy them while dgrad multiplies
+
+The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
+The recipe must multiply plain tensors of one dtype, since the product is the kernels' own. Rows of
+float8 (uint8, mpu/layers/float8) take `ring`, which multiplies parts by the recipe's product.
+"""
+
+import torch
+from torch import Tensor
+
+from mpu.comm.symmetric_cuda import CHUNKS, CudaTurn, CudaWorkspace
+from mpu.comm.transport import Axis, Handle, Label
+from mpu.kernels.all_gather_matmul import all_gather_matmul
+from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
+from mpu.overlap.method import Gathering, NoOverlap, OverlapMethod, Product
+from mpu.overlap.ring import Ring
+
+TILE = 128  # rows: where chunks are whole tiles, no tile waits for two
+
+
+def chunk_rows(rows: int) -> int:
+    """Return the rows per flag: the fewest whole TILEs for which CHUNKS flags suffice."""
+    return -(-rows // (CHUNKS * TILE)) * TILE
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class _Pushed(Gathering):
+    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
+        super().__init__(x, axis)
+        self._workspace = workspace
+
+    def multiply(self, weight: Tensor, product: Product) -> Tensor:
+        x = _rows(self.x)
+        self._turn: CudaTurn = self._workspace.begin(x.nbytes)
+        exchange = self._turn.exchange(chunk_rows(len(x)))
+        y = all_gather_matmul(x, weight, exchange)
+        return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
+
+    def whole(self) -> Tensor:
+        """Return x of all ranks, for which `multiply` has waited."""
+        shape, dtype = tuple(self.x.shape), self.x.dtype
+        self._turn.part(self.axis.rank, shape, dtype).copy_(self.x)
+        return self._turn.whole(shape, dtype)
+
+    def close(self) -> None:
+        self._turn.close()
+
+
+class _Copied(Gathering):
+    """x of all ranks by copy engines, on a stream of its own.
+
+    The stream of the kernels waits for the copies before it launches a kernel that waits for a peer
+    (in `whole`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
+        super().__init__(x.contiguous(), axis)
+        self._turn, self._arrived = workspace.begin(x.nbytes), False
+        self._turn.send(self.x)
+
+    def whole(self) -> Tensor:
+        if not self._arrived:
+            self._turn.arrive()
+            self._arrived = True
+        return self._turn.whole(tuple(self.x.shape), self.x.dtype)
+
+    def close(self) -> None:
+        if not self._arrived:
+            self._turn.arrive()
+        self._turn.close()
+
+
+class KernelOverlap(OverlapMethod):
+    """Rows travel inside the kernels that multiply them."""
+
+    def __init__(self, axis: Axis, workspace: CudaWorkspace) -> None:
+        super().__init__(axis)
+        self.workspace = workspace
+
+    def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
+        if x.dtype == torch.uint8:
+            return Ring(self.axis)
+        return NoOverlap(self.axis) if x.dtype == torch.float64 else self
+
+    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Pushed(x, self.axis, self.workspace)
+
+    def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Copied(x, self.axis, self.workspace)
+
+    def matmul_reduce_scatter(
+        self, x: Tensor, weight: Tensor, product: Product, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(weight)))
+        turn = self.workspace.begin(out.nbytes)
+        rows = _rows(out)
+        exchange = turn.exchange(chunk_rows(len(rows)))
+        matmul_scatter(_rows(x), weight, exchange)
+
+        def finish() -> None:
+            add_parts(rows, exchange)
+            turn.close()
+
+        return out, Handle(finish=finish)

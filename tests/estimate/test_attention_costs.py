@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas of memory and traffic give what the layer allocates and sends, to the byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from estimate import activations
+from estimate.attention_costs import AttentionSizes, memory, traffic
+from estimate.live import Live
+from estimate.meta import META, MetaAttention, MetaOperations
+from mpu.comm.meta import MetaTransport
+from mpu.context import LayerContext
+from mpu.grid import Grid
+from mpu.launch import Launch
+from mpu.layers.attention.shards import shards
+from mpu.layers.context_attention import COMM_TYPES, ContextAttention
+from pretrain_llama import model_provider
+from training.flags.parse import parse
+
+HEADS = ((8, 2), (8, 8), (32, 1))
+LEVELS = {4: (2, 2), 8: (2, 4), 16: (4, 4)}
+
+
+class _Flash(torch.autograd.Function):
+    """What a flash kernel returns and saves."""
+
+    @staticmethod
+    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, a, s, d = q.shape
+        out = torch.empty((b, s, a, d), dtype=q.dtype, device=META).transpose(1, 2)
+        saved_ctx.save_for_backward(q, k, v, out, torch.empty((b, a, s), device=META))
+        return out
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(x.shape, dtype=x.dtype, device=META) for x in saved_ctx.saved_tensors[:3]
+        )
+
+
+class Sent:
+    """A trace: the bytes that left."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def issued(self, verb: str, axis: Any, tensor: Tensor, sent: int, *rest: Any) -> None:
+        self.bytes += sent
+
+
+def measured(
+    kind: str, cp: int, rank: int, heads: tuple[int, int], dtype: torch.dtype
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of memory (forward, kept, backward) and those sent (forward, backward)."""
+    (a, g), size, b, d, sent = heads, 512, 2, 16, Sent()
+    near = LEVELS[cp] if kind == "a2a+p2p" else None
+    grid = Grid(cp, cp_size=cp, launch=Launch(rank, cp), hierarchical=near)
+    grid = grid.carried_by(MetaTransport()).traced(sent)
+    core = ContextAttention(LayerContext(grid, cp_comm_type=(kind,), device=META))
+    q, k, v = (
+        torch.empty(size // cp, b, n, d, dtype=dtype, device=META).requires_grad_()
+        for n in (a, g, g)
+    )
+    dy, live = torch.empty_like(q), Live()
+    with MetaAttention(lambda q, k, v, **_: _Flash.apply(q, k, v)), MetaOperations(), live:
+        before = live.begin()
+        y = core.attend(q, k, v, shards(cp, (size,)), packed=None, documents=(size,), window=0)
+        forward, kept, first = live.peak - before, live.now - before, sent.bytes
+        now = live.begin()
+        torch.autograd.backward(y, dy)
+        return [forward, kept, live.peak - now], [first, sent.bytes - first]
+
+
+CI = [("all_gather", 4), ("p2p", 4), ("a2a", 2), ("a2a", 8), ("a2a+p2p", 4)]
+ALL = [(kind, cp) for kind in COMM_TYPES for cp in (2, 4, 8, 16) if (kind, cp) != ("a2a+p2p", 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind, cp",
+    [each if each in CI else pytest.param(*each, marks=pytest.mark.prove) for each in ALL],
+)
+def test_the_formulas_are_what_the_busiest_rank_needs(kind, cp, dtype):
+    for a, g in HEADS:
+        if kind == "a2a" and a % cp:
+            continue
+        each = [measured(kind, cp, rank, (a, g), dtype) for rank in (0, cp // 2, cp - 1)]
+        most = [max(rank[0][i] for rank in each) for i in range(3)]
+        sizes = AttentionSizes(cp, 512 // cp, 2, a, g, 16, dtype.itemsize)
+        near = LEVELS[max(cp, 4)][0]
+        assert list(memory(kind, sizes, near)) == most, (a, g)
+        assert [list(traffic(kind, sizes, near))] * 3 == [rank[1] for rank in each], (a, g)
+
+
+def test_the_buffers_are_few():
+    """Of Llama 3 8B's attention at 131,072 tokens over 8 ranks, in bf16."""
+    sizes = AttentionSizes(8, 131072 // 8, 1, 32, 8, 128)
+    layer = 8 * sizes.kv  # K and V of all tokens
+    assert layer == 2 * 131072 * 1024 * 2
+    whole = AttentionSizes(1, 131072, 1, 32, 8, 128)  # one rank
+    outputs = 2 * (2 * whole.q) + whole.lse  # its output, wide too, a block's
+    page = (Path(__file__).parents[3] / "docs/long_context.md").read_text()
+    for kind, text in (
+        *((kind, f"`{kind}`") for kind in COMM_TYPES[:3]),
+        ("a2a+p2p", "`a2a+p2p`, 4 and 2"),
+    ):
+        peaks, sent = memory(kind, sizes, 4), traffic(kind, sizes, 4)
+        numbers = (*sent, peaks.forward, peaks.backward)
+        assert f"| {text} | " + " | ".join(f"{n / 1e6:.0f} MB" for n in numbers) + " |" in page
+    gather, ring = memory("all_gather", sizes), memory("p2p", sizes)
+    assert gather.forward < outputs // 8 + 2 * layer
+    assert gather.kept == ring.kept == (whole.q + whole.lse) // 8
+    assert ring.forward <= outputs // 8 + 3 * sizes.kv
+
+
+LAYERS = 4
+LLAMA = f"""
+    --mock-data --num-layers {LAYERS} --hidden-size 4096 --ffn-hidden-size 14336 --vocab-size 1024
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 131072
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 1 --device cpu
+"""
+
+
+def peak(flags: str, cp: int = 1) -> int:
+    """Return the most bytes of activations that a rank of a run has at once in a step."""
+    config = parse(f"{LLAMA} {flags} --context-parallel-size {cp}".split(), cp)
+    (held,) = activations.held(config, model_provider)
+    return held.activations + held.logits + held.working
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("recompute", ["", "selective", "full"])
+@pytest.mark.parametrize("dtype", ["--bf16", ""])
+def test_a_rank_has_its_part_of_one_ranks_activations(dtype, recompute):
+    """Layers of Llama 3 8B at cp 8, 131,072 tokens: 1 / 8 of one rank's and a few keys and values.
+
+    a2a keeps one more output a layer, and the order of the tokens.
+    """
+    flags = f"{dtype} --recompute-granularity {recompute}" if recompute else dtype
+    one, sizes = peak(flags), AttentionSizes(8, 16384, 1, 32, 8, 128, 2 if dtype else 4)
+    more = {"p2p": 3 * sizes.kv, "all_gather": 2 * 8 * sizes.kv}
+    for kind in ("a2a", "a2a+p2p"):
+        each = memory(kind, sizes, 4)
+        kept = each.kept - memory("p2p", sizes).kept - sizes.q - sizes.kv
+        more[kind] = LAYERS * kept + each.forward
+    for kind, most in more.items():
+        levels = " --hierarchical-context-parallel-sizes 4 2" if kind == "a2a+p2p" else ""
+        found = peak(f"{flags} --cp-comm-type {kind}{levels}", 8) - one / 8
+        assert 0 < found <= most, f"{kind}: {found / sizes.kv:.2f} blocks of keys and values"

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank keeps from step to step: shapes, buckets and bytes, the latter worked out by hand.
+
+The small Llama (tests/training/small_llama.py) in blocks of 1,024 elements: the embedding 19, a
+layer's matrices 8 + 4 + 12 + 6 = 30 and its two norms 1 each, the last norm 1, an untied head 19.
+Over tp 2: the embedding 10 (its vocabulary is padded further), a layer's matrices 15, norms 1 each.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate import rank_memory
+from estimate.model_profile import model_profile
+from model.llama import SIZES
+from mpu.param import placement_of
+from pretrain_llama import model_provider
+from tests.training.small_llama import TIES, build, read
+
+K = 1024
+UNTIED = "--untie-embeddings-and-output-weights"
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+ENDS = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout Ett|ttL"
+
+
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
+def test_flops_by_hand(recompute):
+    """6 for each weight in a matmul, 6 L s a d for causal attention; 3 layers, 8 heads of 8."""
+    model = model_profile(read(recompute), model_provider)
+    layer = 64 * (64 + 2 * 32 + 64 + 3 * 96)
+    assert model.flops == 6 * (3 * layer + 64 * 300) + 6 * 3 * 32 * 64
+    assert model.core == (2 * 32 * 64,) * 3 and model.embedding == 0
+
+
+@pytest.mark.parametrize(
+    "name,billions",
+    [("llama2-7b", 6.738), ("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3.1-405b", 405.85)],
+)
+def test_known_models_have_their_known_sizes(name, billions):
+    size = SIZES[name]
+    model = replace(
+        read().model,
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        ffn_hidden_size=size.ffn_hidden_size,
+        num_attention_heads=size.num_attention_heads,
+        num_query_groups=size.num_query_groups,
+        kv_channels=size.head_size,
+        vocab_size=size.vocab_size,
+        untie_embeddings_and_output_weights=True,
+    )
+    total = model_profile(replace(read(), model=model), model_provider).parameters
+    assert total / 1e9 == pytest.approx(billions, rel=1e-4)
+
+
+def blocks(flats):
+    """Return the lengths of buckets in blocks."""
+    assert all(flat.length % K == 0 for flat in flats)
+    return [flat.length // K for flat in flats]
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(
+    "line,world",
+    [
+        ("", 2),
+        (f"{SP} --zero-stage 3", 4),
+        (f"{SP} --pipeline-model-parallel-size 2 --zero-stage 1 --ddp-bucket-size 9000", 8),
+        ("--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --num-layers 4", 4),
+    ],
+)
+def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
+    config = read(f"{line} {tie} --global-batch-size 16", world)
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        model = build(config, "meta", rank)
+        flats = rank_memory.flats(config, model_provider, rank)
+        named = dict(model.named_parameters())
+        found = {name: (flat, n) for flat in flats for name, _, n in flat.params}
+        assert found.keys() == named.keys()
+        for name, param in named.items():
+            flat, n = found[name]
+            axes = tuple(a.name for a in placement_of(param).reduce_axes if a.size > 1)
+            assert (flat.axes, n) == (axes, param.numel())
+            chunks = {model.chunk_of(other) for other, _, _ in flat.params}
+            assert flat.axes or chunks == {model.chunk_of(name)}
+
+
+def test_buckets_by_hand():
+    layer = ["mlp.down", "mlp.gate_up", "mlp_norm", "attention.proj", "attention.qkv"]
+    flats = rank_memory.flats(read(f"--ddp-bucket-size 30000 {UNTIED}", 4), model_provider)
+    names = [[name.removesuffix(".weight") for name, _, _ in flat.params] for flat in flats]
+    assert names[0] == ["head", "norm", "layers.2.mlp.down", "layers.2.mlp.gate_up"]
+    assert names[3] == [*(f"layers.0.{n}" for n in [*layer[2:], "attention_norm"]), "embedding"]
+    assert blocks(flats) == [40, 32, 32, 36]  # 38, 32, 32, 33, rounded up to 4 ranks
+    assert blocks(rank_memory.flats(read(UNTIED, 4), model_provider)) == [136]  # 135
+    assert blocks(rank_memory.flats(read("", 8), model_provider)) == [120]  # 116
+    by_block = read(f"{UNTIED} --zero-stage 3", 4)
+    assert blocks(rank_memory.flats(by_block, model_provider)) == [20, 32, 32, 32, 20]
+    norms_apart = read(f"{SP} --zero-stage 3", 4)
+    assert blocks(rank_memory.flats(norms_apart, model_provider)) == [16, 16, 16, 10, 8]
+    ends = read(f"{ENDS} --zero-stage 3", 4)
+    first, last = (rank_memory.flats(ends, model_provider, rank) for rank in (0, 1))
+    assert blocks(first) == [32, 32, 20] and blocks(last) == [2, 32, 32, 20]
+    assert [f.axes for f in last] == [(), (), (), ("embd",)]
+    chunks = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+    virtual = read(f"{chunks} --pipeline-model-parallel-layout Et|t|t|tL {UNTIED}", 2)
+    own = rank_memory.flats(virtual, model_provider)
+    assert blocks(own) == [32, 51] and own[0].params[0][0].startswith("layers.2.")
+
+
+def test_the_fullest_pipeline_rank_sets_the_automatic_size():
+    line = (
+        "--hidden-size 1024 --ffn-hidden-size 2048 --num-layers 16 --pipeline-model-parallel-size 2"
+        f" --decoder-last-pipeline-num-layers 1 {UNTIED}"
+    )
+    config = read(line, 2)
+    # by itself it would be cut in buckets of 2^21
+    (small,) = rank_memory.flats(config, model_provider, 1)
+    assert small.length > 8 * 2**20
+    assert len(rank_memory.flats(config, model_provider, 0)) == 8
+
+
+# level, flags, ranks, pipeline rank; blocks of weights, gradients, masters, moments times bytes
+HELD = [
+    ("", 1, 0, (116 * 4, 116 * 4, 0, 116 * 8)),
+    (f"--bf16 {UNTIED}", 4, 0, (136 * 2, 136 * 4, 136 * 4, 136 * 8)),
+    ("--fp64", 8, 0, (120 * 8, 120 * 8, 0, 120 * 16)),
+    ("--zero-stage 1", 4, 0, (116 * 4, 116 * 4, 0, 29 * 8)),
+    ("--zero-stage 1 --bf16", 8, 0, (120 * 2, 120 * 4, 15 * 4, 15 * 8)),
+    (
+        "--zero-stage 1 --bf16 --main-grads-dtype bf16",
+        4,
+        0,
+        (116 * 2, 116 * 2 + 29 * 4, 29 * 4, 29 * 8),
+    ),
+    (f"{ENDS} --zero-stage 1", 4, 1, (86 * 4, 86 * 4, 0, 43 * 8)),
+    ("--zero-stage 2 --bf16", 4, 0, (116 * 2, 29 * 4, 29 * 4, 29 * 8)),
+    (f"--zero-stage 2 {SP}", 4, 0, (64 * 4, 32 * 4, 0, 32 * 8)),
+    (
+        "--zero-stage 2 --num-distributed-optimizer-instances 2 --main-grads-dtype bf16 --bf16",
+        8,
+        0,
+        (120 * 2, 30 * 4, 30 * 4, 30 * 8),
+    ),
+    (f"--zero-stage 3 --bf16 {UNTIED}", 4, 0, (34 * 2, 34 * 4, 34 * 4, 34 * 8)),
+    # one rank alone: nothing is shared, but bf16 gradients still need a sum in fp32
+    (f"--zero-stage 3 {UNTIED}", 1, 0, (135 * 4, 135 * 4, 0, 135 * 8)),
+    (
+        f"--zero-stage 2 --bf16 --main-grads-dtype bf16 {UNTIED}",
+        1,
+        0,
+        (135 * 2, 135 * (2 + 4), 135 * 4, 135 * 8),
+    ),
+    # norms stand apart, whole: 58 blocks over 2 ranks, and 8
+    (f"--zero-stage 3 {SP}", 4, 0, ((29 + 8) * 4, 33 * 4, 0, 33 * 8)),
+    (f"--zero-stage 3 {ENDS}", 4, 1, ((33 + 20) * 4, 43 * 4, 0, 43 * 8)),
+]
+
+
+@pytest.mark.parametrize("more,world,rank,sizes", HELD, ids=[h[0] or "plain" for h in HELD])
+def test_memory_by_hand(more, world, rank, sizes):
+    config = read(more, world)
+    held = rank_memory.state(config, rank_memory.flats(config, model_provider, rank))
+    assert list(held) == ["parameters", "gradients", "masters", "moments"]
+    assert tuple(held.values()) == tuple(size * K for size in sizes)
+
+
+def test_memory_on_the_host():
+    """A gradient, a master and two moments in fp32, and bf16 weights on their way up."""
+    flats = rank_memory.flats(read("", 4), model_provider)
+    offload = "--optimizer-cpu-offload --zero-stage 1"
+    assert rank_memory.host_bytes(read(f"{offload} --bf16", 4), flats) == 29 * K * (4 * 4 + 2)
+    assert rank_memory.host_bytes(read(f"{offload}", 4), flats) == 29 * K * 4 * 4
+    assert rank_memory.host_bytes(read("--zero-stage 1", 4), flats) == 0
+    assert rank_memory.host_bytes(read(f"{offload} --device cpu", 4), flats) == 0

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters and moments in host memory: the same bits as without, and the order of a step's parts."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpu.optim import adam
+from mpu.optim import backends as adam_backends
+from mpu.optim.offload import Offload
+
+LENGTHS = (3072, 1024, 2048)
+
+
+def segments(masters: list[Tensor], grads: list[Tensor]) -> list[list[dict]]:
+    """Each bucket's groups: its first 700 elements decay, the others do not."""
+    buckets = []
+    for master, grad in zip(masters, grads, strict=True):
+        groups = []
+        for low, high, decay in ((0, 700, 0.1), (700, len(master), 0.0)):
+            segment = nn.Parameter(master[low:high])
+            segment.grad = grad[low:high]
+            groups.append({"params": [segment], "weight_decay": decay, "decoupled": False})
+        buckets.append(groups)
+    return buckets
+
+
+def train(dtype: torch.dtype, offloaded: bool, device: str = "cpu") -> list[Tensor]:
+    """Four steps, one skipped; return all weights, masters and moments, on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, generator=g).to(device, dtype) for n in LENGTHS]
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    grads = [torch.zeros(n, dtype=accumulate, device=device) for n in LENGTHS]
+    offload = Offload(grads, weights) if offloaded else None
+    masters = offload.masters if offload else [w.to(accumulate) for w in weights]
+    buckets = segments(masters, offload.gradients if offload else grads)
+    if not offload:  # one for all buckets, as without offloading
+        buckets = [[group for groups in buckets for group in groups]]
+    adams = [adam_backends.make("torch", b, lr=0.0, betas=(0.9, 0.95), eps=1e-8) for b in buckets]
+    for step in range(4):
+        for grad in grads:
+            grad.copy_(torch.randn(len(grad), generator=g))
+        grads[1][5] = float("nan") if step == 1 else 0.5
+        for group in (group for each in adams for group in each.groups):
+            group["lr"] = 0.01 * (step + 1)
+        factor = torch.tensor(1.0 / (step + 3), dtype=torch.float64, device=device)
+        found_inf = torch.tensor(float(step == 1), device=device)
+        if offload:
+            offload.update(adams, factor, found_inf)
+            continue
+        adams[0].step(factor, found_inf)
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
+    assert all(each.steps == 3 for each in adams)
+    moments = [
+        moment
+        for each in adams
+        for group in each.groups
+        for moment in each.moments(group["params"][0])
+    ]
+    return [t.detach().cpu() for t in (*weights, *masters, *moments)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_same_bits_as_on_the_device(dtype):
+    got, want = train(dtype, offloaded=True), train(dtype, offloaded=False)
+    assert len(got) == len(want) == 6 + 2 * 2 * len(LENGTHS)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+
+
+class Watch(adam.Adam):
+    """Stands for bucket i's AdamW: looks where the gradients and the weights are by then."""
+
+    def __init__(self, look):
+        self.look, self.groups = look, []
+
+    def step(self, factor, found_inf):
+        self.look(factor, found_inf)
+
+    def moments(self, segment):
+        raise AssertionError
+
+    def set_steps(self, steps):
+        raise AssertionError
+
+    steps = 0
+
+
+def test_gradients_leave_first_and_weights_return_bucket_by_bucket():
+    grads = [torch.full((n,), float(i + 1)) for i, n in enumerate(LENGTHS)]
+    weights = [torch.zeros(n, dtype=torch.bfloat16) for n in LENGTHS]
+    offload = Offload(grads, weights)
+    seen = []
+
+    def look(i: int):
+        def at_step(factor: Tensor, found_inf: Tensor) -> None:
+            down = [int(g[0]) for g in offload.gradients]
+            seen.append((down, [float(w[0]) for w in weights], factor.item(), found_inf.item()))
+            assert factor.dtype == torch.float64 and found_inf.dtype == torch.float32
+            offload.masters[i].fill_(1.0 + i + 2**-20)  # rounds to 1 + i
+
+        return at_step
+
+    adams = [Watch(look(i)) for i in range(3)]
+    offload.update(adams, torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.0))
+    assert seen == [
+        ([1, 2, 3], [0, 0, 0], 0.1, 1.0),
+        ([1, 2, 3], [1, 0, 0], 0.1, 1.0),
+        ([1, 2, 3], [1, 2, 0], 0.1, 1.0),
+    ]
+    assert [float(w[-1]) for w in weights] == [1, 2, 3]
+
+
+class Stream:
+    """Stands for a CUDA stream: writes down what is asked of it."""
+
+    device = None
+
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def wait_stream(self, other) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        number, self.events = self.events, self.events + 1
+        self.log.append(f"{self.name} event {number}")
+        return SimpleNamespace(synchronize=lambda: self.log.append(f"host waits for {number}"))
+
+
+def test_streams_wait_for_each_other(monkeypatch):
+    log: list[str] = []
+    offload = Offload([torch.zeros(n) for n in LENGTHS[:2]], [torch.zeros(n) for n in LENGTHS[:2]])
+    offload._streams = Stream("down", log), Stream("up", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current", log))
+
+    @contextmanager
+    def on(stream):
+        log.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    adams = [Watch(lambda *scalars, i=i: log.append(f"update {i}")) for i in range(2)]
+    offload.update(adams, torch.tensor(1.0), torch.tensor(0.0))
+    assert log == [
+        *("down waits for current", "on down", "down event 0", "down event 1"),
+        *("host waits for 0", "update 0", "on up", "host waits for 1", "update 1", "on up"),
+        "current waits for up",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_copies_either_way(dtype):
+    weights = [torch.full((n,), 3.0, dtype=dtype) for n in LENGTHS]
+    offload = Offload([torch.zeros(n) for n in LENGTHS], weights)
+    assert all(torch.equal(m, w.float()) for m, w in zip(offload.masters, weights, strict=True))
+    for master in offload.masters:
+        master.fill_(1.0 + 2**-20)
+    offload.weights_from_masters()
+    want = 1.0 if dtype == torch.bfloat16 else 1.0 + 2**-20
+    assert all(bool((w == want).all()) for w in weights)
+    for weight in weights:
+        weight.fill_(0.25)
+    offload.masters_from_weights()
+    assert all(bool((m == 0.25).all()) and m.dtype == torch.float32 for m in offload.masters)

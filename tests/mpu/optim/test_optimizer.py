@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW on flat buckets against torch's AdamW on separate tensors; clipping, skipping, state."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpu.grid import Grid
+from mpu.optim.optimizer import Optimizer
+from mpu.zero.layout import BLOCK, ZeroConfig
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+
+SHAPES = {"a": (40, 30), "n1": (30,), "b": (7, 5), "n2": (5,), "head": (9, 4)}
+
+
+def group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
+    return param.dim() > 1, name == "head"
+
+
+def make(dtype: torch.dtype, bucket: int, clip: float = 0.0):
+    torch.manual_seed(0)
+    module = nn.Module()
+    for name, shape in SHAPES.items():
+        module.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    sink = ParamAndGradBuffer(Grid(), accumulate, ZeroConfig(bucket_size=bucket))
+    sink.attach(module)
+    optimizer = Optimizer(module, sink, Grid(), group, lr=0.0, weight_decay=0.1, clip=clip)
+    return module, sink, optimizer
+
+
+def give(module, sink, step: int, scale: float = 1.0) -> dict:
+    sink.begin_step()
+    g, grads = torch.Generator().manual_seed(step), {}
+    for name, param in module.named_parameters():
+        grads[name] = torch.randn(param.shape, generator=g) * scale
+        sink.add(param, grads[name])
+    return grads
+
+
+@pytest.mark.parametrize("bucket", [1, 1000, 10**9])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_adamw(bucket, clip, dtype):
+    module, sink, optimizer = make(dtype, bucket, clip)
+    twin = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+    groups = [
+        {"params": [twin["a"], twin["b"]], "weight_decay": 0.1},
+        {"params": [twin["n1"], twin["n2"]], "weight_decay": 0.0},
+        {"params": [twin["head"]], "weight_decay": 0.1, "lr": 0.03},
+    ]
+    adam = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        for name, grad in give(module, sink, step).items():
+            twin[name].grad = grad.to(dtype)
+        norm, found_inf = optimizer.step(0.01, 0.03)
+        want = torch.nn.utils.clip_grad_norm_(list(twin.values()), clip or torch.inf)
+        adam.step()
+        assert found_inf.item() == 0 and norm.item() == pytest.approx(want.item(), rel=1e-6)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for name, param in module.named_parameters():
+        assert (param - twin[name]).norm() <= tolerance * twin[name].norm(), name
+    assert optimizer.steps == 5
+
+
+def test_bf16_weights_follow_fp32_masters():
+    module, sink, optimizer = make(torch.bfloat16, 1000)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for step in range(3):
+        give(module, sink, step)
+        optimizer.step(1e-4)
+    masters = {n: t for n, kind, first, t in optimizer.named_state() if kind == "master"}
+    for name, param in module.named_parameters():
+        assert masters[name].dtype == torch.float32
+        assert torch.equal(param.flatten(), masters[name].bfloat16()), name
+        assert not torch.equal(masters[name], before[name].float().flatten()), name
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_bad_gradient_skips_the_update(poison):
+    module, sink, optimizer = make(torch.float32, 1000, clip=1.0)
+    give(module, sink, 0)
+    optimizer.step(0.01)
+    before = [p.detach().clone() for p in module.parameters()]
+    state = [t.clone() for *_, t in optimizer.named_state()]
+    give(module, sink, 1)
+    sink.main[module.b][3, 2] = poison
+    norm, found_inf = optimizer.step(0.01)
+    assert found_inf.item() == 1 and not torch.isfinite(norm)
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+    assert all(torch.equal(t, s) for (*_, t), s in zip(optimizer.named_state(), state, strict=True))
+    assert optimizer.steps == 1
+
+
+def test_a_scale_multiplies_gradients_and_norm():
+    module, sink, optimizer = make(torch.float64, 1000, clip=0.5)
+    give(module, sink, 0, scale=3.0)
+    norm, _ = optimizer.step(0.01)
+    other, sink2, optimizer2 = make(torch.float64, 1000, clip=0.5)
+    give(other, sink2, 0)
+    scaled, _ = optimizer2.step(0.01, None, torch.tensor(3.0, dtype=torch.float64))
+    assert scaled.item() == pytest.approx(norm.item(), rel=1e-6)
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_state_is_a_view_and_resumes_bit_for_bit():
+    module, sink, optimizer = make(torch.bfloat16, 500)
+    for step in range(2):
+        give(module, sink, step)
+        optimizer.step(0.01)
+    saved = [(n, k, t.clone()) for n, k, first, t in optimizer.named_state()]
+    assert {k for _, k, _ in saved} == {"master", "exp_avg", "exp_avg_sq"}
+    other, sink2, resumed = make(torch.bfloat16, 10**9)  # other buckets
+    live = {(n, k): t for n, k, first, t in resumed.named_state()}
+    for name, kind, tensor in saved:
+        assert len(live[name, kind]) == dict(other.named_parameters())[name].numel()
+        live[name, kind].copy_(tensor)
+    resumed.loaded(2)
+    resumed.weights_from_masters()
+    for each in ((module, sink, optimizer), (other, sink2, resumed)):
+        give(each[0], each[1], 7)
+        each[2].step(0.01)
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.params_norm().item() == optimizer.params_norm().item()
+
+
+def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
+    """A flat layout of several blocks: the norm is the 2-norm of all gradients, whatever the
+    buckets.
+    """
+    grads = {f"p{i}": torch.randn(n) for i, n in enumerate((BLOCK + 5, 7, 3 * BLOCK, 1))}
+    norms = set()
+    for size in (1, BLOCK, 10**9):
+        module = nn.Module()
+        for name, grad in grads.items():
+            module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
+        sink = ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size))
+        sink.attach(module)
+        optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
+        sink.begin_step()
+        for name, grad in grads.items():
+            sink.add(module.get_parameter(name), grad)
+        norms.add(optimizer.grad_norm().item())
+    assert len(norms) == 1
+    want = torch.cat(list(grads.values())).double().norm().item()
+    assert abs(norms.pop() - want) < 1e-6 * want

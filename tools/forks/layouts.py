@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layouts tools/fork_check.py tries, at which sizes, and what a pattern of failures means."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, product
+from typing import NamedTuple
+
+from mpu.pipeline.schedules import CHUNKS
+from tools.forks.case import Case
+
+
+def sizes(full: bool) -> tuple[str, ...]:
+    """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
+    a key/value head.
+    """
+    given = {
+        "--num-layers": 8 if full else 4,
+        "--hidden-size": 28,
+        "--ffn-hidden-size": 20,
+        "--num-attention-heads": 8,
+        "--num-query-groups": 2,
+        "--kv-channels": 6,
+        "--vocab-size": 97,
+        "--make-vocab-size-divisible-by": 3,
+        "--seq-length": 12,
+        "--global-batch-size": 8 if full else 4,
+        "--micro-batch-size": 2,
+        "--init-method-std": 0.2,
+        "--lr": 1e-2,
+        "--clip-grad": 0,
+        "--train-iters": 3,
+        "--ddp-bucket-size": 1000,
+        "--device": "cpu",
+    }
+    switches = ("--group-query-attention", "--mock-data", "--fp64", "--overlap-grad-reduce")
+    return (*(str(word) for pair in given.items() for word in pair), *switches)
+
+
+def layout(
+    tp: int = 1,
+    sp: bool = False,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    dp: int = 1,
+    zero: int = 0,
+    recompute: str = "",
+    tied: bool = False,
+    micro: int = 2,
+    save: str = "",
+    cp: int = 1,
+    comm: str = "p2p",
+) -> Case:
+    """Return a case with the name and the flags of a layout."""
+    words, flags = [], []
+    if tp > 1:
+        words.append(f"tp {tp}" + " + SP" * sp)
+        flags += ["--tensor-model-parallel-size", str(tp), *["--sequence-parallel"] * sp]
+    if cp > 1:
+        words.append(f"cp {cp} {comm}")
+        flags += ["--context-parallel-size", str(cp), "--cp-comm-type", comm]
+    if pp > 1:
+        words.append(f"pp {pp} {schedule}")
+        flags += ["--pipeline-model-parallel-size", str(pp), "--pipeline-schedule", schedule]
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(CHUNKS[schedule])]
+        micro = 1
+    if dp > 1:
+        words.append(f"dp {dp}" + f" + ZeRO {zero}" * (zero > 0))
+        micro = 1
+    if zero:
+        flags += ["--zero-stage", str(zero), "--overlap-param-gather"]
+    if recompute:
+        words.append(f"recompute {recompute}")
+        flags += ["--recompute-granularity", recompute]
+    words = words or ["one rank"]
+    if words == ["one rank"] and micro == 1:
+        words.append("4 micro-batches")
+    if tied:
+        words.append("tied")
+    flags += ["--micro-batch-size", str(micro)]
+    return Case(", ".join(words), tp * cp * pp * dp, tuple(flags), tied, save=save)
+
+
+def cases(full: bool) -> list[Case]:
+    """Return the cases, those that others are held against first."""
+    oracle = [Case("one rank", 1, ("--micro-batch-size", "4"), oracle=True)]
+    oracle.append(Case("one rank, tied", 1, ("--micro-batch-size", "4"), True, oracle=True))
+    every = [
+        layout(micro=1),
+        layout(recompute="selective"),
+        layout(recompute="full"),
+        layout(tp=2),
+        layout(tp=2, sp=True, save="a"),
+        layout(tp=4),
+        layout(tp=2, sp=True, recompute="full", tied=True),
+        *(layout(pp=2, schedule=schedule) for schedule in CHUNKS),
+        layout(pp=2, tied=True, save="b"),
+        layout(pp=2, schedule="zb-v", tied=True),
+        layout(dp=2),
+        layout(dp=2, zero=3),
+        layout(tp=2, sp=True, dp=2, zero=3, tied=True),
+        layout(tp=2, sp=True, pp=2, schedule="zb-h1"),
+        layout(cp=2, comm="all_gather"),
+        layout(tp=2, sp=True, cp=2, recompute="full", tied=True),
+    ]
+    if full:
+        known = {case.name for case in every}
+        every += [case for case in all_layouts() if case.name not in known]
+    loads = [
+        (layout(pp=2), "a", "tp 2 + SP"),
+        (layout(tp=2, dp=2, zero=3, tied=True), "b", "pp 2 1f1b"),
+    ]
+    every += [
+        case._replace(name=f"{case.name}, loads {what}", load=folder)
+        for case, folder, what in loads
+    ]
+    return oracle + every
+
+
+def all_layouts() -> Iterator[Case]:
+    """Yield every layout of up to 8 ranks; recomputation in turn."""
+    kinds = cycle(("", "selective", "full"))
+    for tp, pp, dp in product((1, 2, 4), repeat=3):
+        if not 2 <= tp * pp * dp <= 8:
+            continue
+        for schedule in CHUNKS if pp > 1 else ("1f1b",):
+            for zero in range(4) if dp > 1 else (0,):
+                for sp in (False, True) if tp > 1 else (False,):
+                    for tied in (False, True):
+                        yield layout(
+                            tp, sp, pp, schedule, dp=dp, zero=zero, recompute=next(kinds), tied=tied
+                        )
+    for comm, cp, tp, pp, dp in product(("p2p", "all_gather", "a2a"), (2, 4), *((1, 2),) * 3):
+        if tp * cp * pp * dp <= 8:
+            zero = 3 * (dp > 1)
+            yield layout(tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm)
+
+
+class Pattern(NamedTuple):
+    """What layouts have in common, and what a failure in just these mostly is."""
+
+    what: str
+    has: Callable[[str], bool]  # by the case's name
+    hint: str
+
+
+SPLIT = "one rank, 4 micro-batches"
+PATTERNS = (  # of two that fit the same layouts, the first is told
+    Pattern(
+        "with tensor parallelism",
+        lambda name: "tp " in name,
+        "a rank computes something from its own heads or features that needs all of them (a norm, "
+        "a mean, a softmax), or a Placement cuts wrongly (its dim, its sections)",
+    ),
+    Pattern(
+        "at tp without SP",
+        lambda name: "tp " in name and "SP" not in name,
+        "a replicated weight that meets a shard of heads or features, whose gradient nobody adds: "
+        "give it region=Region.TENSOR_PARALLEL",
+    ),
+    Pattern(
+        "under SP",
+        lambda name: "SP" in name,
+        "hidden states are a part of s there, [s/t, b, h]: positions counted from x.shape[0], a "
+        "mean or a norm over s, or a weight that should be in Region.SEQUENCE_PARALLEL",
+    ),
+    Pattern(
+        "under context parallelism",
+        lambda name: "cp " in name,
+        "a rank has a part of each row's tokens there: attention that does not go through "
+        "core_attention with the packed_seq_params it is given, which looks at this rank's keys "
+        "alone; positions counted from 0 instead of position_ids; a mean or a shift over s",
+    ),
+    Pattern(
+        "at tp 4",
+        lambda name: "tp 4" in name,
+        "a size that divides by 2 and not by 4, a number of ranks written out, or what is added to "
+        "qkv where two ranks share a head of k and v (mpu.layers.qkv.add_bias)",
+    ),
+    Pattern(
+        "with data-parallel ranks",
+        lambda name: "dp " in name,
+        "something in the model depends on the rows of the batch that a rank has",
+    ),
+    Pattern(
+        "at ZeRO 3",
+        lambda name: "ZeRO 3" in name,
+        "a weight is used outside of its layer's acquire: take it by mpu.gradients.use(weight, "
+        "ctx.sink)",
+    ),
+    Pattern(
+        "under recomputation",
+        lambda name: "recompute" in name,
+        "the block's second forward is not its first: it has a state, or draws random numbers",
+    ),
+    Pattern(
+        "in pipelines",
+        lambda name: "pp " in name,
+        "a module keeps something from one stage to the next, hidden states carry less than the "
+        "next stage needs, a layer does not know its number in the whole model, or a parameter is "
+        "made on the wrong stage",
+    ),
+    Pattern(
+        "in tied pipelines",
+        lambda name: "pp " in name and "tied" in name,
+        "the two ends hold copies of one weight: mpu.param.tie(weight, ctx.grid.embd), once, where "
+        "a rank has one end, and never where it has both",
+    ),
+    Pattern(
+        "where a rank has several stages",
+        lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
+        "chunk_of names the wrong stage of a parameter, a layer does not know its number in the "
+        "whole model, a module keeps something from one stage to the next, or both ends are on one "
+        "rank and take themselves for two",
+    ),
+    Pattern(
+        "where weight gradients wait",
+        lambda name: any(s in name for s in ("zb-h1", "zb-v", "v-half")),
+        "a layer's own backward reads something that has changed when W runs: keep it in the queue",
+    ),
+    Pattern(
+        "with tied embeddings",
+        lambda name: "tied" in name,
+        "embedding and head share a weight there: it is used, added or scaled once too often",
+    ),
+    Pattern(
+        "where a micro-batch is a part of the batch",
+        lambda name: name not in ("one rank", "one rank, tied"),
+        "the model depends on which rows, or how many, are in a micro-batch, or keeps something "
+        "from one to the next",
+    ),
+)
+TWICE = (
+    "its gradient is added more than once: by the layer itself (a function of mpu.comm.mappings) "
+    "and by what its Placement says (a Region, reduce_axes, tie)"
+)
+DIVIDED = "its gradient is divided by the number of ranks: a mean where the sum is due"
+
+
+def pattern(failed: Sequence[str], ran: Sequence[str], factor: float) -> str:
+    """Return what the failed layouts have in common and the likely cause, or "".
+
+    ran: the names of all layouts. The fewest that fit decide. factor: by which a gradient is wrong.
+    """
+    fits = []
+    for number, one in enumerate(PATTERNS):
+        having = [name for name in ran if one.has(name)]
+        if set(failed) <= set(having) and (one is not PATTERNS[-1] or SPLIT in failed):
+            fits.append((len(having), number, one))
+    if not failed or not fits:
+        return ""
+    count, _, best = min(fits)
+    some = "" if count == len(set(failed)) else "some layouts "
+    hint = (
+        TWICE if factor in (2, 4, 8) else DIVIDED if factor in (1 / 2, 1 / 4, 1 / 8) else best.hint
+    )
+    return f"likely cause (only {some}{best.what}): {hint}"

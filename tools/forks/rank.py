@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one layout of tools/fork_check.py on one rank, and hold it against what one rank computed.
+
+The case "one rank" computes what all others are held against, in fp64, and keeps it in a file:
+
+    initial    the weights as `initialize` draws them; every layout must draw the same bits
+    start      these and some noise: no weight is at 0 or 1, where a mistake may have no effect.
+               Every layout starts from it, so that what follows says nothing about `initialize`
+    outputs    the size of every module's output in a forward pass
+    gradients  of the first step; the second step's batch has documents and a loss mask
+    two        weights after two steps; three: after one more, which a loaded run must repeat
+
+All of it is done by the product: pretrain_llama.build and train_step, Saver, the dry run's plan.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from estimate import rank_memory
+from estimate.model_profile import make_grid
+from estimate.traffic import traffic
+from model.load import load_model_file
+from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.transport import Axis, Label
+from mpu.launch import Launch
+from mpu.optim.held import memory
+from mpu.zero.gradient_check import GradientCheck
+from pretrain_llama import Run, build, model_provider
+from tools.forks.case import (
+    Case,
+    Desk,
+    Oracle,
+    Report,
+    batches_of,
+    cut,
+    forward,
+    pieces,
+    put,
+    rectangles,
+    step,
+)
+from tools.forks.one import decodes, derivatives, draws, names_of
+from training.run.saver import Saver
+from training.run.startup import connect
+
+EXACT, UPDATE = 1e-10, 1e-6  # largest error of a gradient, and of the weights' change, by norm
+FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so large
+ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
+CPU = torch.device("cpu")
+SCALARS = {"norm", "loss sum", "gradient check"}  # phases that the plan leaves out
+PLANNED_AS = {"pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp"}
+
+
+class Sent:
+    """A trace for a grid that adds up the bytes which leave this rank, by axis as planned."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.counting = False  # in one step only
+
+    def issued(
+        self,
+        verb: str,
+        axis: Axis,
+        tensor: Tensor,
+        sent: int,
+        is_async: bool,
+        label: Label | None,
+    ) -> None:
+        """Count one collective or message."""
+        if self.counting and (label is None or label.phase not in SCALARS):
+            self.bytes[PLANNED_AS.get(axis.name, axis.name)] += sent
+
+
+def saver_of(run: Run) -> Saver:
+    """Return what saves and loads the run, as pretrain_llama.work makes it."""
+    file = load_model_file(run.config.model.model_file)
+    return Saver(
+        run.config, run.model.ctx, run.model, run.optimizer, file.hf_names(run.model),
+        digests={}, note=lambda line: None,
+        hf_config=file.hf_config, from_hf_config=file.from_hf_config,
+    )  # fmt: skip
+
+
+@contextmanager
+def started(
+    desk: Desk, case: Case, rank: int, store: Any, limit: float
+) -> Iterator[tuple[Run, Sent]]:
+    """Connect the ranks of a case, build the run, and leave the group at the end."""
+    config = desk.config(case)
+    grid = make_grid(config, Launch(rank, case.ranks, rank, case.ranks))
+    timeout = timedelta(seconds=2 * limit)
+    connect(config, grid, CPU, dist.PrefixStore(case.name, store), timeout, lambda line: None)
+    sent = Sent()
+    grid.traced(sent)
+    try:
+        yield build(config, grid, CPU, FailureMonitor()), sent
+    finally:
+        grid.close()
+
+
+def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[str, Any]:
+    """Do a case on one rank; return its Report as a dict."""
+    report = Report()
+    if case.oracle:
+        for kind, sentence in names_of(desk.config(case)):
+            report.findings.append((kind, "", sentence))
+        if report.findings:
+            return asdict(report)
+    with started(desk, case, rank, store, limit) as (run, sent):
+        if case.oracle:
+            ask_one_rank(desk, case, run, report)
+        else:
+            report.held = [(p.name, p.dim, p.start, p.size) for _, _, p in rectangles(run)]
+            oracle = desk.oracle(case.tied)
+            if case.load:
+                saver_of(run).load()
+                go_on(run, oracle, report)
+            else:
+                compare(run, oracle, report, sent)
+            alone = run.grid.pp.size == run.grid.dp_cp.size == 1
+            if alone and not case.load and not run.model.ctx.sp:
+                decode(run, report)
+        if case.save:
+            saver_of(run).save(2, 2 * run.config.batch.global_batch_size, must=True)
+    return asdict(report)
+
+
+def ask_one_rank(desk: Desk, case: Case, run: Run, report: Report) -> None:
+    """Compute what other layouts are held against, and what one rank alone can tell."""
+    initial = {name: values.clone() for name, (_, values) in pieces(run, "param_shard").items()}
+    start = {}
+    for name, values in initial.items():
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        start[name] = values + 0.1 * torch.randn(values.shape, generator=g, dtype=values.dtype)
+        if not values.isfinite().all():
+            report.findings.append(("initial", name, f"{name} is not finite after initialize()"))
+            start[name] = start[name].nan_to_num(1.0)
+    put(run, start)
+    first, outputs = forward(run)
+    report.findings += [("random", "", line) for line in draws(run, outputs, lambda: forward(run))]
+    if report.findings:
+        return
+    losses, norms = [], []
+    tensors = {"initial": initial, "start": start}
+    for number in range(3):
+        loss, norm = step(run, number)
+        losses.append(loss)
+        norms.append(norm)
+        kept = {
+            0: ("gradients", "grad_shard"),
+            1: ("two", "param_shard"),
+            2: ("three", "param_shard"),
+        }
+        kind, where = kept[number]
+        tensors[kind] = {name: values.clone() for name, (_, values) in pieces(run, where).items()}
+    report.errors["loss"] = abs(first - losses[0])
+    Oracle(tensors, outputs, losses, norms[0]).write(Path(desk.folder), case.tied)
+    put(run, start)
+    found = derivatives(list(rectangles(run)), tensors["gradients"], lambda: forward(run)[0])
+    report.error("derivative", found[0])
+    report.findings += [("derivative", name, line) for name, line in found[1]]
+    report.warnings += found[2]
+    decode(run, report)
+
+
+def decode(run: Run, report: Report) -> None:
+    """Hold decode against forward."""
+    error, line = decodes(run.model, batches_of(run, 0)[0].tokens)
+    report.error("decode", error)
+    report.findings += [("decode", "", line)] if line else []
+
+
+def compare(run: Run, oracle: Oracle, report: Report, sent: Sent) -> None:
+    """Hold initial weights, a forward pass, two steps and the plan of the run against one rank's.
+
+    Raises PlacementError where the run's own check of the first gradients finds a mistake.
+    """
+    for name, (piece, values) in pieces(run, "param_shard").items():
+        want = oracle.tensors["initial"].get(name)
+        if want is None or want.shape != piece.shape:
+            shape = None if want is None else list(want.shape)
+            line = (
+                f"{name} has the full shape {list(piece.shape)} here and {shape} on one rank: a "
+                "size that is divided by tp needs a Placement that says so (mpu/param.py)"
+            )
+            report.findings.append(("shape", name, line))
+        elif not torch.equal(values, cut(want, piece)):
+            line = (
+                f"{name}: initialize() gives it other values here than on one rank: draw it by "
+                "mpu.param.draw_normal, which cuts the same whole tensor for every layout"
+            )
+            report.findings.append(("initial", name, line))
+    if any(kind == "shape" for kind, _, _ in report.findings):
+        return
+    put(run, oracle.tensors["start"])
+    _, report.outputs = forward(run)
+    run.sink.check = GradientCheck(run.grid, report.warnings.append)
+    loss, norm = step(run, 0)
+    gradients = pieces(run, "grad_shard")
+    losses_differ(report, loss, oracle.losses[0], "first")
+    total = sum(t.square().sum() for t in oracle.tensors["gradients"].values()) ** 0.5
+    for name, (piece, values) in gradients.items():
+        full = oracle.tensors["gradients"][name]
+        want, least = cut(full, piece), max(full.norm(), FLOOR * total)
+        error = float((values - want).norm() / least)
+        report.error("gradients", error)
+        if not error <= EXACT:
+            report.findings.append(("gradient", name, how(name, values, want, error)))
+    off = abs(norm - oracle.norm) / oracle.norm
+    report.error("gradients", off)
+    if not off <= EXACT:
+        line = f"the gradient's norm is {norm:.10g} and not {oracle.norm:.10g}"
+        report.findings.append(("norm", "", line))
+    sent.counting = True
+    loss, _ = step(run, 1)
+    sent.counting = False
+    losses_differ(report, loss, oracle.losses[1], "second")
+    weights_differ(run, oracle, report, ("start", "two"))
+    try:
+        plan(run, sent, report)
+    except Exception as error:
+        line = f"its dry run fails, {type(error).__name__}: {error}"
+        if "meta" in line:
+            line += "; does the model make a tensor without device=ctx.device?"
+        report.findings.append(("plan", "", line))
+
+
+def go_on(run: Run, oracle: Oracle, report: Report) -> None:
+    """Hold loaded weights, and one more step, against one rank's."""
+    weights_differ(run, oracle, report, ("start", "two"), "load")
+    loss, _ = step(run, 2)
+    losses_differ(report, loss, oracle.losses[2], "third")
+    weights_differ(run, oracle, report, ("two", "three"))
+
+
+def losses_differ(report: Report, loss: float, want: float, which: str) -> None:
+    """Compare the loss of a step."""
+    off = abs(loss - want) / abs(want)
+    report.error("loss", off)
+    if not off <= EXACT:
+        line = f"the loss of the {which} step is {loss:.10g} and not {want:.10g}"
+        report.findings.append(("loss" if which == "first" else "later", "", line))
+
+
+def weights_differ(
+    run: Run, oracle: Oracle, report: Report, kinds: tuple[str, str], why: str = "update"
+) -> None:
+    """Compare weights, relative to how far one rank's have moved."""
+    before, after = (oracle.tensors[kind] for kind in kinds)
+    for name, (piece, values) in pieces(run, "param_shard").items():
+        if name not in after or after[name].shape != piece.shape:
+            continue
+        moved = (after[name] - before[name]).norm()
+        error = float((values - cut(after[name], piece)).norm() / moved.clamp(min=1e-6))
+        report.error("weights", error)
+        if not error <= UPDATE:
+            what = (
+                "what was loaded is not what was saved" if why == "load" else "its update differs"
+            )
+            report.findings.append((why, name, f"{name}: {what}, by {error:.2g} of its change"))
+
+
+def how(name: str, got: Tensor, want: Tensor, error: float) -> str:
+    """Say in which way a gradient differs."""
+    text = f"the gradient of {name}"
+    if not got.isfinite().all():
+        return f"{text} is not finite"
+    if not got.any():
+        return f"{text} is zero"
+    scale = float((got * want).sum() / want.square().sum()) if want.any() else 0.0
+    if (got - scale * want).norm() < 1e-6 * got.norm():
+        return f"{text} is {scale:.6g} times what it should be"
+    return f"{text} differs by {error:.2g} of its norm"
+
+
+def plan(run: Run, sent: Sent, report: Report) -> None:
+    """Hold what the run keeps and sends against what the dry run states."""
+    config, at = run.config, run.grid.pp.rank
+    flats = rank_memory.flats(config, model_provider, at)
+    said = rank_memory.state(config, flats)
+    for kind, found in memory(run.optimizer).items():
+        if found != said[kind]:
+            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
+            report.findings.append(("plan", "", line))
+    stated: Counter[str] = Counter()
+    for row in traffic(config, model_provider, at):
+        stated[row.axis] += row.sent
+    for flat in flats:  # sums over another axis than dp send padding too, large beside small sizes
+        padding = flat.length - sum(count for _, _, count in flat.params)
+        for name in flat.axes:
+            size = getattr(run.grid, name).size
+            stated[PLANNED_AS.get(name, name)] += 2 * padding * ITEM * (size - 1) // size
+    for axis in sorted(stated.keys() | sent.bytes.keys()):
+        found, should = sent.bytes[axis], stated[axis]
+        if abs(found - should) > ROUNDED:
+            line = f"it sends {found:,} bytes a step over {axis}, and the dry run says {should:,}"
+            report.findings.append(("plan", "", line))

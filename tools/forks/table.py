@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put together what the ranks of tools/fork_check.py found: a row each layout, then sentences."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.forks.case import Case, Desk
+from tools.forks.layouts import pattern
+
+SAME = 1e-10  # largest error of the size of a module's output
+COLUMNS = ("loss", "gradients", "weights", "decode")
+HIDDEN_BY = {  # findings of a kind say nothing new where there are some of these
+    "initial": ("shape",),
+    "output": ("shape",),
+    "loss": ("shape", "output"),
+    "gradient": ("shape", "output", "loss"),
+    "norm": ("shape", "output", "loss", "gradient"),
+    "update": ("shape", "output", "loss", "gradient", "norm", "load"),
+    "later": ("shape", "output", "loss", "gradient", "norm", "load"),
+    "held": ("shape",),
+}
+ALONE = {
+    "derivative",
+    "decode",
+    "plan",
+    "refused",
+    "shape",
+    "initial",
+    "names",
+    "random",
+}  # they say themselves what the cause is
+NUMBER = re.compile(r"(?<=layers\.)\d+")
+FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
+WORDY = {"raised", "refused", "hung", "plan"}  # their sentences differ in more than a number
+BLOCKING = {
+    "names",
+    "random",
+    "raised",
+    "refused",
+    "hung",
+}  # of one rank: nothing can be held against it
+
+
+@dataclass
+class Row:
+    """A layout: its largest errors, and what disagrees, (kind, parameter, sentence)."""
+
+    case: Case
+    seconds: float
+    errors: dict[str, float] = field(default_factory=dict)
+    findings: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    result: str = "agrees"  # where there are no findings
+
+    @property
+    def differs(self) -> bool:
+        """Whether the layout, as one among others, is wrong."""
+        return any(kind not in ALONE for kind, _, _ in self.findings)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether other layouts cannot be held against this one."""
+        return any(kind in BLOCKING for kind, _, _ in self.findings)
+
+    def line(self, width: int) -> str:
+        """Return the row as it stands in the table."""
+        cells = [f"{self.errors[c]:.1e}" if c in self.errors else "-" for c in COLUMNS]
+        result = f"DISAGREES: {short(self.findings[0])}" if self.findings else self.result
+        if self.warnings:
+            result += ", with a warning"
+        row = f"{self.case.name:<{width}}{''.join(f'{c:>10}' for c in cells)}"
+        return f"{row}{self.seconds:>6.1f} s  {result}"
+
+
+def head(width: int) -> str:
+    """Return the table's head."""
+    return f"{'layout':<{width}}{''.join(f'{c:>10}' for c in COLUMNS)}{'time':>8}  result"
+
+
+def short(finding: tuple[str, str, str]) -> str:
+    """Return a finding in a few words."""
+    kind, name, text = finding
+    return (
+        f"{kind}, {name}" if name else kind if kind in ("raised", "refused", "hung") else text[:60]
+    )
+
+
+def row_of(
+    case: Case, answers: Sequence[Any], seconds: float, hung: Callable[[], str], desk: Desk
+) -> Row:
+    """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
+    row = Row(case, seconds)
+    errors = [(a["kind"], "", a["error"]) for a in answers if a and "error" in a]
+    if errors:  # a rank whose peer has failed says that the connection is lost
+        row.findings.append(min(errors, key=lambda e: e[2].startswith("CommunicationError")))
+        return row
+    if None in answers:
+        row.findings.append(("hung", "", f"it hung, or a rank died; {hung()}"))
+        return row
+    for report in answers:
+        row.findings += [tuple(f) for f in report["findings"]]
+        row.warnings += report["warnings"]
+        for kind, value in report["errors"].items():
+            row.errors[kind] = max(value, row.errors.get(kind, 0.0))
+    row.warnings = list(dict.fromkeys(row.warnings))
+    if not case.oracle and not row.findings or any(f[0] == "loss" for f in row.findings):
+        row.findings += covered([report["held"] for report in answers], desk, case)
+    if any(kind == "loss" for kind, _, _ in row.findings):
+        tp = desk.config(case).parallel.tensor_model_parallel_size
+        outputs = [report["outputs"] for report in answers]
+        (loss,) = {text for kind, _, text in row.findings if kind == "loss"}
+        row.findings += first_output(loss, outputs, desk.oracle(case.tied).outputs, tp)
+    kinds = {kind for kind, _, _ in row.findings}
+    shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
+    order = list(HIDDEN_BY)
+    first: dict[str, tuple[str, str, str]] = {}
+    counts: dict[str, set[str]] = {}
+    for finding in shown:
+        first.setdefault(finding[0], finding)
+        counts.setdefault(finding[0], set()).add(finding[1])
+    row.findings = []
+    for kind, (_, name, text) in sorted(
+        first.items(), key=lambda item: order.index(item[0]) if item[0] in order else 99
+    ):
+        more = len(counts[kind]) - 1
+        row.findings.append((kind, name, text + f" (and {more} more)" * (more > 0)))
+    return row
+
+
+def covered(
+    held: Sequence[Sequence[tuple[str, int, int, int]]], desk: Desk, case: Case
+) -> list[tuple[str, str, str]]:
+    """Return a finding for each weight of which no rank holds some part."""
+    found = []
+    rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for name, dim, first, size in (part for own in held for part in own):
+        rows.setdefault((name, dim), []).append((first, first + size))
+    every = desk.oracle(case.tied).tensors["start"]
+    found += [
+        ("held", name, f"no rank holds {name}") for name in every.keys() - {n for n, _ in rows}
+    ]
+    for (name, dim), parts in rows.items():
+        reached = 0
+        for first, last in sorted(parts):
+            reached = max(reached, last) if first <= reached else reached
+        if name in every and reached < every[name].shape[dim]:
+            line = f"no rank holds the rows of {name} from {reached} on, along dimension {dim}"
+            found.append(("held", name, line))
+    return found
+
+
+def first_output(
+    loss: str,
+    seen: Sequence[Mapping[str, Sequence[float]]],
+    wanted: Mapping[str, Sequence[float]],
+    tp: int,
+) -> list[tuple[str, str, str]]:
+    """Return a finding for the first module whose outputs do not add up to one rank's.
+
+    Over all ranks the parts of a tensor that is cut add up to it once, and to tp times where every
+    tensor-parallel rank has all of it.
+    """
+    for name, want in wanted.items():
+        parts = [own[name] for own in seen if name in own]
+        total = [sum(part[i] for part in parts) for i in range(2)]
+        fits = any(
+            all(abs(t - n * w) <= SAME * n * w for t, w in zip(total, want, strict=True))
+            for n in {1, tp}
+        )
+        if not fits and parts:
+            return [("output", name, f"{loss}; the first output that differs is that of {name}")]
+    return []
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return what stands under the rows: sentences, each with its layouts, and the likely cause."""
+    told: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, str], str] = {}
+    for row in rows:
+        for kind, name, text in row.findings:
+            same = (kind, name or (text if kind in WORDY else ""))
+            first.setdefault(same, text)
+            told.setdefault(same, []).append(row.case.name)
+    lines = [""]
+    for same, names in told.items():
+        text = first[same]
+        where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        lines.append(f"{where}: {text}")
+    warned: dict[str, list[str]] = {}  # of every layer the same
+    for row in rows:
+        for text in row.warnings:
+            warned.setdefault(NUMBER.sub("N", text), []).append(f"{row.case.name}: {text}")
+    for texts in warned.values():
+        more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+        lines.append(f"warning, {texts[0]}{more}")
+    failed = [row.case.name for row in rows if row.differs]
+    texts = [text for row in rows for kind, _, text in row.findings if kind == "gradient"]
+    factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
+    factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
+    lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
+    bad = sum(bool(row.findings) for row in rows)
+    lines.append(
+        f"{bad} of {len(rows)} layouts disagree" if bad else f"all {len(rows)} layouts agree"
+    )
+    return lines

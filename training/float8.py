@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give a model's layers the recipe that the flags of float8 ask for."""
+
+import torch
+from torch import nn
+
+from mpu.context import LayerContext
+from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.recipe import Float8, use_float8
+from training.config import Config, UsageError
+
+
+def layers_in_bf16(config: Config) -> set[int]:
+    """Return the numbers of the layers that stay out of float8."""
+    f, count = config.float8, config.model.num_layers
+    if not f.first_last_layers_bf16:
+        return set()
+    first, last = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
+    return {*range(first), *range(count - last, count)}
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Raise UsageError where a GPU cannot multiply as the run's recipe asks."""
+    f = config.float8
+    if f.fp8_format is not None and device.type == "cuda":
+        assert f.fp8_recipe is not None, "float8_rules.check"
+        if why := float8_cuda.unsupported(f.fp8_recipe, device):
+            raise UsageError(why)
+
+
+def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
+    """Let a model's layers multiply in float8 if the run does. Raises ValueError (use_float8)."""
+    f = config.float8
+    if f.fp8_format is not None:
+        assert f.fp8_recipe is not None, "float8_rules.check"
+        check_device(config, ctx.device)
+        recipe = Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
+        use_float8(model, recipe, layers_in_bf16(config), gather=f.fp8_param_gather)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what each matmul of a run should take: `auto`, of overlap methods or of arithmetics.
+
+    measure    seconds of a layer's forward and backward by each method, on this rank
+    tune       the same for all layers; the slowest rank's seconds count, on every rank
+    compare    the same of bf16 and float8, forward and backward together (--fp8-auto)
+    choose     the fastest method of each, the plain one unless another is faster by more than noise
+
+What is timed are linear layers of the run's shapes on random numbers, with the weight gradient
+under the scatter, all casts and all waits.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import barrier, gather_bytes
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink, WeightGradientQueue
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
+from mpu.overlap.choices import OverlapMap, key
+
+ARITHMETICS = ("bf16", "float8")
+MARGIN = 0.01  # share of the plain method's time: a smaller gain is noise
+BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
+LEAST, MOST = 3, 20  # repetitions
+Times = dict[str, dict[str, float]]  # {matmul: {method: seconds}}
+Spent = dict[str, tuple[float, float]]  # {method: seconds of forward, of backward}
+Layer = ColumnParallelLinear | RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The two matmuls of a linear layer, as one rank makes them.
+
+    column: x [rows, k] of every rank is gathered, and multiplied with w [width, k]. Else x [t rows,
+    k] is multiplied, and the sum over the ranks scattered to [rows, width]. recipe: the layer's, if
+    it is not the plain one. Without sequence parallelism t is 1 here, and nothing is gathered.
+    """
+
+    column: bool
+    rows: int
+    k: int
+    width: int
+    dtype: torch.dtype
+    recipe: Recipe | None = None
+
+    @property
+    def forward(self) -> str:
+        """Return the key by which Auto looks up the forward matmul."""
+        return self._key("gather" if self.column else "scatter", self.k, self.width)
+
+    @property
+    def backward(self) -> str:
+        """Return the key of the dgrad matmul; its method is taken for all of backward."""
+        return self._key("scatter" if self.column else "gather", self.width, self.k)
+
+    @property
+    def layer(self) -> str:
+        """Return the key of the whole layer, by which a run looks up its arithmetic."""
+        kind = "column" if self.column else "row"
+        return f"{kind} {self.rows}x{self.k} -> {self.width}, {self.recipe}"
+
+    def _key(self, op: str, k: int, width: int) -> str:
+        length, dtype = (self.recipe or Recipe()).row(k, self.dtype)
+        return key(op, self.rows, length, width, dtype)
+
+
+def by_overlap(layer: Layer, p: Projection, method: str) -> None:
+    """Let a layer take an overlap method."""
+    use_overlap(layer, OverlapMap("auto", {p.forward: method, p.backward: method}))
+
+
+def by_arithmetic(layer: Layer, p: Projection, method: str) -> None:
+    """Let a layer take its projection's recipe, or none."""
+    layer.recipe = p.recipe if method == "float8" and p.recipe else Recipe()
+
+
+def measure(
+    projection: Projection,
+    methods: Sequence[str],
+    ctx: LayerContext,
+    budget: float,
+    take: Callable[[Layer, Projection, str], None] = by_overlap,
+) -> Spent:
+    """Return the least seconds of forward and of backward by each method, on this rank.
+
+    The methods take turns, so that whatever else the machine does falls on all of them. All ranks
+    begin a run together and make equally many. The global random state is left alone.
+    """
+    p, size, axis, device = projection, ctx.tp.size, ctx.tp, ctx.device
+    parts = size if ctx.sp else 1
+    random = torch.Generator(device).manual_seed(0)
+    ctx = replace(
+        ctx, dtype=p.dtype, sink=GradientSink(ctx.accumulate), queue=WeightGradientQueue()
+    )
+    layer: Layer
+    if p.column:
+        layer = ColumnParallelLinear(p.k, p.width * size, ctx=ctx, recipe=p.recipe)
+    else:
+        layer = RowParallelLinear(p.k * size, p.width, ctx=ctx, recipe=p.recipe)
+    layer.weight.data.normal_(generator=random)
+
+    def draw(rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, generator=random, dtype=p.dtype, device=device)
+
+    x = draw(p.rows if p.column else parts * p.rows, p.k).requires_grad_()
+    dy = draw(parts * p.rows if p.column else p.rows, p.width)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def once(name: str) -> tuple[float, float]:
+        take(layer, p, name)
+        barrier(axis, device)
+        begin = now()
+        y = layer(x)
+        forward = now() - begin
+        barrier(axis, device)
+        begin = now()
+        torch.autograd.grad(y, x, dy)
+        return forward, now() - begin
+
+    def all_of_them() -> list[tuple[float, float]]:
+        return [once(name) for name in methods]
+
+    all_of_them()  # warms up memory, caches and connections
+    begin = now()
+    rounds = [all_of_them()]
+    took = gather_bytes(json.dumps(now() - begin).encode(), axis, device)
+    count = int(budget / max(json.loads(seconds) for seconds in took))
+    rounds += [all_of_them() for _ in range(min(max(count, LEAST), MOST) - 1)]
+    return {
+        name: (min(f for f, _ in runs), min(b for _, b in runs))
+        for name, runs in zip(methods, zip(*rounds, strict=True), strict=True)
+    }
+
+
+Measure = Callable[[Projection, Sequence[str], LayerContext, float], Spent]
+measure_arithmetics = partial(measure, take=by_arithmetic)
+
+
+def tune(
+    projections: Iterable[Projection],
+    methods: Sequence[str],
+    ctx: LayerContext,
+    measure: Measure = measure,
+) -> Times:
+    """Measure this rank's layers; return the times of all ranks' matmuls, the slowest rank's each.
+
+    Equal layers are measured once. Every rank of the world calls this and gets the same result.
+    projections: the same over ctx.tp; stages of a pipeline have their own.
+    """
+    distinct, mine = list(dict.fromkeys(projections)), Times()
+    for p in distinct:
+        for method, seconds in measure(p, methods, ctx, BUDGET / len(distinct)).items():
+            for name, spent in zip((p.forward, p.backward), seconds, strict=True):
+                times = mine.setdefault(name, {})
+                times[method] = times.get(method, 0.0) + spent  # two layers may share a matmul
+    return slowest(mine, ctx)
+
+
+def compare(
+    projections: Iterable[Projection],
+    ctx: LayerContext,
+    measure: Measure = measure_arithmetics,
+) -> Times:
+    """Return the seconds of each layer (`Projection.layer`) in bf16 and in float8, as `tune` does.
+
+    bf16 is the layers' own dtype. A layer's forward, dgrad and wgrad count together, with the casts
+    to float8 and without overlap of collectives.
+    """
+    distinct, mine = list(dict.fromkeys(projections)), Times()
+    for p in distinct:
+        spent = measure(p, ARITHMETICS, ctx, BUDGET / len(distinct))
+        mine[p.layer] = {method: sum(seconds) for method, seconds in spent.items()}
+    return slowest(mine, ctx)
+
+
+def slowest(mine: Times, ctx: LayerContext) -> Times:
+    """Return, on every rank of the world, the most seconds that any rank had."""
+    found = gather_bytes(json.dumps(mine).encode(), ctx.grid.world, ctx.device)
+    most = Times()
+    for theirs in map(json.loads, found):
+        for name, times in theirs.items():
+            for method, spent in times.items():
+                so_far = most.setdefault(name, {})
+                so_far[method] = max(spent, so_far.get(method, 0.0))
+    return most
+
+
+def choose(times: Mapping[str, Mapping[str, float]], plain: str = "none") -> dict[str, str]:
+    """Return the method of each matmul: the fastest, where it beats `plain` by more than MARGIN."""
+    choices = {}
+    for name, spent in times.items():
+        best = min(spent, key=lambda method: spent[method])
+        choices[name] = best if spent[best] < (1 - MARGIN) * spent[plain] else plain
+    return choices
