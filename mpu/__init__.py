@@ -2,7 +2,8 @@
 """The model-parallel unit: what runs one model over several ranks. A table of contents.
 
 comm          between ranks: transport (Axis, Transport, Handle), collectives, mappings (collectives
-              under autograd), p2p (stage to stage), meta (shapes alone), shared_memory and symmetric (memory that ranks share),
+              under autograd), p2p (stage to stage), meta (shapes alone), shared_memory and
+              symmetric (memory that ranks share),
               failure_monitor, coordinator, door, wire and address (the failure channel),
               waits, hang_watch, hang_judge and process_state (who hangs, who is slow)
 grid          ranks -> axes: the tensor-, context-, data- and pipeline-parallel peers of a rank
