@@ -10,8 +10,8 @@ from torch import Tensor
 
 from estimate import activations
 from estimate.attention_costs import AttentionSizes, memory, traffic
-from estimate.live import Live
 from estimate.meta import META, MetaAttention, MetaOperations
+from estimate.storages import Live
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.grid import Grid

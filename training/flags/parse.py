@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from estimate import pipeline
 from training import batch_size, config
 from training.config import Config, UsageError
 from training.data.split import DEFAULT_SPLIT
@@ -35,6 +34,7 @@ from training.float8_config import Float8Config
 from training.gpu_config import GpuConfig
 from training.log_config import LogConfig
 from training.rehearse_config import RehearseConfig
+from training.schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -262,7 +262,7 @@ def _assemble(
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
-    virtual = pipeline.virtual_stages(parallel, model["num_layers"])
+    virtual = virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
     if layers := parts["gpu"].get("cpu_offloading_num_layers"):
