@@ -4,9 +4,8 @@
 from collections.abc import Iterator
 
 from estimate.pipeline import micro_batch_counts
-from training.config import Config, UsageError
+from training.config import Config, GpuConfig, UsageError
 from training.flags.zero_rules import on_cpu
-from training.gpu_config import GpuConfig
 
 GRAPH = "--cuda-graph"
 
