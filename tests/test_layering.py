@@ -20,6 +20,7 @@ MAY = {
     "mpu/activation_offload.py": (),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
+    "mpu/accelerators.py": (),
     "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native"),
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
     "mpu/grid.py": ("mpu.comm", "mpu.launch"),
@@ -27,10 +28,12 @@ MAY = {
     "mpu/context.py": ("mpu.comm.transport", "mpu.gradients", "mpu.grid", "mpu.param"),
     "mpu/overlap": ("mpu.overlap", "mpu.comm", "mpu.kernels"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.overlap", "mpu.kernels", "mpu.param",
-                   "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native"),
+                   "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native",
+                   "mpu.accelerators"),
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid"),
-    "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid"),
+    "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
+                  "mpu.accelerators"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/fault_config.py": (),
@@ -59,7 +62,13 @@ MAY = {
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
-    ("mpu/kernels", "mpu/native.py", "mpu/activation_offload.py", "mpu/gradients.py"),
+    (
+        "mpu/kernels",
+        "mpu/native.py",
+        "mpu/accelerators.py",
+        "mpu/activation_offload.py",
+        "mpu/gradients.py",
+    ),
     ("mpu/comm", "mpu/recompute.py"),
     ("mpu/launch.py",),
     ("mpu/grid.py", "mpu/param.py", "mpu/overlap"),
