@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from estimate.model_profile import make_grid
-from mpu.comm.all_to_all import all_to_all
-from mpu.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis
