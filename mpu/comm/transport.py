@@ -25,7 +25,7 @@ from mpu.comm.waits import MESSAGES, Wait, Waits
 
 
 class CommunicationError(RuntimeError):
-    """A collective or message failed; mpu/comm/failure_monitor.py finds the peer behind it."""
+    """A collective or message failed; training/faults/monitor.py finds the peer behind it."""
 
 
 class Label(NamedTuple):
