@@ -6,7 +6,7 @@
     reduce_from_tensor_model_parallel_region     all-reduce      identity        y leaves, no SP
     gather_from_sequence_parallel_region         all-gather      reduce-scatter  x enters under SP
     reduce_scatter_to_sequence_parallel_region   reduce-scatter  all-gather      y leaves under SP
-    differentiable_all_to_all                    all-to-all      all-to-all      tokens go to experts, and back
+    differentiable_all_to_all                    all-to-all      all-to-all      tokens to experts
     (operators f and g of Shoeybi et al. 2019, g and g-bar of Korthikanti et al. 2022)
 
 The linear layers fuse these with their matmuls (mpu/layers/linear.py). The embedding calls them,
