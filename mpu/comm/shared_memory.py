@@ -145,8 +145,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
                 copy(into[source], part.split(every[source])[rank])
             into[rank].copy_(own[rank])
 
-        handle = self.begin("all_to_all", axis, x, write, read, async_op, label, part_bytes, splits)
-        return out, handle
+        how: Any = dict(async_op=async_op, label=label, part_bytes=part_bytes, splits=splits)
+        return out, self.begin("all_to_all", axis, x, write, read, **how)
 
     def _splits_of_all(self, splits: Splits, axis: Axis) -> list[list[int]]:
         """Return how many rows each rank sends to each. Raises ValueError, on all ranks alike,
