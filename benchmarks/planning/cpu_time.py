@@ -17,7 +17,7 @@ from estimate import pipeline
 from estimate.model_profile import rank_parameters
 from mpu.grid import ORDER
 from mpu.pipeline.schedules import Action, Schedule
-from tools.planner.link_bytes import Sizes, groups, ledger
+from tools.planner.rank_order import Sizes, groups, ledger
 from training import batch_size
 from training.config import Config
 
