@@ -32,10 +32,11 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import context, pipeline
-from estimate.context_check import check_attention
+from estimate import context_parallel, stages
+from estimate.context_parallel import check_attention
+from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid, model_profile
-from estimate.pipeline import rank_stages
+from estimate.stages import rank_stages
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
@@ -67,7 +68,6 @@ from training.flags.zero_rules import zero_config
 from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
-from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
 from training.run.measured import settle
@@ -353,7 +353,9 @@ def note_of(grid: Grid) -> Callable[[str], None]:
 def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *context.lines(config), *pipeline.lines(config, model_provider)]:
+    for line in [*config.notes, *context_parallel.lines(config)]:
+        note(line)
+    for line in stages.lines(config, model_provider):
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")

@@ -30,6 +30,7 @@ from training.config import (
     BatchConfig,
     Config,
     DataConfig,
+    GpuConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -37,7 +38,6 @@ from training.config import (
 )
 from training.data.batch import Batch
 from training.data.context_part import context_part
-from training.gpu_config import GpuConfig
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97

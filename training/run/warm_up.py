@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.pipeline import rank_stages
+from estimate.stages import rank_stages
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid

@@ -9,8 +9,9 @@ import os
 import re
 from collections.abc import Sequence
 
-from estimate import activations, buffers, context, pipeline, rank_memory, traffic
+from estimate import activations, buffers, context_parallel, rank_memory, stages, traffic
 from estimate.activations import Held
+from estimate.fit import fit_lines
 from estimate.model_profile import ModelProvider, grid_of, model_profile
 from estimate.rank_memory import Shapes
 from estimate.traffic import Traffic
@@ -18,7 +19,6 @@ from training import batch_size
 from training.config import Config, ParallelConfig
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
-from training.run.fit import fit_lines
 
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
@@ -84,7 +84,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     return [
-        ("Pipeline", pipeline.lines(config, provider)),
+        ("Pipeline", stages.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
@@ -138,7 +138,7 @@ def _layout(config: Config) -> list[str]:
         lines.insert(1, f"ranks count along the axes in the order {p.rank_order}, fastest first")
     if cp > 1:
         lines.insert(-1, f"context-parallel group of rank 0: {_few(grid.cp.ranks)}")
-        lines += context.lines(config) + context.cost_lines(config, in_units)
+        lines += context_parallel.lines(config) + context_parallel.cost_lines(config, in_units)
     if pp > 1:
         lines.append(f"pipeline group of rank 0: {_few(grid.pp.ranks)}")
     return lines
