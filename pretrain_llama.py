@@ -41,7 +41,6 @@ from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -62,6 +61,7 @@ from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.dataset import DataError
 from training.data.loader import Loader
+from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config

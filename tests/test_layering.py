@@ -16,7 +16,7 @@ OURS = ("mpu", "model", "estimate", "training", "tools", "pretrain_llama", "test
 MAY = {
     "mpu/kernels": ("mpu.kernels",),
     "mpu/native.py": (),
-    "mpu/launch.py": ("mpu.comm.secret",),
+    "mpu/launch.py": (),
     "mpu/activation_offload.py": (),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
@@ -40,6 +40,7 @@ MAY = {
     "training/float8.py": ("training.config", "mpu"),
     "training/recompute.py": ("training.config", "training.float8", "mpu"),
     "training/data": ("training.data", "training.config", "training.untrusted", "mpu"),
+    "training/faults": ("training.faults", "mpu"),
     "training/checkpoint": ("training.checkpoint", "training.untrusted", "mpu"),
     "training/schedule.py": ("training.config", "training.batch_size", "mpu"),
     "training/flags": ("training.flags", "training.batch_size", "training.schedule",
@@ -53,9 +54,14 @@ MAY = {
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
-    ("mpu/kernels", "mpu/native.py", "mpu/activation_offload.py", "mpu/gradients.py"),
+    (
+        "mpu/kernels",
+        "mpu/native.py",
+        "mpu/launch.py",
+        "mpu/activation_offload.py",
+        "mpu/gradients.py",
+    ),
     ("mpu/comm", "mpu/recompute.py"),
-    ("mpu/launch.py",),
     ("mpu/grid.py", "mpu/param.py", "mpu/overlap"),
     ("mpu/connect.py", "mpu/context.py"),
     ("mpu/layers", "mpu/pipeline", "mpu/zero"),
@@ -65,7 +71,7 @@ FLOORS = (
     ("training/untrusted.py", "training/config.py"),
     ("training/batch_size.py", "training/float8.py"),
     ("training/learning_rate.py", "training/recompute.py", "training/schedule.py"),
-    ("training/data", "training/checkpoint"),
+    ("training/data", "training/checkpoint", "training/faults"),
     ("training/flags",),
     ("estimate",),
     ("training/run",),

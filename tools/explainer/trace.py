@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.pipeline.engine import Parcel
 from pretrain_llama import LlamaRun
@@ -28,6 +27,7 @@ from tools.explainer.ops import (
     site,
 )
 from tools.explainer.zero import Buckets
+from training.faults.monitor import FailureMonitor
 
 MESSAGES = ("send", "receive")
 

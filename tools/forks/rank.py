@@ -30,7 +30,6 @@ from estimate import rank_memory
 from estimate.model_profile import make_grid
 from estimate.traffic import traffic
 from model.load import load_model_file
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.optim.held import memory
@@ -50,6 +49,7 @@ from tools.forks.case import (
     step,
 )
 from tools.forks.one import decodes, derivatives, draws, names_of
+from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver
 from training.run.startup import connect
 

@@ -31,10 +31,10 @@ import torch  # noqa: E402
 import pretrain_llama  # noqa: E402
 from estimate.model_profile import make_grid  # noqa: E402
 from model.load import of_checkpoint  # noqa: E402
-from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from tools.gpucheck.prediction import STEP, compare, load  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.data.tokenizer import tokenizer_for  # noqa: E402
+from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.device import choose_device  # noqa: E402
 

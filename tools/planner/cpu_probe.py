@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from estimate.model_profile import make_grid
-from mpu.comm.all_to_all import all_to_all
-from mpu.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis
 from mpu.launch import Launch
@@ -32,6 +30,7 @@ from tools.planner.cpu_time import Rank, parts, told
 from tools.rehearsal.patches import Patches
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 
 A mistake is reported before anything is computed. Mostly every rank makes the same one. Where only
 one rank does (a file is missing on one machine, flags differ), it tells the others through the
-store at which the ranks meet. Later failures are the business of mpu/comm/failure_monitor.py.
+store at which the ranks meet. Later failures are the business of training/faults/monitor.py.
 """
 
 import faulthandler
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
-from mpu.comm.wire import printable
 from mpu.connect import checksum, share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
+from training.faults.hang_watch import HangWatch
+from training.faults.monitor import FailureMonitor
+from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
 from training.run.last_word import say_last

@@ -2,7 +2,7 @@
 """Decide who failed first: the coordinator of the failure channel, a thread of rank 0.
 
 It accepts one connection per rank, receives beats and reports, and sends all ranks ONE first cause.
-It uses no process group, so it goes on when they break. Its peers: mpu/comm/failure_monitor.py.
+It uses no process group, so it goes on when they break. Its peers: training/faults/monitor.py.
 """
 
 import selectors
@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpu.comm.door import Door, Stranger
-from mpu.comm.hang_judge import HangJudge, named
-from mpu.comm.hang_watch import say
-from mpu.comm.wire import Connection
+from training.faults.door import Door, Stranger
+from training.faults.hang_judge import HangJudge, named
+from training.faults.hang_watch import say
+from training.faults.wire import Connection
 
 DIED = "the process died (killed?)"
 APART = "(dead, stopped, or cut off by the network)"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpu.comm.wire import printable
+from training.faults.wire import printable
 
 SOURCES = ("nothing", "disk", "memory")
 FIRST = re.compile(r"rank (\d+) failed first(.*)")

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from mpu.comm.secret import run_secret
+from mpu.launch import run_secret
 
 PORT = 29400  # where supervisors of several nodes meet, unless a flag or MASTER_PORT says otherwise
 MEET = 600.0  # seconds for all nodes to come at the start

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpu.comm.hang_watch import HangWatch, say
-from mpu.comm.process_state import Process
 from mpu.comm.waits import Wait
+from training.faults.hang_watch import HangWatch, say
+from training.faults.process import Process
 
 TURNS = 4  # looks a second
 TOGETHER = 1.0  # seconds: ranks that stopped at one action within this hang together

@@ -29,14 +29,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from mpu.comm import wire
-from mpu.comm.address import listen_as_known, tell_address
-from mpu.comm.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
-from mpu.comm.hang_judge import HangJudge, silence, watch_alone
-from mpu.comm.hang_watch import HangWatch, say
-from mpu.comm.links import Links
-from mpu.comm.process_state import Process
 from mpu.comm.transport import CommunicationError
+from training.faults import wire
+from training.faults.address import listen_as_known, tell_address
+from training.faults.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from training.faults.hang_judge import HangJudge, silence, watch_alone
+from training.faults.hang_watch import HangWatch, say
+from training.faults.links import Links
+from training.faults.process import Process
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")

@@ -25,9 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.supervise_wire import BLOB_LIMIT, Channel, Listener, WireError, call
+from tools.supervisor.wire import BLOB_LIMIT, Channel, Listener, WireError, call
 
-SCRIPT = Path(__file__).resolve().parent / "supervise_ranks.py"
+SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
 NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress

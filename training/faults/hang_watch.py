@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Know whether this rank moves, and say where it stands if it does not.
 
-The monitor's thread asks `status()` at each beat; the hub (mpu/comm/hang_judge.py) compares what
-the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and, in
-set-up, in a load and in a save, when it reads or writes a MiB. A rank has a limit in each phase:
+The monitor's thread asks `status()` at each beat; the hub (training/faults/hang_judge.py) compares
+what the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and,
+in set-up, in a load and in a save, when it reads or writes a MiB. A rank has a limit in each phase:
 FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
 been measured has none, so set-up, the first step, the first evaluation and the first save are
 exempt.
 
 Where Python itself stands still (a library holds the interpreter's lock) no thread of this process
 can speak. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
-can read (mpu/comm/process_state.py), and an alarm of the kernel ends the process at last.
+can read (training/faults/process.py), and an alarm of the kernel ends the process at last.
 """
 
 import math
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from mpu.comm.process_state import Dump, own_line
 from mpu.comm.waits import Waits
+from training.faults.process import Dump, own_line
 
 FACTOR = 10.0
 KEPT = 20  # times of a phase that are remembered

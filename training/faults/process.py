@@ -14,6 +14,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from mpu.comm.symmetric import host
+
 ROOT = Path(__file__).resolve().parents[2]
 _PATHS = sysconfig.get_paths()
 # code that is not the product's, nor the user's; a test that injects a fault is neither
@@ -128,12 +130,3 @@ def _stat(pid: int) -> tuple[str, str]:
         return fields[0], fields[19]
     except (OSError, IndexError):
         return "", ""
-
-
-def host() -> str:
-    """Return a text that is equal for processes that see one another in /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
-    except OSError:
-        return ""

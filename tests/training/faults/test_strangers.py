@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm import coordinator, door, failure_monitor, wire
-from mpu.comm.address import is_loopback, listen, resolve
-from mpu.comm.coordinator import Cause
-from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.secret import run_secret
 from mpu.comm.transport import CommunicationError
+from mpu.launch import run_secret
+from training.faults import coordinator, door, wire
+from training.faults import monitor as failure_monitor
+from training.faults.address import is_loopback, listen, resolve
+from training.faults.coordinator import Cause
+from training.faults.monitor import FailureMonitor
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
 SECRET = b"a secret of sixteen bytes or more"

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from mpu.comm import hang_watch
-from mpu.comm.hang_judge import HangJudge, Status, find, named, silence, watch_alone
-from mpu.comm.hang_watch import FACTOR, HangWatch, flight_recorder
-from mpu.comm.process_state import Process, own_line
 from mpu.comm.transport import blocked
 from mpu.comm.waits import Wait, Waits
+from training.faults import hang_watch
+from training.faults.hang_judge import HangJudge, Status, find, named, silence, watch_alone
+from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
+from training.faults.process import Process, own_line
 
 ROOT = Path(__file__).resolve().parents[3]
 LINE = "training/data/loader.py:60 (next_global_batch)"
@@ -241,7 +241,7 @@ def test_the_line_of_our_code_is_the_innermost_that_is_no_librarys() -> None:
             f_code=SimpleNamespace(co_filename=file, co_name=function), f_lineno=line, f_back=back
         )
 
-    root = os.path.dirname(hang_watch.__file__).removesuffix("/mpu/comm")
+    root = os.path.dirname(hang_watch.__file__).removesuffix("/training/faults")
     main = code(f"{root}/pretrain_llama.py", 9, "train")
     loader = code(f"{root}/training/data/loader.py", 70, "next_global_batch", main)
     place[1] = code(threading.__file__, 320, "wait", loader)
@@ -256,7 +256,7 @@ def test_the_line_of_our_code_is_the_innermost_that_is_no_librarys() -> None:
 
 HOLDER = """
 import ctypes, json, threading
-from mpu.comm.process_state import Dump
+from training.faults.process import Dump
 dump = Dump(threading.get_ident())
 dump.arm(0.2)
 print(json.dumps(dump.address()), flush=True)
@@ -305,7 +305,7 @@ def test_a_process_whose_python_stands_still_is_read_and_ended(tmp_path: Path) -
 
 ALARM = """
 import ctypes
-from mpu.comm import hang_watch
+from training.faults import hang_watch
 hang_watch.LATE = 0.0
 hang_watch.HangWatch(deadline=0.5).arm(0.2, several=True)
 ctypes.PyDLL(None).sleep(600)

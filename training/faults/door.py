@@ -10,8 +10,8 @@ import selectors
 import socket
 from dataclasses import dataclass
 
-from mpu.comm import wire
-from mpu.comm.wire import Connection
+from training.faults import wire
+from training.faults.wire import Connection
 
 SPARE = 128  # strangers
 PATIENCE = 5.0  # seconds until a stranger must have shown that it knows the secret

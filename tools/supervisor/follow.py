@@ -8,10 +8,10 @@ import threading
 import time
 from contextlib import suppress
 
-from tools.supervise_flags import MEET, SIGNALS
-from tools.supervise_node import Event, Node
-from tools.supervise_report import say
-from tools.supervise_wire import Channel, WireError, call
+from tools.supervisor.flags import MEET, SIGNALS
+from tools.supervisor.node import Event, Node
+from tools.supervisor.report import say
+from tools.supervisor.wire import Channel, WireError, call
 
 AGAIN = 0.3  # seconds between two calls of a node 0 that does not answer
 

@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Iterator
 
-from mpu.comm.address import is_loopback
+from training.faults.address import is_loopback
 
 INFO = struct.Struct("=8B12I")  # the beginning of struct tcp_info
 ESTABLISHED = 1

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm.coordinator import Cause
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError
 from mpu.comm.waits import Wait
+from training.faults.coordinator import Cause
+from training.faults.monitor import FailureMonitor
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
 

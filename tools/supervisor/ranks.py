@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a node's ranks for tools/supervise.py, which runs this; nobody else does.
 
-    python tools/supervise_ranks.py FD DIRECTORY warm|cold
+    python tools/supervisor/ranks.py FD DIRECTORY warm|cold
 
 It imports the program once and forks each rank, so that a restart need not import torch again
 (warm), or starts each as a new Python (cold). Importing does not initialise CUDA, so a rank may.
@@ -30,7 +30,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 30.0
 PR_SET_PDEATHSIG = 1

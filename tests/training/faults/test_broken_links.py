@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm import coordinator, failure_monitor, hang_judge
-from mpu.comm.failure_monitor import FailureMonitor
-from mpu.comm.links import Links
 from mpu.comm.transport import CommunicationError
-from mpu.comm.wire import Connection
 from tests.proxy import Proxy
+from training.faults import coordinator, hang_judge
+from training.faults import monitor as failure_monitor
+from training.faults.links import Links
+from training.faults.monitor import FailureMonitor
+from training.faults.wire import Connection
 
 PATIENCE = 20.0  # seconds, for what takes milliseconds
 
