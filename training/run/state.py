@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from estimate.model_profile import StagedModel
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.optim.optimizer import Optimizer
 from mpu.pipeline.engine import Engine
@@ -17,6 +16,7 @@ from mpu.pipeline.schedules import Schedule
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.data.batch import Batch
+from training.faults.monitor import FailureMonitor
 from training.schedule import schedule_of
 
 
