@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from estimate import pipeline
+from estimate.dry_run import aligned, in_units
 from mpu.grid import ORDER
 from tools.explainer.formulas import apply, read_formulas
 from tools.planner.cluster import Cluster, Level
@@ -28,7 +28,7 @@ from tools.planner.model import REST, Model
 from training import batch_size
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import aligned, in_units
+from training.schedule import own_stages
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
 WORTH = 0.01  # share of the time by which another order must be faster
@@ -86,7 +86,7 @@ def ledger(config: Config) -> list[Flow]:
     p, formulas, found = config.parallel, read_formulas(), list[Flow]()
     steps, stages = batch_size.micro_batches(config, 0), range(p.pipeline_model_parallel_size)
     several = p.num_distributed_optimizer_instances > 1
-    holder = {stage: rank for rank in stages for stage in pipeline.own_stages(config, rank)}
+    holder = {stage: rank for rank in stages for stage in own_stages(config, rank)}
     for rank in stages:
         messages = calls_of_messages = 0
         for row, calls, sent in apply(config, formulas, rank):
@@ -99,7 +99,7 @@ def ledger(config: Config) -> list[Flow]:
                 found.append(Flow(axis, row.verb, rank, calls, sent))
         goes = Counter(
             holder[stage + step]
-            for stage in pipeline.own_stages(config, rank)
+            for stage in own_stages(config, rank)
             for step in (-1, 1)
             if holder.get(stage + step, rank) != rank
         )

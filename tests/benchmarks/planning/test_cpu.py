@@ -6,8 +6,8 @@ import pytest
 from benchmarks.plan_cpu import CASES, Case
 from benchmarks.planning.cpu_host import Host, HostError, Product, Rates
 from benchmarks.planning.cpu_time import Cost, Rank, shared, told
+from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
-from mpu.pipeline.simulate import Costs, simulate
 
 KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward",
            "attention_forward", "attention_backward", "softmax_stats", "softmax_gradient",
