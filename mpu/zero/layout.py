@@ -234,7 +234,9 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, whole: bool) -> Bu
     grain = BLOCK * sharing.ranks
     rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
     length, axes = -(-offset // grain) * grain, group[0].axes
-    return BucketLayout(tuple(params), length, axes, rows, scales, whole, sharing)
+    return BucketLayout(
+        tuple(params), length, axes, rows=rows, scales=scales, whole=whole, sharing=sharing
+    )
 
 
 def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
