@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm import checksummed
-from mpu.comm.checksummed import ChecksummedTransport
 from mpu.comm.collectives import ProcessGroupTransport, to_wire
 from mpu.comm.meta import MetaTransport
 from mpu.comm.shared_memory import SharedMemoryTransport
@@ -87,28 +85,6 @@ def _by_shared_memory(
         out[rank] = slices[rank]
 
     handle = transport.begin(VERB, axis, x, write, read, async_op=async_op, label=label)
-    return out.flatten(0, 1), handle
-
-
-@_exchanged.register
-def _with_checksums(
-    transport: ChecksummedTransport, x: Tensor, axis: Axis, async_op: bool, label: Label | None
-) -> tuple[Tensor, Handle]:
-    """Exchange sealed slices; open each."""
-    slices = x.detach().unflatten(0, (axis.size, -1))
-    out = torch.empty(slices.shape, dtype=x.dtype)
-    wire = torch.stack([checksummed.seal(part, axis, VERB) for part in slices])
-    every = torch.empty_like(wire)
-
-    def call() -> Any:
-        return dist.all_to_all_single(every, wire, group=transport.group, async_op=True)
-
-    def finish() -> None:
-        for source, row in enumerate(every):
-            checksummed.unseal(row, out[source], axis, source, VERB, label)
-
-    keep = (wire, every)
-    handle = axis.start(VERB, x, call, keep, finish, async_op=async_op, label=label)
     return out.flatten(0, 1), handle
 
 

@@ -23,7 +23,7 @@ from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.hang_watch import HangWatch
 from mpu.comm.transport import CommunicationError
 from mpu.comm.wire import printable
-from mpu.connect import checksum, share, share_gpus
+from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
@@ -143,9 +143,7 @@ def connect(
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
-    if config.fault.checksum_messages and grid.world_size > 1:
-        lines = checksum(grid)
-    elif device.type == "cpu" and not p.no_shared_memory:
+    if device.type == "cpu" and not p.no_shared_memory:
         lines = share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
         lines = share_gpus(grid, device, timeout)
