@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
 from estimate.model_profile import make_grid
-from estimate.pipeline import describe_stages
+from estimate.stages import describe_stages
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
@@ -54,7 +54,8 @@ from training.flags.parse import parse
 from training.run.stop import Agreement
 
 MOST_RANKS = 16
-STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp"}  # axes of the trace -> of the document
+# axes of the trace -> of the document
+STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp", "edp_shard": "edp"}
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 

@@ -6,9 +6,9 @@ import torch
 
 import pretrain_llama
 from estimate import buffers, rank_memory
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.optim.held import memory
 from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)

@@ -13,11 +13,11 @@ import torch
 
 import pretrain_llama
 from model.llama import parameter_group
-from mpu.comm.failure_monitor import FailureMonitor
 from tests.faults.small_run import STEPS, Ranks, check_blame, fault_during
 from tests.launcher import Launcher, Result
 from tests.model.twin import config_of, micro_batches
 from tests.saved import check_equal, tensors
+from training.faults.monitor import FailureMonitor
 
 LATER = pytest.mark.prove
 FLAGS = "--num-workers 0 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"

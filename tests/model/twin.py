@@ -18,7 +18,6 @@ import pretrain_llama
 from model.llama import hf_names, parameter_group
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.layers import linear_cross_entropy
 from mpu.layers.linear import use_overlap
@@ -38,6 +37,7 @@ from training.config import (
 )
 from training.data.batch import Batch
 from training.data.context_part import context_part
+from training.faults.monitor import FailureMonitor
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -202,8 +202,8 @@ def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
     found = {}
     for bucket in sink.buckets:
         flat = getattr(bucket, kind)
-        if sink.zero_stage:  # at stage 0 each is the whole
-            flat = all_gather(flat, sink.shard)[0]
+        if bucket.shard is not None:  # at stage 0 each is the whole
+            flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape)
     return found

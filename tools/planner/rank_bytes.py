@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pretrain_llama
-from estimate import activations, pipeline
+from estimate import activations
+from estimate.dry_run import memories
 from estimate.model_profile import rank_parameters
 from estimate.rank_memory import NORM_BYTES
 from estimate.rank_profile import StageProfile, rank_profile
+from estimate.stages import rank_stages
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
@@ -27,7 +29,7 @@ from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import memories
+from training.schedule import recomputed_layers
 
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
@@ -193,8 +195,15 @@ def _in_flight(e: Layout) -> int:
     return {"zb-h1": e.pp, "zb-v": 2 * e.pp, "v-half": 2 * ((e.pp + 2) // 2)}.get(e.schedule, 0)
 
 
-def exactly(model: Model, each: Layout) -> list[Kinds]:
-    """Return the bytes of each pipeline rank, as --dry-run tells them but for buckets' padding.
+class Exact(NamedTuple):
+    """The bytes of a pipeline rank: on the device by kind, and what it keeps in host memory."""
+
+    kinds: Kinds
+    in_host: float
+
+
+def exactly(model: Model, each: Layout) -> list[Exact]:
+    """Return the bytes of each pipeline rank, as --dry-run has them but for buckets' padding.
 
     A pipeline is told of one data-parallel rank, and its state is shared among all by arithmetic.
     """
@@ -207,7 +216,7 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
     config = parse([*words, *REST.split()], each.tp * each.cp * each.pp)
 
     def profiles(rank: int) -> list[StageProfile]:
-        own = pipeline.rank_stages(config, PROVIDER, rank)
+        own = rank_stages(config, PROVIDER, rank)
         return [stage_profile(config, stage, rank, each.split) for stage in own]
 
     held = activations.held(config, PROVIDER, profiles)
@@ -215,25 +224,26 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
     shard = each.dp * each.cp if each.zero else 1
     told = []
     for rank, kept in enumerate(held):
-        stages = pipeline.rank_stages(config, PROVIDER, rank)
+        stages = rank_stages(config, PROVIDER, rank)
         first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
         numbers = own.layer * sum(len(s.layers) for s in stages)
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
-        told.append({
+        kinds: Kinds = {
             "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
             "moments": 8 * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
             "tied look-ups": 4 * own.embedding * (tied and first * last),
             "activations": kept.activations, "logits": kept.logits,
             "working memory": kept.working, "offloaded": kept.under_way,
-        })  # fmt: skip
+        }  # fmt: skip
+        told.append(Exact(kinds, kept.in_host))
     return told
 
 
-def _alone(config: Config) -> Kinds:
+def _alone(config: Config) -> Exact:
     """Return the bytes of a rank without a pipeline: on a line in the number of layers."""
     p, layers = config.parallel, config.model.num_layers
     whole = Stage(0, layers, embedding=True, loss=True)
-    again = pipeline.recomputed_layers(config, whole)
+    again = recomputed_layers(config, whole)
     one = _numbers(config, SOME + 1) - _numbers(config, SOME)
     largest = _numbers(config, SOME) + (layers - SOME) * one
     size = p.ddp_bucket_size or automatic_size(largest)
@@ -241,7 +251,7 @@ def _alone(config: Config) -> Kinds:
     names = list[str]()
 
     def of(count: int, again: int) -> Array:
-        """Return [moments, kinds], and fill names."""
+        """Return [moments, kinds and what is in host memory], and fill names."""
         block = p.recompute_method == "block"
         own = replace(p, ddp_bucket_size=size)
         own = replace(own, recompute_num_layers=again) if block else own
@@ -250,7 +260,7 @@ def _alone(config: Config) -> Kinds:
         (held,) = activations.held(asked, PROVIDER)
         every = memories(asked, PROVIDER, 0, held)
         names[:] = every[0]
-        return np.array([[float(kinds[name]) for name in names] for kinds in every])
+        return np.array([[*(float(kinds[n]) for n in names), held.in_host] for kinds in every])
 
     if layers <= SOME + 1 or (p.zero >= 2 and one < size):  # layers that share a bucket: no line
         told = of(layers, again)
@@ -261,7 +271,8 @@ def _alone(config: Config) -> Kinds:
         base = of(SOME, 1)
         plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
         told = base + (layers - again - SOME + 1) * plain + (again - 1) * more
-    return dict(zip(names, map(float, told[told.sum(1).argmax()]), strict=True))
+    *kinds, in_host = map(float, told[told.sum(1).argmax()])
+    return Exact(dict(zip(names, kinds, strict=True)), in_host)
 
 
 def _numbers(config: Config, layers: int) -> int:
@@ -286,7 +297,7 @@ def stage_profile(config: Config, stage: Stage, rank: int, split: bool) -> Stage
 
     ends = stage.embedding or stage.loss
     rank = rank if ends else 1  # of the others one is like another
-    count, again = len(stage.layers), pipeline.recomputed_layers(config, stage)
+    count, again = len(stage.layers), recomputed_layers(config, stage)
     if total <= MORE + 1:
         return rank_profile(config, PROVIDER, (stage,), rank, split).stages[0]
     if count <= MORE:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from estimate import pipeline
 from training import batch_size, config
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
@@ -30,6 +29,7 @@ from training.flags import (
 from training.flags.help import USAGE, epilog, help_of, metavar
 from training.flags.path_rules import shard_list
 from training.flags.table import Flag
+from training.schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -242,7 +242,7 @@ def _assemble(
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
-    virtual = pipeline.virtual_stages(parallel, model["num_layers"])
+    virtual = virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
     if layers := parts["gpu"].get("cpu_offloading_num_layers"):

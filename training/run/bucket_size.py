@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from estimate import rank_memory
 from estimate.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
 from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.pipeline import rank_stages
+from estimate.stages import rank_stages
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.context import LayerContext
@@ -94,7 +94,7 @@ def settle(
     costs = measure(config, grid, device, largest)
     sizes = candidates(largest, grid.dp_cp.size)
     own = seconds_of(
-        held[grid.pp.rank], sizes, grid.dp_cp.size, rank_memory.level(config), timeline, costs,
+        held[grid.pp.rank], sizes, rank_memory.sharing(config), timeline, costs,
         sums=p.overlap_grad_reduce, gathers=p.overlap_param_gather,
     )  # fmt: skip
     mine = torch.tensor([own], dtype=torch.float64, device=device)

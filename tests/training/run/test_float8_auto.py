@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.float8.recipe import Float8
 from tests.model.test_float8 import ONE, SIZES, SMALL, SP, advance
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import float8_auto
 from training.run.tune import ARITHMETICS, by_arithmetic, measure
@@ -69,9 +69,7 @@ def test_ranks_decide_together_and_a_resume_replays_it(world):
     assert other[0] == kept and other[1] == chosen == FASTER
     assert asked == 4  # equal layers are measured once
     assert said[0].startswith("float8: measuring on ")
-    assert said[1].split() == (
-        "float8: projection shape recipe bf16 ms float8 ms choice".split()
-    )
+    assert said[1].split() == ("float8: projection shape recipe bf16 ms float8 ms choice".split())
     rows = {line.split()[1]: line for line in said[2:]}
     assert len(rows) == 4 and rows[DOWN].split()[2:] == (
         "row 128x128 -> 128 rowwise hybrid 3.000 2.000 float8".split()

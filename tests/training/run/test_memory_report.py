@@ -9,11 +9,11 @@ import torch
 import pretrain_llama
 from estimate import buffers, rank_memory
 from model.llama import parameter_group
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.optim.held import memory
 from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
+from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
