@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
@@ -78,33 +77,20 @@ from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.sample import draw_sample
+from training.run.saver import Saver
 from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
+from training.run.state import Run
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
-from training.run.supervised import SupervisedSaver
 from training.run.warm_up import warm_up
-from training.schedule import schedule_of
 from training.untrusted import printable
 
 
 @dataclass
-class Run:
-    """Everything one rank holds while it trains."""
+class LlamaRun(Run):
+    """A Run whose model is a Llama, or a fork of it."""
 
-    config: Config
-    grid: Grid
-    device: torch.device
     model: Llama
-    engine: Engine
-    sink: ParamAndGradBuffer
-    optimizer: Optimizer
-    monitor: FailureMonitor
-    iteration: int = 0
-    consumed: int = 0  # samples
-    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
-
-    def __post_init__(self) -> None:
-        self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
 
 
 def train_step(
@@ -195,7 +181,7 @@ def model_provider(
     return model
 
 
-def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
+def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
     p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
     accumulate = accumulate_dtype(config)
@@ -220,13 +206,15 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
-    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor)
+    return LlamaRun(
+        config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor
+    )
 
 
 def train(
     run: Run,
     loaders: Loaders,
-    saver: SupervisedSaver,
+    saver: Saver,
     log: Log,
     overlap: Overlap,
     total: int,
@@ -368,7 +356,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
     return say if grid.rank == 0 else lambda text: None
 
 
-def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
+def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
     for line in [*config.notes, *context_parallel.lines(config)]:
@@ -380,7 +368,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if reason := fused_gpu.without(run.device):
         note(f"without fused operations, so slower: {reason}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = SupervisedSaver(
+    saver = Saver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip

@@ -178,13 +178,6 @@ def launched_by() -> str:
     return next((name for mark, name in MARKS.items() if mark in os.environ), "")
 
 
-def ends_with_this_attempt() -> bool:
-    """Return whether this is torchrun's last start of the ranks, outside of a SLURM job."""
-    e = os.environ
-    count, most = e.get("TORCHELASTIC_RESTART_COUNT"), e.get("TORCHELASTIC_MAX_RESTARTS")
-    return launched_by() == "torchrun" and count == most and "SLURM_JOB_ID" not in e
-
-
 def shares_cores() -> bool:
     """Return whether a rank takes only its share of the node's cores, as nobody said how many.
 

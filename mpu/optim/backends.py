@@ -2,29 +2,18 @@
 """Make the AdamW that `--optimizer-backend` names: torch's, or an accelerator that is installed.
 
 torch's own fused kernel needs nothing else. Our kernel in Triton, and apex's and Transformer
-Engine's FusedAdam, are used where they are installed, and a message says what is missing where they
-are not.
+Engine's FusedAdam, are used where they are installed (mpu/accelerators.py).
 """
 
 import importlib
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpu.accelerators import FUSED_ADAM, needs_fp32
 from mpu.optim.adam import Adam, TorchAdam
-
-# Backends that are not torch's: name in messages, FusedAdam's module, its kernels' module.
-PACKAGES = {
-    "apex": ("NVIDIA apex, built with its CUDA extensions,", "apex.optimizers", "amp_C"),
-    "te": (
-        "Transformer Engine",
-        "transformer_engine.pytorch.optimizers",
-        "transformer_engine_torch",
-    ),
-}
 
 
 def make(
@@ -36,7 +25,7 @@ def make(
     eps: float,
     weights: Mapping[Tensor, Tensor] | None = None,
 ) -> Adam:
-    """Make the AdamW of a backend (torch, triton, apex or te). Call `missing` first.
+    """Make the AdamW of a backend (torch, triton, apex or te). Ask mpu/accelerators.py first.
 
     weights: what narrower weights a segment is rounded into, for a backend that does that too.
     Raises ValueError where the masters' dtype is not what the backend updates.
@@ -45,49 +34,14 @@ def make(
         return TorchAdam(groups, lr, betas, eps)
     dtype = groups[0]["params"][0].dtype
     if dtype != torch.float32:
-        raise ValueError(_needs_fp32(backend, dtype))
+        raise ValueError(needs_fp32(backend, dtype))
     if backend == "triton":
         return _Triton(groups, lr, betas, eps, weights or {})
-    return _Fused(PACKAGES[backend][1], groups, lr, betas, eps)
-
-
-def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
-    """Return why a backend cannot update masters of `dtype` on such a device, or "" if it can.
-
-    Imports the backend's package, so call it for the chosen backend only.
-    """
-    if backend == "torch":
-        return ""
-    flag = f"--optimizer-backend {backend}"
-    if device_type != "cuda":
-        return f"{flag} has CUDA kernels only: use --optimizer-backend torch on {device_type}"
-    if dtype != torch.float32:
-        return _needs_fp32(backend, dtype)
-    if backend == "triton":
-        return "" if find_spec("triton") else f"{flag} needs triton, which is not installed"
-    package, module, kernels = PACKAGES[backend]
-    try:
-        _fused_adam(module)
-        importlib.import_module(kernels)
-    except Exception as error:  # a package that was built for another torch raises anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return (
-            f"{flag} needs {package} which cannot be used here ({why}): "
-            "install it or use --optimizer-backend torch"
-        )
-    return ""
+    return _Fused(FUSED_ADAM[backend], groups, lr, betas, eps)
 
 
 def _fused_adam(module: str) -> Any:
     return importlib.import_module(module).FusedAdam
-
-
-def _needs_fp32(backend: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
-        "use --optimizer-backend torch"
-    )
 
 
 class _Triton(Adam):

@@ -24,7 +24,7 @@ from mpu.comm.transport import Axis
 from mpu.launch import Launch
 from mpu.layers import fused
 from mpu.layers.linear import Recipe
-from pretrain_llama import Run, build, train_step
+from pretrain_llama import LlamaRun, build, train_step
 from tools.planner.cpu_host import Host, Product, rates_of
 from tools.planner.cpu_time import Rank, parts, told
 from tools.rehearsal.patches import Patches
@@ -110,13 +110,13 @@ def batches_of(config: Config, count: int) -> list[Batch]:
     return [make_batch(rows, DocumentRules(), 0)] * count
 
 
-def alone(flags: str) -> Run:
+def alone(flags: str) -> LlamaRun:
     """Build a run of one rank."""
     config = parse([*BASE.split(), *flags.split()], 1)
     return build(config, make_grid(config, Launch()), CPU, FailureMonitor())
 
 
-def step_seconds(run: Run, count: int) -> float:
+def step_seconds(run: LlamaRun, count: int) -> float:
     """Return the seconds of a step of so many micro-batches."""
     batches = batches_of(run.config, count)
     return timed(lambda: train_step(run, batches, 1e-3)[0].item(), TRIALS)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real training step on a GPU: does it wait, which attention, how much memory, which kernels.
 
-    python tools/gpucheck/first.py OUT.json [PREDICTION.json] [-- FLAG...]
+    python tests/gpu/measure_step.py OUT.json [PREDICTION.json] [-- FLAG...]
 
 What torch calls a synchronisation is an error in the third step. The fourth is profiled, the next
 ones are timed.
@@ -31,7 +31,8 @@ import torch  # noqa: E402
 import pretrain_llama  # noqa: E402
 from estimate.model_profile import make_grid  # noqa: E402
 from model.load import of_checkpoint  # noqa: E402
-from tools.gpucheck.prediction import STEP, compare, load  # noqa: E402
+from tests.gpu.prediction import compare, load  # noqa: E402
+from tools.gpu_check import STEP  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.data.tokenizer import tokenizer_for  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the overlap kernels at shapes of tensor parallel 8 on one GPU, against cuBLAS.
 
-    python tools/gpucheck/overlap.py [--small]
+    python tests/gpu/time_overlap.py [--small]
 
-One process plays a rank whose peers' rows have come already (tools/gpucheck/alone.py), so this is
+One process plays a rank whose peers' rows have come already (tests/gpu/alone.py), so this is
 the kernels' own time: multiplying tiles, flags, stores to memory of this GPU. No link takes part.
 Each is timed alone and beside a kernel that holds SMs, as NCCL does. --small: small shapes, once,
 for compute-sanitizer.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # as a script, find mpu
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from tools.gpucheck.alone import as_rank, raise_all  # noqa: E402
+from tests.gpu.alone import as_rank, raise_all  # noqa: E402
 
 WORLD, HELD = 8, (0, 16, 32)  # SMs that another kernel holds
 # name: (gathers, rows of a rank, width of x, outputs of a rank), Llama 3 70B, 8,192 tokens
@@ -70,7 +70,7 @@ def operations(
 
 def seconds(run: Callable[[], None], held: int, device: torch.device, repeat: int = 20) -> float:
     """Return the median seconds of one run while another kernel holds `held` SMs."""
-    from tools.gpucheck.hog import hog
+    from tests.gpu.hog import hog
 
     side, spent = torch.cuda.Stream(device), []
     for _ in range(repeat):

@@ -1,28 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that a GPU is first asked for, what the rehearsal predicts of it, and the comparison.
-
-The prediction is written to a file before anything is measured; the check prints measured /
-predicted. See docs/gpu-results.md.
-"""
+"""Read the prediction of `make gpu-check` and print measured / predicted (docs/gpu-results.md)."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-# Llama 3 8B's layers, four of them: 1.9e9 parameters, which 80 GB hold with their optimizer
-STEP = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --num-layers 4
-    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
-    --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu
-    --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 2
-    --train-iters 20 --lr 1e-4 --clip-grad 1.0 --bf16
-""".split()
 
 # the operation that launches the kernel, where another calls it
 LAUNCHED_BY = dict.fromkeys(("_to_copy", "clone", "contiguous"), "copy_")
@@ -35,20 +18,6 @@ LAUNCHED_BY |= {
     "masked_fill": "masked_fill_", "embedding": "index_select", "mv": "addmv_", "stack": "cat",
     "index_put_": "_index_put_impl_",
 }  # fmt: skip
-
-
-def predict(out: Path, device: str = "", flags: list[str] = STEP) -> str:
-    """Write the rehearsal of the step to `out`; return "" or why there is none."""
-    words = [sys.executable, str(ROOT / "pretrain_llama.py"), *flags]
-    words += ["--rehearse", "--rehearse-json", str(out)]
-    words += ["--rehearse-device", device] if device else []
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=480)
-    if done.returncode not in (0, 1) or not out.exists():
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        return f"the rehearsal ended with {done.returncode} and said: {said[-1][:200]}"
-    return ""
 
 
 def load(path: Path) -> dict[str, Any]:
