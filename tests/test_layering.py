@@ -260,6 +260,9 @@ def test_the_rule_catches_a_breach(tmp_path):
     bad.write_text("def f():\n    from training.config import Config\n    return Config\n")
     assert breaches(bad, "mpu/layers/x.py") == ["mpu/layers/x.py imports training.config.Config"]
     assert not breaches(bad, "tools/x.py")
+    bad = tmp_path / "y.py"
+    bad.write_text("def f():\n    from benchmarks.planning import odds\n    return odds\n")
+    assert breaches(bad, "tools/x.py") == ["tools/x.py imports benchmarks.planning.odds"]
 
 
 def test_collectives_argparse_and_environment_stay_in_their_rooms():
