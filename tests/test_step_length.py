@@ -4,10 +4,14 @@
 Four ranks (tensor 2 with sequence parallelism, data 2, ZeRO stage 1) train one step after a warm-up
 step. A profile hook of the interpreter names every file of the product in which a function ran. The
 page lists a step whose collectives go through process groups (--no-shared-memory);
-`pytest tests/test_step_length.py -rP` prints that list, and what shared memory adds to it.
+`pytest -m "prove or not prove" tests/test_step_length.py -rP` prints that list, what shared memory
+adds to it, and what two steady iterations of the loop run at default flags.
 """
 
+import json
+import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -137,3 +141,20 @@ def test_the_pages_table_is_read():
     text = "x\n| file | what you see there |\n|---|---|\n| `pretrain_llama.py` | `no.py` |\n"
     text += "| `mpu/a/b.py`, `c.py` | |\n| `model/d.py` | |\n\n| `late.py` | |\n"
     assert listed(text) == ["pretrain_llama.py", "mpu/a/b.py", "mpu/a/c.py", "model/d.py"]
+
+
+@pytest.mark.prove
+def test_a_steady_iteration_of_the_loop(tmp_path):
+    """Print the files of two iterations of `train`, in a run of four ranks at default flags."""
+    flags = FLAGS.replace("--train-iters 2", "--train-iters 7").split()
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    words += [str(ROOT / "tests/profiled_loop.py"), str(tmp_path), *flags]
+    subprocess.run(words, check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    files: dict[str, list[str]] = {}
+    for rank in range(4):
+        said = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        for name, functions in said.items():
+            if PRODUCT.fullmatch(name):
+                files[name] = sorted({*files.get(name, ()), *functions})
+    print(f"two steady iterations of train():\n{table(files)}")
+    assert "train_step" in files["pretrain_llama.py"] and "training/run/log.py" in files
