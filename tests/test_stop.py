@@ -96,6 +96,7 @@ def by_train(case, monkeypatch):
     run = SimpleNamespace(
         config=config,
         optimizer=SimpleNamespace(params_norm=None),
+        model=SimpleNamespace(ctx=SimpleNamespace(auxiliary_losses=SimpleNamespace(mean=None))),
         iteration=0,
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),

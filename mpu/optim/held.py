@@ -10,7 +10,10 @@ def held(optimizer: Optimizer) -> dict[str, list[Tensor | None]]:
     """Return the tensors that a rank keeps from step to step, by kind."""
     buckets = optimizer.sink.buckets
     return {
-        "parameters": [t for b in buckets for t in (b.param_shard, b.weights, *b.coded)],
+        "parameters": [
+            *(t for b in buckets for t in (b.param_shard, b.weights)),
+            *(t for b in buckets if b.float8 is not None for t in b.float8.kept()),
+        ],
         "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
         "masters": [*optimizer.masters],
         "moments": [*optimizer.moments()],

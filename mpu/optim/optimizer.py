@@ -13,17 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
-from mpu.comm.transport import Label
 from mpu.grid import Grid
 from mpu.optim.backends import make
 from mpu.optim.offload import Offload
 from mpu.optim.optimizer_state import OptimizerState
-from mpu.param import placement_of
-from mpu.zero.layout import BLOCK, runs
+from mpu.zero.layout import runs
+from mpu.zero.norm import GlobalNorm
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-
-NORM = Label("optimizer", "norm")
 
 
 class Optimizer(OptimizerState):
@@ -88,68 +84,15 @@ class Optimizer(OptimizerState):
             made = make(backend, groups, lr=lr, betas=betas, eps=eps, weights=rounded)
             self.adams.append(made)
         self._adam_of = [self.adams[i if self.offload else 0] for i in range(len(sink.buckets))]
-        self._canonical(module)
-
-    def _canonical(self, module: nn.Module) -> None:
-        """Fix the order in which the norm adds: a parameter's blocks, then parameters by name.
-
-        Names are the same in every layout. A parameter that several ranks hold is counted once.
-        """
-        at: dict[nn.Parameter, list[int]] = {}  # where its blocks are in what `_norm` gathers
-        total = sum(bucket.high - bucket.low for bucket in self.sink.buckets) // BLOCK
-        base = 0
-        for bucket in self.sink.buckets:
-            part = (bucket.high - bucket.low) // BLOCK
-            for _, param, start in bucket.params:
-                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
-                at[param] = [block // part * total + base + block % part for block in blocks]
-            base += part
-        order: list[int] = []
-        counted: list[bool] = []
-        lengths: list[int] = []
-        names: list[str] = []
-        for name, param in module.named_parameters():
-            placement = placement_of(param)
-            if any(axis.rank for axis in placement.copies):
-                continue  # only the axis' first rank counts its copy
-            order += at[param]
-            counted += [placement.first_holder] * len(at[param])
-            lengths.append(len(at[param]))
-            names.append(name)
-        device = self.sink.buckets[0].param_shard.device
-        self._order = torch.tensor(order, device=device)
-        self._counted = torch.tensor(counted, device=device)
-        self._lengths = torch.tensor(lengths, device=device)
-        lists = gather_bytes("\n".join(names).encode(), self.grid.pp, device)
-        every = sorted({name for text in lists for name in text.decode().split("\n")})
-        self._row = torch.tensor([every.index(name) for name in names], device=device)
-        self._rows = len(every)
-
-    def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Return the global 2-norm, in fp64, of flat tensors: the owned part of each bucket.
-
-        Norms of blocks of fixed size are gathered from their owners; their squares are added in
-        order, which gives one number a parameter. These are summed over tp in rank order, then over
-        the whole model's parameters by name. As no block has two parameters, the bits do not depend
-        on how buckets are cut or shared, nor on the pipeline.
-        """
-        blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        every = torch.cat(blocks).to(self._order.device)
-        if self.sink.zero_stage:
-            every = all_gather(every, self.sink.shard, label=NORM)[0]
-        squares = every[self._order].square_().mul_(self._counted)
-        own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
-        rows = own.new_zeros(self._rows)
-        rows[self._row] = sum_in_order(own, self.grid.tp, NORM)
-        return sum_in_order(rows, self.grid.pp, NORM).sum().sqrt()
+        self.norm = GlobalNorm(module, sink.buckets, grid)
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([bucket.grad_shard for bucket in self.sink.buckets])
+        return self.norm([bucket.grad_shard for bucket in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
-        return self._norm(self.masters)
+        return self.norm(self.masters)
 
     def step(
         self, lr: float, decoupled_lr: float | None = None, scale: Tensor | None = None
@@ -171,10 +114,10 @@ class Optimizer(OptimizerState):
             group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
         if self.offload:
             self.offload.update(self.adams, factor, found_inf)
-            self._gather_weights()
+            self.sink.gather_weights()
         else:
             self.adams[0].step(factor, found_inf)
-            self._gather_weights() if self.adams[0].rounds else self.weights_from_masters()
+            self.sink.gather_weights() if self.adams[0].rounds else self.weights_from_masters()
         return norm, found_inf
 
     def weights_from_masters(self) -> None:
@@ -184,17 +127,4 @@ class Optimizer(OptimizerState):
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master.dtype != bucket.param_shard.dtype and not self.offload:
                 bucket.param_shard.copy_(master)
-        self._gather_weights()
-
-    def _gather_weights(self) -> None:
-        """Gather the weights that are kept whole, without waiting if overlap_param_gather is on."""
-        sink = self.sink
-        sink.requantise()
-        for bucket in reversed(sink.buckets):  # about the order of the next forward
-            if sink.zero_stage and bucket.weights is not None and not bucket.sharded:
-                shard, into = bucket.param_shard, bucket.weights
-                label = Label(bucket, "update")
-                _, bucket.gathering = all_gather(shard, sink.shard, True, into=into, label=label)
-        for bucket in sink.buckets:
-            if bucket.plain or not sink.config.overlap_param_gather:
-                bucket.gathering.wait()
+        self.sink.gather_weights()

@@ -8,7 +8,6 @@ another rank. Rank 0 writes; on any other rank every method returns at once.
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -24,10 +23,17 @@ from torch import Tensor
 
 from training.config import LogConfig
 from training.data.loader import Loader
-from training.run.output import hushed, say, write_line, write_scalars
+from training.run.output import (
+    open_json,
+    open_tensorboard,
+    open_wandb,
+    say,
+    write_line,
+    write_scalars,
+)
 from training.run.peak_flops import peak_flops
 from training.run.watch.step import CONTINUE, Decision, Step
-from training.untrusted import owner_only, printable, private
+from training.untrusted import printable
 
 WIDTH = 100  # columns of a step's line
 # each output: the flag that asked for it, and how it is closed
@@ -123,6 +129,8 @@ class Log:
         if len(losses) > 1:
             values["mean_loss"] = math.fsum(losses) / len(losses)
             values["step_losses"] = [list(pair) for pair in zip(self.losses, losses, strict=True)]
+        if step.auxiliary is not None and (part := step.auxiliary.item()):  # left out where it is 0
+            values["auxiliary_loss"] = part
         self.losses = {}
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 
@@ -333,10 +341,13 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     norm = f"norm {short(record['grad_norm'])}"
     if "params_norm" in record:
         norm += f" (params {short(record['params_norm'])})"
+    loss = f"loss {_loss(record.get('mean_loss', record['loss']))}"
+    if "auxiliary_loss" in record:
+        loss += f" (auxiliary {short(record['auxiliary_loss'])})"
     mfu = record["mfu"]
     parts = [
         f"iteration {record['iteration']:>{len(str(total))}}/{total}",
-        f"loss {_loss(record.get('mean_loss', record['loss']))}",
+        loss,
         f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
         norm,
         f"{rounded(record['tokens_per_second'])} tokens/s",
@@ -388,48 +399,3 @@ def finite_or_none(value: Any) -> Any:
     if isinstance(value, list):
         return [finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def open_json(path: Path) -> Any:
-    """Open the JSON log to append, dropping a last line that a killed run left torn."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            content = path.read_bytes()
-            last = content.rfind(b"\n") + 1
-            if last < len(content):
-                os.truncate(path, last)
-        return open(path, "a", encoding="utf-8", opener=private)
-    except OSError as error:
-        raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
-
-
-def open_tensorboard(directory: str, start_iteration: int) -> Any:
-    """Open TensorBoard's writer, hiding events after the iteration that the run resumes from."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            f"--tensorboard-dir {directory}: the package tensorboard is not installed;"
-            " pip install tensorboard, or leave the flag out"
-        ) from None
-    try:
-        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        purge = start_iteration + 1 if start_iteration else None
-        with owner_only():
-            return hushed(lambda: SummaryWriter(directory, purge_step=purge))
-    except OSError as error:
-        raise ValueError(f"--tensorboard-dir {directory}: {error.strerror}") from None
-
-
-def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None) -> Any:
-    """Start a Weights & Biases run."""
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(
-            f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
-            " or leave the flag out"
-        ) from None
-    with owner_only():
-        return wandb.init(project=project, name=name, config=run_config)

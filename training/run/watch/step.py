@@ -92,6 +92,7 @@ class Step:
     loss: Tensor = NOT_YET
     norm: Tensor = NOT_YET
     found_inf: Tensor = NOT_YET
+    auxiliary: Tensor | None = None  # the part of the loss that is auxiliary
     heard: Heard = Heard()  # what all ranks reported of the step before
     values: dict[str, Any] = field(default_factory=dict)  # for its line of the log, if it has one
     decisions: list[Decision] = field(default_factory=list)  # of the watchers asked so far
