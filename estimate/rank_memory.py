@@ -15,9 +15,11 @@ from estimate.model_profile import (
     accumulate_dtype,
     rank_parameters,
 )
+from mpu.optim.interface import rules_of, state_bytes
 from mpu.zero import layout
 from mpu.zero.layout import BucketLayout
 from training.config import Config
+from training.optimizer import optimizer_groups
 
 NORM_BYTES = 9  # of a block: int64 and bool
 Shapes = dict[str, tuple[int, ...]]
@@ -71,18 +73,33 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     return layout.make_buckets(held[pp_rank], size, p.gradient_ranks, level(config))
 
 
-def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
+def state(config: Config, flats: list[BucketLayout], rank: int | None = None) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    Host memory is included; masters there are separate from the weights whatever their dtype.
+    moments: the optimizer's own state, of whatever kinds. rank: of those that share it; None: the
+    one with most. Host memory is included; masters there are separate from the weights whatever
+    their dtype.
     """
     size, p = config.run.dtype.itemsize, config.parallel
     acc = accumulate_bytes(config)
     shared = level(config) or min(p.zero, 1)  # a single rank still keeps owner's sums
-    kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
+    each = state_bytes(optimizer_groups(config), accumulate_dtype(config))
+    kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc, each, rank)
     if offloaded(config):
-        kept["masters"] = kept["moments"] // 2
+        kept["masters"] = _own(config, flats) * acc
     return kept
+
+
+def _own(config: Config, flats: list[BucketLayout]) -> int:
+    """Return the elements whose masters and state a rank keeps."""
+    return sum(flat.length for flat in flats) // config.parallel.shard_size
+
+
+def state_names(config: Config) -> str:
+    """Return the optimizer's kinds of state as words: "AdamW's two"."""
+    count = ("no state", "one", "two", "three", "four")
+    rules = rules_of(optimizer_groups(config))
+    return ", ".join(f"{rule.name}'s {count[len(rule.kinds)]}" for rule in rules)
 
 
 def norm_bytes(flats: list[BucketLayout]) -> int:
@@ -100,11 +117,11 @@ def offloaded(config: Config) -> bool:
 def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
     """Return the bytes that --optimizer-cpu-offload keeps in host memory.
 
-    They are a gradient, a master and two moments of the owned part, and, where weights are
-    narrower, the weights to be copied to the device.
+    They are a gradient, a master and the optimizer's state of the owned part, and, where weights
+    are narrower, the weights to be copied to the device.
     """
     if not offloaded(config):
         return 0
-    acc, size, p = accumulate_bytes(config), config.run.dtype.itemsize, config.parallel
-    own = sum(flat.length for flat in flats) // p.shard_size
-    return own * (4 * acc + (size if size < acc else 0))
+    acc, size = accumulate_bytes(config), config.run.dtype.itemsize
+    moments = state(config, flats)["moments"]
+    return moments + _own(config, flats) * (2 * acc + (size if size < acc else 0))

@@ -12,14 +12,14 @@ is a multiple of BLOCK times the number of ranks, so that a share is whole block
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mpu.param import placement_of
+from mpu.param import group_of, placement_of
 
 BLOCK = 1024  # elements; also the unit of the global norm
 SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
@@ -53,7 +53,7 @@ class ParamEntry(NamedTuple):
 
     chunk: its pipeline chunk. axes: those beside dp_cp over which its gradient is summed. rows,
     scales: bytes of what it becomes, where it travels in float8 (mpu/zero/float8_gather.py).
-    matrix: it has two dimensions.
+    matrix: it has two dimensions. group: the group that the model puts it in, for the optimizer.
     """
 
     name: str
@@ -63,6 +63,7 @@ class ParamEntry(NamedTuple):
     rows: int = 0
     scales: int = 0
     matrix: bool = False
+    group: str = ""
 
 
 def entries_of(
@@ -87,6 +88,7 @@ def entries_of(
                 rows=rows,
                 scales=scales,
                 matrix=matrix,
+                group=group_of(param),
             )
         )
     return found
@@ -96,7 +98,7 @@ class BucketLayout(NamedTuple):
     """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
 
     rows, scales: sums of its parameters'; 0 unless it travels in float8. whole: its weights stay
-    whole at stage 3.
+    whole at stage 3. groups: those of its parameters.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -105,6 +107,7 @@ class BucketLayout(NamedTuple):
     rows: int = 0
     scales: int = 0
     whole: bool = False
+    groups: tuple[str, ...] = ()
 
     def wire(self, size: int) -> int:
         """Return the bytes of its weights on the wire; size: of an element that is not float8."""
@@ -114,6 +117,17 @@ class BucketLayout(NamedTuple):
     def by_use(self) -> bool:
         """Return whether its weights are gathered for each use at stage 3."""
         return not self.axes and not self.whole
+
+    def runs(self) -> list[tuple[int, int, str]]:
+        """Return [low, high) and group of each run of parameters of one group, padding included."""
+        found: list[tuple[int, int, str]] = []
+        for (_, start, _), group in zip(self.params, self.groups, strict=True):
+            if found and found[-1][2] == group:
+                continue
+            if found:
+                found[-1] = (found[-1][0], start, found[-1][2])
+            found.append((start, self.length, group))
+        return found
 
 
 def automatic_size(largest: int) -> int:
@@ -195,7 +209,10 @@ def _layout_of(group: Sequence[ParamEntry], ranks: int, whole: bool = False) -> 
     grain = BLOCK * ranks
     rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
     length, axes = -(-offset // grain) * grain, group[0].axes
-    return BucketLayout(tuple(params), length, axes, rows, scales, whole)
+    groups = tuple(entry.group for entry in group)
+    return BucketLayout(
+        tuple(params), length, axes=axes, rows=rows, scales=scales, whole=whole, groups=groups
+    )
 
 
 def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
@@ -212,25 +229,29 @@ def memory(
     weight: int,
     gradient: int,
     accumulate: int,
+    state: Mapping[str, int],
+    rank: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
     ranks: how many share a bucket. weight, gradient, accumulate: bytes of an element of a weight,
-    of a main gradient, and of a sum, master or moment. With L elements in all and share = L/ranks:
+    of a main gradient, and of a sum or master. state: bytes that the optimizer keeps for an element
+    of each group, s. rank: of those that share a bucket; None: the one with most state. With L
+    elements in all and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
         gradients     L gradient  L gradient            share accumulate   share accumulate
         masters       L acc.      share accumulate, where a weight is narrower than that
-        moments       2 L acc.    2 share accumulate
+        moments       L s         share s
 
     Where main gradients are narrower, stage 1 also has share accumulate of sums. At stage 3 buckets
     that are summed over another axis keep whole weights (docs/design.md says why). Weights that
     travel in float8 are kept as at stage 3, with a byte more for each element of the share, the
     bytes of all scales and, at stages 1 and 2, of all rows.
     """
-    elements = sum(layout.length for layout in layouts)
-    own = elements // ranks if zero_stage else elements
+    elements, ranks = sum(layout.length for layout in layouts), ranks if zero_stage else 1
+    own = elements // ranks
     kept = sum(layout.length for layout in layouts if layout.axes or layout.whole)
     low = sum(layout.length for layout in layouts if layout.scales)
     kept = kept if zero_stage == 3 else elements - low
@@ -244,22 +265,19 @@ def memory(
         "parameters": parameters * weight + coded,
         "gradients": gradients,
         "masters": own * accumulate if weight < accumulate else 0,
-        "moments": 2 * own * accumulate,
+        "moments": _state_bytes(layouts, ranks, state, rank if ranks > 1 else None),
     }
 
 
-def runs(
-    params: list[tuple[str, nn.Parameter, int]],
-    length: int,
-    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
-) -> list[tuple[int, int, tuple[bool, bool]]]:
-    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
-    found: list[tuple[int, int, tuple[bool, bool]]] = []
-    for name, param, start in params:
-        kind = group(name, param)
-        if found and found[-1][2] == kind:
-            continue
-        if found:
-            found[-1] = (found[-1][0], start, found[-1][2])
-        found.append((start, length, kind))
-    return found
+def _state_bytes(
+    layouts: Sequence[BucketLayout], ranks: int, state: Mapping[str, int], rank: int | None
+) -> int:
+    if len(set(state.values())) == 1:  # then all ranks have the same
+        return sum(layout.length for layout in layouts) // ranks * max(state.values())
+    of_rank = [0] * ranks
+    for layout in layouts:
+        part = layout.length // ranks
+        for low, high, group in layout.runs():
+            for i in range(low // part, -(-high // part)):
+                of_rank[i] += (min(high, (i + 1) * part) - max(low, i * part)) * state[group]
+    return max(of_rank) if rank is None else of_rank[rank]

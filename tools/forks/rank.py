@@ -33,7 +33,6 @@ from model.load import load_model_file
 from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
-from mpu.optim.held import memory
 from mpu.zero.gradient_check import GradientCheck
 from pretrain_llama import Run, build, model_provider
 from tools.forks.case import (
@@ -289,7 +288,7 @@ def plan(run: Run, sent: Sent, report: Report) -> None:
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
     said = rank_memory.state(config, flats)
-    for kind, found in memory(run.optimizer).items():
+    for kind, found in run.optimizer.memory().items():
         if found != said[kind]:
             line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
             report.findings.append(("plan", "", line))

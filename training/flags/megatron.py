@@ -98,7 +98,6 @@ CHECKED = """
 --cuda-graph-impl | text | none | no layer is captured by itself: --cuda-graph captures a whole micro-batch
 --enable-cuda-graph | switch | any | = --cuda-graph
 --te-rng-tracker --use-cpu-initialization --init-model-with-meta-device | switch | any | initial weights are drawn per (seed, name), the same for every layout
---optimizer | text | adam | the optimizer is AdamW
 --start-weight-decay --end-weight-decay | float>=0 | see --weight-decay | weight decay is constant: write --weight-decay
 --weight-decay-incr-style | text | constant | weight decay is constant
 --persistent-save-interval | int>=0 | any | = --save-interval
