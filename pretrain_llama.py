@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
@@ -33,15 +32,15 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import context, pipeline
-from estimate.context_check import check_attention
+from estimate import context_parallel, stages
+from estimate.context_parallel import check_attention
+from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid, model_profile
-from estimate.pipeline import rank_stages, schedule_of
+from estimate.stages import rank_stages
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
 from mpu import native
 from mpu.comm.collectives import sum_in_order
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -62,6 +61,7 @@ from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.dataset import DataError
 from training.data.loader import Loader
+from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
@@ -69,7 +69,6 @@ from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
-from training.run.dry_run import report
 from training.run.guard import Guard
 from training.run.log import Log
 from training.run.measured import settle
@@ -79,32 +78,20 @@ from training.run.overlap import Overlap
 from training.run.prepare import prepare
 from training.run.profile import Profile
 from training.run.sample import draw_sample
+from training.run.saver import Saver
 from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
+from training.run.state import Run
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
-from training.run.supervised import SupervisedSaver
 from training.run.warm_up import warm_up
 from training.untrusted import printable
 
 
 @dataclass
-class Run:
-    """Everything one rank holds while it trains."""
+class LlamaRun(Run):
+    """A Run whose model is a Llama, or a fork of it."""
 
-    config: Config
-    grid: Grid
-    device: torch.device
     model: Llama
-    engine: Engine
-    sink: ParamAndGradBuffer
-    optimizer: Optimizer
-    monitor: FailureMonitor
-    iteration: int = 0
-    consumed: int = 0  # samples
-    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
-
-    def __post_init__(self) -> None:
-        self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
 
 
 def train_step(
@@ -191,7 +178,7 @@ def model_provider(
     return model
 
 
-def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
+def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
     p = config.parallel
     accumulate = accumulate_dtype(config)
@@ -215,13 +202,15 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
-    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor)
+    return LlamaRun(
+        config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor
+    )
 
 
 def train(
     run: Run,
     loaders: Loaders,
-    saver: SupervisedSaver,
+    saver: Saver,
     log: Log,
     overlap: Overlap,
     total: int,
@@ -362,17 +351,19 @@ def note_of(grid: Grid) -> Callable[[str], None]:
     return say if grid.rank == 0 else lambda text: None
 
 
-def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
+def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *context.lines(config), *pipeline.lines(config, model_provider)]:
+    for line in [*config.notes, *context_parallel.lines(config)]:
+        note(line)
+    for line in stages.lines(config, model_provider):
         note(line)
     count = sum(p.numel() for p in run.model.parameters())
     note(f"{grid}; {count:,} parameters on this rank, {run.device}")
     if reason := fused_gpu.without(run.device):
         note(f"without fused operations, so slower: {reason}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = SupervisedSaver(
+    saver = Saver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip

@@ -38,10 +38,10 @@ from benchmarks.bench_pipeline import Link  # noqa: E402
 from estimate.bucket_size import Timeline  # noqa: E402
 from estimate.model_profile import make_grid  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier  # noqa: E402
-from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
 from pretrain_llama import Run, build, model_provider, train_step  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
+from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run import bucket_size  # noqa: E402
 from training.run.meeting import meet  # noqa: E402

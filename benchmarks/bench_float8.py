@@ -20,12 +20,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.layers.float8.recipe import FORMATS, Float8
 from mpu.layers.float8.rows import BLOCKS, E4M3, Format, decode, remade
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

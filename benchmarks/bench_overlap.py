@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import SIZES, model_flags  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
-from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.grid import Launch  # noqa: E402
 from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
+from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 from training.run.startup import connect  # noqa: E402

@@ -42,7 +42,7 @@ from benchmarks.bench_step import (  # noqa: E402
     output,
     products,
 )
-from estimate.pipeline import stages_of  # noqa: E402
+from estimate.stages import stages_of  # noqa: E402
 from mpu.pipeline.layout import Stage  # noqa: E402
 from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
 from mpu.pipeline.simulate import Costs, simulate  # noqa: E402

@@ -37,12 +37,12 @@ SIZES = """
 def rank_main(rank: int, world: int, port: int, rounds: int, more: list[str], out: Any) -> None:
     """Be one rank."""
     import pretrain_llama
-    from mpu.comm.failure_monitor import FailureMonitor
     from mpu.connect import share
     from mpu.launch import Launch, bind_loopback
     from mpu.zero.replica_check import ReplicaCheck
     from training.data.build import build_loaders
     from training.data.tokenizer import tokenizer_for
+    from training.faults.monitor import FailureMonitor
     from training.flags.parse import parse
 
     torch.set_num_threads(1)

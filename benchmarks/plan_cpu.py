@@ -33,7 +33,6 @@ import torch  # noqa: E402
 
 from estimate.model_profile import make_grid  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier  # noqa: E402
-from mpu.comm.failure_monitor import FailureMonitor  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
 from pretrain_llama import build, train_step  # noqa: E402
@@ -42,6 +41,7 @@ from tools.planner.cpu_host import Host, Product, host_of  # noqa: E402
 from tools.planner.cpu_time import Rank, Told, told  # noqa: E402
 from tools.rehearsal.run import loader  # noqa: E402
 from training.config import Config  # noqa: E402
+from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.malloc import keep_freed_memory  # noqa: E402
 from training.run.meeting import meet  # noqa: E402

@@ -9,14 +9,15 @@ and of the kernels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from estimate import pipeline
 from estimate.model_profile import ModelProvider
 from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from estimate.stages import rank_stages
 from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import peak_activations
 from training import batch_size
 from training.config import Config
+from training.schedule import micro_batch_counts, own_stages, schedule_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Held:
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
     """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
-    stages = pipeline.rank_stages(config, provider, pp_rank)
-    split = pipeline.schedule_of(config, batch_size.micro_batches(config, 0)).split
+    stages = rank_stages(config, provider, pp_rank)
+    split = schedule_of(config, batch_size.micro_batches(config, 0)).split
     return rank_profile(config, provider, stages, pp_rank, split)
 
 
@@ -59,9 +60,9 @@ def held(
     own = [tell(rank) for rank in ranks]
     stages: dict[int, StageProfile] = {}
     for rank in ranks:
-        stages |= zip(pipeline.own_stages(config, rank), own[rank], strict=True)
+        stages |= zip(own_stages(config, rank), own[rank], strict=True)
     cut = [stages[number] for number in sorted(stages)]
-    schedule = pipeline.schedule_of(config, max(pipeline.micro_batch_counts(config)))
+    schedule = schedule_of(config, max(micro_batch_counts(config)))
     kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
     away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
     walks = [_Walk(schedule, rank, cut) for rank in ranks]

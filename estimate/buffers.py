@@ -10,11 +10,12 @@ order in which a step uses the blocks gives both the gathers and how much is who
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
-from estimate import activations, pipeline, rank_memory
+from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
 from estimate.rank_memory import gradient_bytes, level
 from mpu.zero.layout import BucketLayout, block_of
 from training.config import Config
+from training.schedule import micro_batch_counts
 
 
 def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[str, int]:
@@ -123,7 +124,7 @@ def _walk(
     """Return the parameters in the order of their gradients, each with the elements of whole
     gradients that live then.
     """
-    p, count = config.parallel, max(pipeline.micro_batch_counts(config))
+    p, count = config.parallel, max(micro_batch_counts(config))
     total = sum(flat.length for flat in flats)
     done = activations.profile(config, provider, pp_rank).gradients
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch

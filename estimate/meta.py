@@ -5,18 +5,26 @@ Torch computes many elementwise operations on meta tensors in Python and first i
 takes seconds at the start of every run. `MetaOperations` answers the usual operations from their
 shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
 neither compute nor keep; `MetaAttention` calls another function instead.
+
+`meta_kernels` makes the fused operations allocate their results and nothing more, as csrc/ does on
+a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a moment. `MetaCarrier`
+and `MetaOffload` count what activation offload sends to host memory.
 """
 
-from collections.abc import Callable
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu.activation_offload import Carrier, Event, Offload, Stored
+from mpu.gradients import GradientSink
+from mpu.layers import fused_gpu, softmax_rows
 from mpu.recompute import Blocks, Recompute
 
 META = torch.device("meta")
@@ -215,3 +223,100 @@ def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return run(*inputs, **options)
 
     return inside
+
+
+def norm_forward(
+    x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if branch is None else torch.empty_like(x)
+    return torch.empty_like(x), total, x.new_empty((*x.shape[:-1], 1), dtype=kind)
+
+
+def norm_backward(
+    x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, sink: GradientSink,
+    weight: nn.Parameter,
+) -> Tensor:  # fmt: skip
+    sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
+    return torch.empty_like(x)
+
+
+def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -> Tensor:
+    return x.data if own else torch.empty_like(x)
+
+
+def rope_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    q, k, v = grads
+    s, b, _, d = q.shape
+    return q.new_empty((s, b, q.shape[2] + k.shape[2] + v.shape[2], d))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
+    return torch.empty_like(gate_up)
+
+
+def nothing(*given: Any) -> None:
+    """Write to a tensor that is given."""
+
+
+KERNELS = [
+    *((fused_gpu, each.__name__, each) for each in (norm_forward, norm_backward, rope,
+                                                    rope_backward, swiglu, swiglu_backward)),
+    (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
+]  # fmt: skip
+
+
+@contextmanager
+def meta_kernels() -> Iterator[None]:
+    """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in KERNELS]
+    try:
+        for each in KERNELS:
+            setattr(*each)
+        yield
+    finally:
+        for each in before:
+            setattr(*each)
+
+
+class MetaCarrier(Carrier):
+    """Copy nothing; note how many bytes each unit sends."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.units: list[int] = []
+
+    def down(self, stored: Sequence[Stored]) -> Event:
+        self.units.append(sum(each.nbytes for each in stored))
+        return None
+
+    def up(self, stored: Sequence[Stored]) -> Event:
+        for each in stored:
+            each.flat = torch.empty(each.size, dtype=each.dtype, device=self.device)
+        return None
+
+
+class MetaOffload(Offload):
+    """Let what stays on the device be counted by `saved`, as what no unit offloads."""
+
+    carrier: MetaCarrier
+    saved: Any = None  # has pack and unpack
+
+    def keep(self, tensor: Tensor) -> Any:
+        return self.saved.pack(tensor)
+
+    def kept(self, kept: Any) -> Tensor:
+        tensor: Tensor = self.saved.unpack(kept)
+        return tensor
+
+    def begin(self, saved: Any) -> None:
+        """Begin a chunk's forward."""
+        self.saved, self.carrier.units = saved, []
+
+    def bytes(self) -> tuple[int, int]:
+        """Return what the last chunk's forward sent, and the most of two units in a row."""
+        units = self.carrier.units
+        return sum(units), max(map(sum, pairwise(units)), default=sum(units))

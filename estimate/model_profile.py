@@ -41,6 +41,10 @@ class StagedModel(Protocol):
     def stages(self) -> Sequence[Stage]:
         """Return the stages that the model holds, one for each chunk."""
 
+    @property
+    def ctx(self) -> LayerContext:
+        """Return what its layers were built with."""
+
     def __call__(
         self,
         tokens: Tensor,

@@ -8,13 +8,13 @@ step, estimate/traffic.py what is sent.
 
 from math import prod
 
-from estimate import pipeline
 from estimate.model_profile import (
     ModelProvider,
     ParameterProfile,
     accumulate_dtype,
     rank_parameters,
 )
+from estimate.stages import rank_stages
 from mpu.optim.interface import rules_of, state_bytes
 from mpu.zero import layout
 from mpu.zero.layout import BucketLayout
@@ -34,7 +34,7 @@ def parameters(
     config: Config, provider: ModelProvider, pp_rank: int = 0
 ) -> dict[str, ParameterProfile]:
     """Return the parameters of a pipeline rank by name."""
-    stages = pipeline.rank_stages(config, provider, pp_rank)
+    stages = rank_stages(config, provider, pp_rank)
     return rank_parameters(config, provider, stages, pp_rank)
 
 

@@ -19,11 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from estimate.context import rank_batch
-from estimate.live import Live
-from estimate.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
-from estimate.meta_kernels import meta_kernels
-from estimate.meta_offload import MetaCarrier, MetaOffload
+from estimate.context_parallel import rank_batch
+from estimate.meta import (
+    META,
+    MetaAttention,
+    MetaCarrier,
+    MetaOffload,
+    MetaOperations,
+    MetaRecompute,
+    flash_attention,
+    meta_kernels,
+)
 from estimate.model_profile import (
     ModelProvider,
     StagedModel,
@@ -31,7 +37,7 @@ from estimate.model_profile import (
     plannable,
     rank_model,
 )
-from estimate.saved import Saved
+from estimate.storages import Live, Saved
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
@@ -305,6 +311,8 @@ class _Trace:
         self, verb: str, axis: Axis, tensor: Tensor, sent: int, async_op: bool, label: Any
     ) -> None:
         nbytes = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+        if verb == "all_to_all":  # those of an exchange in equal parts that sends as much
+            nbytes = -(-sent * axis.size // (axis.size - 1))
         chunk, phase = self.at
         name = verb.replace("_", "-")
         self.collectives.append((chunk, Collective(axis.name, name, phase, nbytes)))

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estimate.context import rank_batch
-from estimate.meta import META, MetaAttention, MetaOperations, MetaRecompute, flash_attention
-from estimate.meta_offload import MetaCarrier
+from estimate.context_parallel import rank_batch
+from estimate.meta import (
+    META,
+    MetaAttention,
+    MetaCarrier,
+    MetaOperations,
+    MetaRecompute,
+    flash_attention,
+)
 from estimate.model_profile import ModelProvider, rank_model
 from mpu.activation_offload import Carrier, Offload
 from mpu.pipeline.layout import Stage

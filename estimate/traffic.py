@@ -9,11 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from estimate import activations, buffers, pipeline, rank_memory
+from estimate import activations, buffers, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
 from mpu.grid import Grid
 from training import batch_size
 from training.config import Config
+from training.schedule import messages
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
         for (axis, verb, size), times in sorted(found.items(), key=lambda row: (-row[0][2], row[0]))
     ]
     if p.pipeline_model_parallel_size > 1:
-        messages = steps * pipeline.messages(config, pp_rank)
-        rows.append(Traffic("pp", "send", messages, model.stages[0].message, grid.pp.size))
+        sends = steps * messages(config, pp_rank)
+        rows.append(Traffic("pp", "send", sends, model.stages[0].message, grid.pp.size))
     rows += _partial(config, provider, grid, pp_rank)
     return rows + _data(config, provider, pp_rank)
 

@@ -3,9 +3,7 @@
 
 comm          between ranks: transport (Axis, Transport, Handle), collectives, mappings (collectives
               under autograd), p2p (stage to stage), meta (shapes alone), shared_memory and
-              symmetric (memory that ranks share),
-              failure_monitor, coordinator, door, wire and address (the failure channel),
-              waits, hang_watch, hang_judge and process_state (who hangs, who is slow)
+              symmetric (memory that ranks share), waits (what a rank waits for, and how long)
 grid          ranks -> axes: the tensor-, context-, data- and pipeline-parallel peers of a rank
 connect       what carries each axis of a run: shared memory or the process group
 param         Placement: which part of a tensor a parameter is, and who holds the rest

@@ -6,17 +6,17 @@ start, unless the user has.
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-from mpu.comm.secret import run_secret
 
 # torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
 # torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
+SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,46 @@ def tasks_of_node(text: str, node: int) -> int:
     )
 
 
+def run_secret(text: str | None, path: str | None) -> bytes:
+    """Return the secret of WEFT_SECRET (text) or in the file WEFT_SECRET_FILE (path).
+
+    Returns b"" where neither is set. Raises ValueError, and OSError where the file cannot be read.
+    """
+    if text is not None and path is not None:
+        raise ValueError("WEFT_SECRET and WEFT_SECRET_FILE are both set: set one of them")
+    if path is not None:
+        secret, name = _content(path).strip(), f"WEFT_SECRET_FILE {path}"
+    elif text is not None:
+        secret, name = os.fsencode(text).strip(), "WEFT_SECRET"
+    else:
+        return b""
+    if not SHORTEST <= len(secret) <= LONGEST:
+        raise ValueError(
+            f"{name} has {len(secret)} bytes: it must have {SHORTEST} to {LONGEST}, for instance "
+            "those of `openssl rand -hex 32`"
+        )
+    return secret
+
+
+def _content(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO does not keep it waiting
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"WEFT_SECRET_FILE {path} is not a file")
+        if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(
+                f"WEFT_SECRET_FILE {path} may be read or written by others: it must be yours and "
+                "have mode 600 or 400"
+            )
+        return os.read(fd, LONGEST + 2)
+    finally:
+        os.close(fd)
+
+
 def launched_by() -> str:
     """Return "torchrun", "supervise" (tools/supervise.py), "srun", or "" for none of them."""
     return next((name for mark, name in MARKS.items() if mark in os.environ), "")
-
-
-def ends_with_this_attempt() -> bool:
-    """Return whether this is torchrun's last start of the ranks, outside of a SLURM job."""
-    e = os.environ
-    count, most = e.get("TORCHELASTIC_RESTART_COUNT"), e.get("TORCHELASTIC_MAX_RESTARTS")
-    return launched_by() == "torchrun" and count == most and "SLURM_JOB_ID" not in e
 
 
 def shares_cores() -> bool:

@@ -29,10 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
-from mpu.comm import process_state, symmetric  # noqa: E402
-from mpu.comm.hang_watch import HangWatch  # noqa: E402
+from mpu.comm import symmetric  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
+from training.faults import process  # noqa: E402
+from training.faults.hang_watch import HangWatch  # noqa: E402
 
 train = pretrain_llama.train
 LIMIT = 120.0  # seconds
@@ -96,7 +97,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     if "netns" in job:
         enter_network(job["netns"][rank])
         # hosts of their own: their ranks do not see each other's processes
-        process_state.host = symmetric.host = lambda: job["netns"][rank]
+        process.host = symmetric.host = lambda: job["netns"][rank]
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.get("world", job["ranks"])),

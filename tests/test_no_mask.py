@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
 S = 61  # a prime: the numbers of elements of no other tensor are multiples of its square

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpu.comm.failure_monitor import FailureMonitor
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
-from training.fault_config import FaultConfig
+from training.config import FaultConfig
 from training.run import guard
 from training.run.stop import Decision, Due, Heard, decide
 

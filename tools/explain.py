@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
 from estimate.model_profile import make_grid
-from estimate.pipeline import describe_stages
+from estimate.stages import describe_stages
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch

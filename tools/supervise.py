@@ -28,11 +28,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.supervise_copies import Copies, Member
-from tools.supervise_flags import MEET, SIGNALS, Mistake, parse
-from tools.supervise_follow import Follower
-from tools.supervise_node import Event, Node
-from tools.supervise_report import (
+from tools.supervisor.copies import Copies, Member
+from tools.supervisor.flags import MEET, SIGNALS, Mistake, parse
+from tools.supervisor.follow import Follower
+from tools.supervisor.node import Event, Node
+from tools.supervisor.report import (
     MISTAKE,
     Attempt,
     End,
@@ -44,7 +44,7 @@ from tools.supervise_report import (
     say,
     verdict,
 )
-from tools.supervise_wire import Channel, WireError
+from tools.supervisor.wire import Channel, WireError
 
 PATIENCE = {"fault": 2.0, "mistake": 12.0, "end": 150.0}  # seconds for the other ranks to end
 BEAT = 1.0  # seconds between signs of life

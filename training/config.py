@@ -8,17 +8,12 @@ argparse, files or ranks.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from mpu.pipeline.schedules import V_SHAPED
-from training.fault_config import FaultConfig
-from training.float8_config import Float8Config
-from training.gpu_config import GpuConfig
-from training.log_config import LogConfig
-from training.rehearse_config import RehearseConfig
 
 
 class UsageError(ValueError):
@@ -240,6 +235,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """What is logged, and how often."""
+
+    log_interval: int = 10  # steps
+    log_json: str | None = None
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    log_params_norm: bool = False
+    sample_interval: int | None = None  # steps; None: never
+    sample_prompt: str | None = None  # None: the start of a held-out sample
+    profile: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: tuple[int, ...] = (0,)
+    record_memory_history: bool = False
+    memory_snapshot_path: str | None = None  # None: beside the profile
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The run as a whole: precision, randomness, evaluation, and when to stop."""
 
@@ -255,6 +270,63 @@ class RunConfig:
     on_nan: str = "stop"  # or "skip": what to do where the gradient norm is not finite
     dry_run: bool = False
     ignore_flags: tuple[str, ...] = ()  # "name:count" of another program's flags
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Which layers multiply in float8, and how they scale; see docs/float8.md."""
+
+    fp8_format: str | None = None  # "e4m3", "hybrid"; None: no float8
+    fp8_recipe: str | None = None  # "tensorwise", "rowwise", "blockwise", "mxfp8"
+    fp8_wgrad_bf16: bool = False
+    fp8_param_gather: bool = False
+    fp8_auto: bool = False
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1  # with first_last_layers_bf16
+    num_layers_at_end_in_bf16: int = 1
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Where activations wait for backward, and who launches a step; see docs/activations.md."""
+
+    cpu_offload_activations: bool = False
+    cpu_offloading_num_layers: int | None = None  # of each stage; None: all but its last unit
+    offload_modules: tuple[str, ...] = ()  # of a layer; empty: all
+    min_offloaded_tensor_size: int = 1 << 20  # elements
+    cuda_graph: bool = False
+    cuda_graph_warmup_steps: int = 3
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """How faults are noticed and answered; see docs/reliability.md."""
+
+    peer_checkpoint: int | None = None  # steps between copies into the supervisor's memory
+    peer_timeout: float = 20.0  # seconds without a sign of life after which a rank counts as lost
+    hang_timeout: float | None = None  # seconds without movement after which a run ends
+    empty_unused_memory_level: int = 0  # CUDA's cache emptied: 1 before, 2 after an update, too
+    check_replicas: int | None = None  # steps between two comparisons of replicas; None: never
+    on_replica_mismatch: str = "stop"  # or "rewind"
+    checksum_messages: bool = False
+    on_spike: str | None = None  # "report", "stop", "rewind"; None: nobody looks
+    spike_z_score: float = 10.0
+    iterations_to_skip: tuple[int, ...] = ()  # counted, and not trained on
+    rerun_mode: str = "validate_results"  # or "disabled": no step is run again
+
+
+@dataclass(frozen=True)
+class RehearseConfig:
+    """Which rank is rehearsed, on which device, and what is written; see docs/rehearsal.md."""
+
+    rehearse: bool = False
+    rehearse_rank: int = 0
+    rehearse_all_ranks: bool = False
+    rehearse_device: str = "h100"  # or another file of tools/rehearsal/devices, a path, "cpu"
+    rehearse_steps: int = 2
+    rehearse_full: bool = False
+    rehearse_json: str | None = None
+    rehearse_trace: str | None = None
 
 
 # The settings that define a run's numbers. Layout, output paths and logging do not.
@@ -323,6 +395,12 @@ class Config:
                 "entries: give at least that many, or leave --vocab-size out"
             )
         return replace(self, model=replace(self.model, vocab_size=stated))
+
+
+# Which dataclass holds the settings of a section.
+SECTIONS: dict[str, Any] = {
+    part.name: part.type for part in fields(Config) if is_dataclass(part.type)
+}
 
 
 def _plain(value: Any) -> Any:

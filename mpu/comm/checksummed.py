@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from mpu.comm.collectives import ProcessGroupTransport, sum_of_parts
-from mpu.comm.transport import Axis, Handle, Label
+from mpu.comm.transport import Axis, Handle, Label, Splits
 
 TAIL = 8  # bytes of a checksum
 OPS = {dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
@@ -70,7 +70,7 @@ class ChecksummedTransport(ProcessGroupTransport):
     """Carries tensors of CPU ranks by a process group, each part with its checksum."""
 
     def all_gather(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Gather sealed parts; open each."""
         shape = (axis.size * x.shape[0], *x.shape[1:])
@@ -79,7 +79,7 @@ class ChecksummedTransport(ProcessGroupTransport):
         return out, self._gather("all_gather", x, axis, parts, None, async_op, label=label)
 
     def all_reduce(
-        self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Gather sealed parts; combine them in rank order."""
         parts = x.new_empty((axis.size, *x.shape))
@@ -122,7 +122,7 @@ class ChecksummedTransport(ProcessGroupTransport):
         return axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Exchange sealed slices; open each, and add them in rank order."""
         verb, slices = "reduce_scatter", x.detach().unflatten(0, (axis.size, -1))
@@ -142,6 +142,27 @@ class ChecksummedTransport(ProcessGroupTransport):
 
         keep = (wire, every)
         return out, axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
+
+    def all_to_all(
+        self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Exchange sealed slices of one size; open each."""
+        assert splits is None
+        verb, slices = "all_to_all", x.detach().unflatten(0, (axis.size, -1))
+        out = torch.empty(slices.shape, dtype=x.dtype)
+        wire = torch.stack([seal(part, axis, verb) for part in slices])
+        every = torch.empty_like(wire)
+
+        def call() -> Any:
+            return dist.all_to_all_single(every, wire, group=self.group, async_op=True)
+
+        def finish() -> None:
+            for source, row in enumerate(every):
+                unseal(row, out[source], axis, source, verb, label)
+
+        keep = (wire, every)
+        handle = axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
+        return out.flatten(0, 1), handle
 
     def pack(self, x: Tensor, axis: Axis) -> Tensor:
         """Return a message's bytes and checksum."""

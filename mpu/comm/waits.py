@@ -2,7 +2,7 @@
 """Keep what a rank waits for, for how long it waited on each axis, and how far it is on each.
 
 Every blocking wait of the transports passes through `blocked` (mpu/comm/transport.py): two readings
-of the clock. mpu/comm/hang_watch.py learns from it who waits for whom, and
+of the clock. training/faults/hang_watch.py learns from it who waits for whom, and
 training/run/slow_ranks.py which rank is slow: the one that the others wait for. On NCCL a wait
 blocks the stream, not the host, and counts as none.
 """

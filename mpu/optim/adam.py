@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu.accelerators import needs_fp32
 from mpu.optim import backends
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
 
@@ -19,8 +20,8 @@ from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
 class AdamW(UpdateRule):
     """AdamW (Loshchilov and Hutter 2019). backend: torch, triton, apex or te: whose kernel.
 
-    Call backends.missing before `updater`, which raises ValueError where the masters' dtype is not
-    what the backend updates.
+    Ask mpu/accelerators.py before `updater`, which raises ValueError where the masters' dtype is
+    not what the backend updates.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -34,7 +35,7 @@ class AdamW(UpdateRule):
             return TorchAdam(self, parts)
         dtype = parts.segments[0].dtype
         if dtype != torch.float32:
-            raise ValueError(backends.needs_fp32(self.backend, dtype))
+            raise ValueError(needs_fp32(self.backend, dtype))
         if self.backend == "triton":
             return backends.Triton(self, parts, self.betas, self.eps)
         return backends.Fused(self.backend, parts, self.betas, self.eps)

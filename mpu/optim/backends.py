@@ -2,67 +2,21 @@
 """AdamW's kernels that `--optimizer-backend` names beside torch's own (mpu/optim/adam.py).
 
 They are our kernel in Triton, and apex's and Transformer Engine's FusedAdam. They are used where
-they are installed, and a message says what is missing where they are not.
+they are installed (mpu/accelerators.py).
 """
 
 import importlib
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpu.accelerators import FUSED_ADAM
 from mpu.optim.interface import Parts, SegmentUpdater, Updater, UpdateRule
-
-# Backends that are not torch's: name in messages, FusedAdam's module, its kernels' module.
-PACKAGES = {
-    "apex": ("NVIDIA apex, built with its CUDA extensions,", "apex.optimizers", "amp_C"),
-    "te": (
-        "Transformer Engine",
-        "transformer_engine.pytorch.optimizers",
-        "transformer_engine_torch",
-    ),
-}
-
-
-def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
-    """Return why a backend cannot update masters of `dtype` on such a device, or "" if it can.
-
-    Imports the backend's package, so call it for the chosen backend only.
-    """
-    if backend == "torch":
-        return ""
-    flag = f"--optimizer-backend {backend}"
-    if device_type != "cuda":
-        return f"{flag} has CUDA kernels only: use --optimizer-backend torch on {device_type}"
-    if dtype != torch.float32:
-        return needs_fp32(backend, dtype)
-    if backend == "triton":
-        return "" if find_spec("triton") else f"{flag} needs triton, which is not installed"
-    package, module, kernels = PACKAGES[backend]
-    try:
-        _fused_adam(module)
-        importlib.import_module(kernels)
-    except Exception as error:  # a package that was built for another torch raises anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return (
-            f"{flag} needs {package} which cannot be used here ({why}): "
-            "install it or use --optimizer-backend torch"
-        )
-    return ""
 
 
 def _fused_adam(module: str) -> Any:
     return importlib.import_module(module).FusedAdam
-
-
-def needs_fp32(backend: str, dtype: torch.dtype) -> str:
-    """Return why a backend cannot update masters of a dtype."""
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
-        "use --optimizer-backend torch"
-    )
 
 
 class Triton(SegmentUpdater):
@@ -116,7 +70,7 @@ class Fused(Updater):
     def __init__(self, backend: str, parts: Parts, betas: tuple[float, float], eps: float) -> None:
         self.groups = [{**group, "lr": 0.0} for group in parts.groups]
         theirs = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in parts.groups]
-        self._adam: Any = _fused_adam(PACKAGES[backend][1])(
+        self._adam: Any = _fused_adam(FUSED_ADAM[backend])(
             theirs, lr=0.0, betas=betas, eps=eps, adam_w_mode=True, capturable=True
         )
         device = parts.segments[0].device

@@ -19,13 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.p2p import Outbox, receive, send
 from mpu.comm.transport import Handle, Label
 from mpu.gradients import WeightGradientQueue, run_deferred
@@ -35,6 +34,12 @@ from mpu.pipeline.schedules import Schedule
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch
+
+
+class Monitor(Protocol):
+    """Who is told what this rank does: the failure channel's end (training/faults/monitor.py)."""
+
+    action: str  # in words, as they follow "during" or "while"
 
 
 class Parcel(NamedTuple):
@@ -65,7 +70,7 @@ class Engine:
         self,
         grid: Grid,
         queue: WeightGradientQueue,
-        monitor: FailureMonitor,
+        monitor: Monitor,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -81,7 +86,7 @@ class Engine:
 
         forward(chunk, micro_batch, hidden): hidden is None on the first stage, else [*shape]. It
         returns [*shape] on every stage but the last, where it returns a scalar loss. during: words
-        that follow the action in FailureMonitor.action ("of iteration 7").
+        that follow the action in Monitor.action ("of iteration 7").
         """
         steps = plan(schedule)[self.grid.pp.rank]
         self.schedule, clock = schedule, None

@@ -9,11 +9,11 @@ import torch
 import pretrain_llama
 from estimate import activations
 from estimate.rank_profile import rank_profile
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.pipeline import engine
 from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import PIPELINE, build, read
+from training.faults.monitor import FailureMonitor
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 

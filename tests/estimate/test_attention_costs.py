@@ -10,8 +10,8 @@ from torch import Tensor
 
 from estimate import activations
 from estimate.attention_costs import AttentionSizes, memory, traffic
-from estimate.live import Live
 from estimate.meta import META, MetaAttention, MetaOperations
+from estimate.storages import Live
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -103,7 +103,7 @@ def test_the_buffers_are_few():
     assert layer == 2 * 131072 * 1024 * 2
     whole = AttentionSizes(1, 131072, 1, 32, 8, 128)  # one rank
     outputs = 2 * (2 * whole.q) + whole.lse  # its output, wide too, a block's
-    page = (Path(__file__).parents[3] / "docs/long_context.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/long_context.md").read_text()
     for kind, text in (
         *((kind, f"`{kind}`") for kind in COMM_TYPES[:3]),
         ("a2a+p2p", "`a2a+p2p`, 4 and 2"),

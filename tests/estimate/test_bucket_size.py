@@ -155,14 +155,17 @@ class Timed(Transport):
 
         return Handle(SimpleNamespace(wait=wait, is_completed=lambda: clock.now >= over))
 
-    def all_reduce(self, x, axis, op, async_op, label):
+    def all_reduce(self, x, axis, async_op, op, label):
         raise AssertionError("not in a bucket's step")
 
-    def all_gather(self, x, axis, into, async_op, label):
+    def all_gather(self, x, axis, async_op, into, label):
         return into, self._start(self.gather, into.numel())
 
-    def reduce_scatter(self, x, axis, into, async_op, label):
+    def reduce_scatter(self, x, axis, async_op, into, label):
         return into, self._start(self.scatter, x.numel())
+
+    def all_to_all(self, x, axis, async_op, splits, label):
+        raise AssertionError("not in a bucket's step")
 
 
 def step(

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from estimate.context_check import check_attention
+from estimate.context_parallel import check_attention
 from mpu.layers.attention.core import core_attention
 from mpu.layers.packed_seq_params import PackedSeqParams
 from pretrain_llama import model_provider
 from training.flags.parse import parse
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """
     --context-parallel-size 2 --num-layers 3 --hidden-size 16 --ffn-hidden-size 24
     --num-attention-heads 4 --num-query-groups 2 --group-query-attention --seq-length 16

@@ -6,8 +6,8 @@ import torch
 
 import pretrain_llama
 from estimate import buffers, rank_memory
-from mpu.comm.failure_monitor import FailureMonitor
 from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)

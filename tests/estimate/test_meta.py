@@ -95,7 +95,7 @@ def test_flops_need_no_symbolic_algebra():
         "from estimate.model_profile import model_profile; "
         "assert model_profile(read(), model_provider).flops; print('sympy' in sys.modules)"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )

@@ -4,10 +4,10 @@
 import pytest
 
 from estimate import activations
+from estimate.dry_run import report
 from estimate.saved_by_module import saved_by_module
 from pretrain_llama import model_provider
 from tests.training.small_llama import read
-from training.run.dry_run import report
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1 --num-layers 6"
 

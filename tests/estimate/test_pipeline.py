@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import pipeline
+from estimate import stages
 from estimate.model_profile import model_profile
+from estimate.stages import rank_stages, stages_of
 from mpu.pipeline.layout import Stage
 from pretrain_llama import model_provider
+from training import schedule
 from training.config import UsageError
 from training.flags.parse import parse
+from training.schedule import messages, micro_batch_counts, schedule_of
 
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -26,14 +29,14 @@ def read(more="", world=2, p=2, base=SMALL):
 
 
 def layers(config):
-    return [len(stage.layers) for stage in pipeline.stages_of(config, model_provider)]
+    return [len(stage.layers) for stage in stages_of(config, model_provider)]
 
 
 def test_one_rank_is_one_stage():
     config = read(p=1, world=1)
-    assert pipeline.stages_of(config, model_provider) == (Stage(0, 8, embedding=True, loss=True),)
+    assert stages_of(config, model_provider) == (Stage(0, 8, embedding=True, loss=True),)
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (1, "1f1b")
-    assert pipeline.lines(config, model_provider) == []
+    assert stages.lines(config, model_provider) == []
 
 
 @pytest.mark.parametrize(
@@ -66,11 +69,11 @@ def test_flags_and_the_cut(more, v, schedule, cut):
     config = read(more)
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (v, schedule)
     assert layers(config) == (cut or [1, 2, 4, 1])
-    held = [pipeline.rank_stages(config, model_provider, rank) for rank in range(2)]
+    held = [rank_stages(config, model_provider, rank) for rank in range(2)]
     assert sorted((s for r in held for s in r), key=lambda s: s.last) == list(
-        pipeline.stages_of(config, model_provider)
+        stages_of(config, model_provider)
     )
-    made = pipeline.schedule_of(config, 16)
+    made = schedule_of(config, 16)
     assert (made.chunks, made.stages, made.micro_batches) == (v, 2 * v, 16)
 
 
@@ -95,7 +98,7 @@ def test_the_balance_knows_the_head():
     # In a V rank 0 has both ends.
     assert layers(read("--pipeline-schedule zb-v", base=large)) == [2, 3, 3, 0]
     v_shaped = read("--pipeline-schedule zb-v", base=large)
-    assert pipeline.rank_stages(v_shaped, model_provider, 0) == (
+    assert rank_stages(v_shaped, model_provider, 0) == (
         Stage(0, 2, embedding=True),
         Stage(8, 8, loss=True),
     )
@@ -106,9 +109,9 @@ def test_before_the_tokenizer_the_rules_hold_and_the_cut_is_not_known():
         "--mock-data", "--dry-run --data-path x --tokenizer-type HuggingFaceTokenizer"
     )
     config = replace(read(), model=replace(read().model, vocab_size=None))
-    pipeline.check(config)
+    schedule.check(config)
     with pytest.raises(ValueError, match="the vocabulary size is not known"):
-        pipeline.stages_of(config, model_provider)
+        stages_of(config, model_provider)
     assert layers(config.with_vocab(2016)) == [5, 3]
     with pytest.raises(UsageError):
         read("--pipeline-model-parallel-layout Et|L", base=base)
@@ -217,7 +220,7 @@ def test_more_ranks_than_things_to_place():
 def test_every_batch_size_of_the_run_is_held_against_the_schedule():
     base = SMALL.replace("--global-batch-size 16", "")
     config = read(f"{V} 2 --step-batch-size-schedule '0:4 3200:8'", base=base)
-    assert pipeline.micro_batch_counts(config) == [4, 8]
+    assert micro_batch_counts(config) == [4, 8]
     with pytest.raises(UsageError, match="at --global-batch-size 1 = 1 micro-batches"):
         read(f"{V} 2 --step-batch-size-schedule '0:4 3200:1'", base=base)
     groups = f"{V} 2 --microbatch-group-size-per-virtual-pipeline-stage 4"
@@ -242,7 +245,7 @@ def test_what_is_not_as_megatron_says_is_noted():
 def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
     model = model_profile(read(), model_provider)
     layer, head = model.layers[0], model.head
-    plain = pipeline.costs(read(), model_provider)
+    plain = stages.costs(read(), model_provider)
     assert plain.forward == plain.input_gradient == plain.weight_gradient
     assert plain.forward == [4 * layer, 4 * layer + head]
     for more, again in (
@@ -253,7 +256,7 @@ def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
         ),
         ("--recompute-activations", 4 * 2 * 32 * 64),
     ):
-        costs = pipeline.costs(read(more), model_provider)
+        costs = stages.costs(read(more), model_provider)
         assert costs.forward == costs.weight_gradient == plain.forward
         assert costs.input_gradient == [4 * layer + again, 4 * layer + head + again]
 
@@ -261,7 +264,7 @@ def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
 def test_messages_of_a_micro_batch():
     def sent(more, p):
         config = read(more, world=p, p=p)
-        return [pipeline.messages(config, rank) for rank in range(p)]
+        return [messages(config, rank) for rank in range(p)]
 
     assert sent("", 2) == [1, 1]
     assert sent("", 4) == [1, 2, 2, 1]
@@ -271,14 +274,14 @@ def test_messages_of_a_micro_batch():
 
 def test_the_lines_said_first():
     base = SMALL.replace("--num-layers 8", "--num-layers 7")
-    assert pipeline.lines(read(base=base), model_provider) == [
+    assert stages.lines(read(base=base), model_provider) == [
         "pipeline 1f1b: 2 ranks; the slowest does 3.1 % more than the mean",
         "pipeline rank 0: embedding + layers 0-3",
         "pipeline rank 1: layers 4-6 + head",
         "16 micro-batches: bubble 5.22 % of a step, 5.88 % were all stages equal",
     ]
     text = "\n".join(
-        pipeline.lines(
+        stages.lines(
             read("--pipeline-model-parallel-layout Et||t*7|L --pipeline-schedule zb-v"),
             model_provider,
         )
@@ -290,7 +293,7 @@ def test_the_lines_said_first():
     two = read(
         "--step-batch-size-schedule '0:4 3200:8'", base=base.replace("--global-batch-size 16", "")
     )
-    lines = pipeline.lines(two, model_provider)
+    lines = stages.lines(two, model_provider)
     assert ["micro-batches" in line for line in lines].count(True) == 2
 
 
@@ -308,7 +311,7 @@ def test_the_simulated_bubble_of_equal_stages_is_the_formulas(more, p, share):
     base = SMALL.replace("--vocab-size 512", "--vocab-size 1 --make-vocab-size-divisible-by 1")
     config = read(more, p=p, world=p, base=base)
     model = replace(config.model, hidden_size=1 << 20)  # a layer is h^2, the head h
-    line = pipeline.lines(replace(config, model=model), model_provider)[-1]
+    line = stages.lines(replace(config, model=model), model_provider)[-1]
     simulated, ideal = (float(words.split()[-1]) for words in line.split(" %")[:2])
     assert simulated == pytest.approx(100 * share, abs=0.02)
     assert ideal == pytest.approx(100 * share, abs=0.02)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.comm import wire
 from tests.faults.small_run import LIMIT, Ranks, weights
 from tests.launcher import Launcher
 from tests.networks import Networks
+from training.faults import wire
 
 
 @pytest.fixture

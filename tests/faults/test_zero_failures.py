@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from tests.faults.small_run import STEPS, Ranks, check_blame, fault_during
 from tests.launcher import Launcher, Result
 from tests.model.twin import config_of, micro_batches
 from tests.saved import check_equal, tensors
+from training.faults.monitor import FailureMonitor
 from training.optimizer import optimizer_groups
 
 LATER = pytest.mark.prove

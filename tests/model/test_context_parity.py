@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.layers.attention.shards import shards
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -19,6 +18,7 @@ from tests.model.context_cases import COMM, S, case_of, cases, twin_of, world_of
 from tests.model.twin import V, config_of, run_cases
 from training.data.batch import Batch
 from training.data.context_part import context_part
+from training.faults.monitor import FailureMonitor
 
 LIMIT = 1e-12
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.layers.float8.rows import BLOCKS
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.overlap import Overlap, projections
 from training.run.tune import measure

@@ -17,7 +17,6 @@ import torch
 
 import pretrain_llama
 from model.load import ModelFile, load_model_file
-from mpu.comm.failure_monitor import FailureMonitor
 from tests.model.twin import gathered
 from tests.saved import check_equal, stored
 from training.config import (
@@ -30,6 +29,7 @@ from training.config import (
     RunConfig,
 )
 from training.data.batch import Batch
+from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from estimate import activations, pipeline, rank_memory
+from estimate import activations, rank_memory, stages
+from estimate.dry_run import report
 from estimate.model_profile import model_profile
+from estimate.stages import stages_of
 from estimate.traffic import traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from tests.training.small_llama import read
 from training.flags import model_sizes
-from training.run.dry_run import report
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {
@@ -126,10 +127,10 @@ def test_the_balance_knows_each_layer(fork, p):
         work = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
         return max([*work[:-1], work[-1] + 4 * 64 * 300])
 
-    cut = pipeline.stages_of(config, fork)
+    cut = stages_of(config, fork)
     found = slowest([0, *(stage.last for stage in cut)])
     assert found == min(slowest([0, *bars, 7]) for bars in combinations(range(8), p - 1))
-    assert max(pipeline.costs(config, fork).forward) == found
+    assert max(stages.costs(config, fork).forward) == found
 
 
 @pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
@@ -201,7 +202,7 @@ def test_the_dry_run_tells_of_the_fork(fork):
     for line in (
         f"{profile.parameters:,} in all",
         f"{profile.flops:.4g} FLOPs a token",
-        *pipeline.lines(config, fork),
+        *stages.lines(config, fork),
     ):
         assert line in text, line
     flags = f"{FLAGS} --zero-stage 3"

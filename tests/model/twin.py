@@ -18,7 +18,6 @@ import pretrain_llama
 from model.llama import hf_names
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from mpu.layers import linear_cross_entropy
 from mpu.layers.linear import use_overlap
@@ -30,6 +29,7 @@ from training.config import (
     BatchConfig,
     Config,
     DataConfig,
+    GpuConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -37,7 +37,7 @@ from training.config import (
 )
 from training.data.batch import Batch
 from training.data.context_part import context_part
-from training.gpu_config import GpuConfig
+from training.faults.monitor import FailureMonitor
 from training.optimizer import optimizer_groups
 from training.run.overlap import projections
 

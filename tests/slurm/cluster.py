@@ -205,7 +205,7 @@ class Cluster:
                 status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             except OSError:  # it ended meanwhile
                 continue
-            if b"supervise_ranks.py" in command_line(int(status[1])):
+            if b"supervisor/ranks.py" in command_line(int(status[1])):
                 found.append(process)
         return found
 

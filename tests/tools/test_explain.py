@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from estimate.pipeline import schedule_of
 from mpu.grid import Grid
 from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import NAMES, build
@@ -14,6 +13,7 @@ from mpu.pipeline.simulate import Costs, simulate
 from tools.explain import explain, main, tiny
 from tools.explainer.formulas import DOCUMENT, evaluate, read_formulas, symbols
 from tools.explainer.text import columns, sums
+from training.schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = DOCUMENT.with_name("pipeline.md")

@@ -18,10 +18,10 @@ import pytest
 
 from tests.launcher import SCRIPT
 from tests.supervisor import PROGRAM, ROOT, Supervisor, left, tensors
-from tools.supervise_copies import Copies, Member
-from tools.supervise_flags import Mistake, parse
-from tools.supervise_report import End, Fault, Report, diagnosis, first_cause, verdict
-from tools.supervise_wire import Channel, Listener, WireError, call
+from tools.supervisor.copies import Copies, Member
+from tools.supervisor.flags import Mistake, parse
+from tools.supervisor.report import End, Fault, Report, diagnosis, first_cause, verdict
+from tools.supervisor.wire import Channel, Listener, WireError, call
 
 
 def ends(*codes: int | None) -> list[End]:
@@ -75,7 +75,7 @@ def test_a_diagnosis_tells_a_bad_host_from_a_bad_step() -> None:
 
 def test_goodput_counts_steps_that_stay(capfd: Any) -> None:
     """Ten steps in 1 s; five of them lost; ten more in 1 s: 15 tenths of a second of 4 s."""
-    from tools.supervise_report import Attempt
+    from tools.supervisor.report import Attempt
 
     report = Report(None, began=time.monotonic() - 4.0)
     at = report.began

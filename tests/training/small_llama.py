@@ -5,8 +5,8 @@ import shlex
 
 import torch
 
-from estimate import pipeline
 from estimate.model_profile import grid_of
+from estimate.stages import rank_stages
 from mpu.context import LayerContext
 from pretrain_llama import model_provider
 from training.flags.parse import parse
@@ -31,5 +31,5 @@ def build(config, device, pp_rank=0):
     grid = grid_of(config, pp_rank)
     ctx = LayerContext(grid, p.sequence_parallel, config.run.dtype, device=torch.device(device))
     recompute = recompute_of(config, torch.device(device))
-    stages = pipeline.rank_stages(config, model_provider, pp_rank)
+    stages = rank_stages(config, model_provider, pp_rank)
     return model_provider(config, ctx, recompute, stages)

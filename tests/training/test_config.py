@@ -11,12 +11,12 @@ from training.config import (
     BatchConfig,
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     ParallelConfig,
     RunConfig,
     UsageError,
 )
-from training.log_config import LogConfig
 from training.run.startup import differing
 
 MODEL = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=6, seq_length=32)

@@ -3,10 +3,10 @@
 
 from collections.abc import Sequence
 
-from estimate import pipeline
-from estimate.context import comm_type_of
+from estimate.context_parallel import comm_type_of
 from mpu.pipeline.layout import Stage
 from training.config import Config
+from training.schedule import recomputed_layers
 
 LETTERS = {"p2p": "r", "all_gather": "g", "a2a": "h", "a2a+p2p": "m"}  # round, gather, heads, mixed
 
@@ -33,7 +33,7 @@ def context_letters(config: Config, stages: Sequence[Stage]) -> dict[str, int]:
     for letter in LETTERS.values():
         out |= {f"{letter}F": 0, f"{letter}B": 0}
     for stage in stages:
-        full = stage.layers[: pipeline.recomputed_layers(config, stage)]
+        full = stage.layers[: recomputed_layers(config, stage)]
         for layer in stage.layers if cp > 1 else ():
             letter = LETTERS[comm_type_of(config, layer)]
             again = layer in full or p.recompute_granularity == "selective"

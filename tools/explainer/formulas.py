@@ -10,8 +10,9 @@ import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from estimate import buffers, pipeline, rank_memory
+from estimate import buffers, rank_memory
 from estimate.model_profile import rank_parameters
+from estimate.stages import rank_stages
 from mpu.layers.float8.rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
@@ -20,6 +21,7 @@ from tools.explainer.context import context_letters
 from training import batch_size
 from training.config import Config
 from training.float8 import layers_in_bf16
+from training.schedule import recomputed_layers, schedule_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 
@@ -128,8 +130,8 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         p.gradient_ranks,
         p.pipeline_model_parallel_size,
     )
-    stages = pipeline.rank_stages(config, model_provider, pp_rank)
-    schedule = pipeline.schedule_of(config, batch_size.micro_batches(config, 0))
+    stages = rank_stages(config, model_provider, pp_rank)
+    schedule = schedule_of(config, batch_size.micro_batches(config, 0))
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     held = rank_memory.parameters(config, model_provider, pp_rank)
     every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
@@ -137,14 +139,14 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     sp = int(p.sequence_parallel and t > 1)
     f = config.float8
     left_out = layers_in_bf16(config) if f.fp8_format else range(m.num_layers)
-    again = [stage.layers[: pipeline.recomputed_layers(config, stage)] for stage in stages]
+    again = [stage.layers[: recomputed_layers(config, stage)] for stage in stages]
     waits = schedule.micro_batches if schedule.split else schedule.deferred
     return {
         "s": m.seq_length // p.context_parallel_size,
         "b": batch.micro_batch_size,
         "h": m.hidden_size,
         "L": sum(len(stage.layers) for stage in stages),
-        "R": sum(pipeline.recomputed_layers(config, stage) for stage in stages),
+        "R": sum(recomputed_layers(config, stage) for stage in stages),
         "E": int(any(stage.embedding for stage in stages)),
         "H": int(any(stage.loss for stage in stages)),
         "W": int(schedule.split),

@@ -5,13 +5,14 @@ import re
 from textwrap import wrap
 from typing import Any
 
-from estimate.pipeline import describe_stages, rank_stages, schedule_of
+from estimate.stages import describe_stages, rank_stages
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
 from tools.explainer.formulas import Applied, Totals, symbols
 from tools.explainer.trace import Explainer, Seen
 from tools.explainer.zero import WIDTH, ZERO_SIZES
 from training.config import Config
+from training.schedule import schedule_of
 
 SIZES = [  # one rank of one stage
     "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpu.zero.layout import block_of
-from pretrain_llama import Run
+from pretrain_llama import LlamaRun
 
 WIDTH = 150
 ZERO_SIZES = [
@@ -22,7 +22,7 @@ ZERO_SIZES = [
 class Buckets:
     """The buckets of a run, and which gradients are done since `begin`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LlamaRun) -> None:
         self.sink, done = run.sink, run.sink.register_grad_ready
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)

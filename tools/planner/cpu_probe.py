@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from estimate.model_profile import make_grid
-from mpu.comm.all_to_all import all_to_all
-from mpu.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from mpu.comm.failure_monitor import FailureMonitor
+from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis
 from mpu.launch import Launch
 from mpu.layers import fused
 from mpu.layers.linear import Recipe
-from pretrain_llama import Run, build, train_step
+from pretrain_llama import LlamaRun, build, train_step
 from tools.planner.cpu_host import Host, Product, rates_of
 from tools.planner.cpu_time import Rank, parts, told
 from tools.rehearsal.patches import Patches
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
 CPU = torch.device("cpu")
@@ -111,13 +110,13 @@ def batches_of(config: Config, count: int) -> list[Batch]:
     return [make_batch(rows, DocumentRules(), 0)] * count
 
 
-def alone(flags: str) -> Run:
+def alone(flags: str) -> LlamaRun:
     """Build a run of one rank."""
     config = parse([*BASE.split(), *flags.split()], 1)
     return build(config, make_grid(config, Launch()), CPU, FailureMonitor())
 
 
-def step_seconds(run: Run, count: int) -> float:
+def step_seconds(run: LlamaRun, count: int) -> float:
     """Return the seconds of a step of so many micro-batches."""
     batches = batches_of(run.config, count)
     return timed(lambda: train_step(run, batches, 1e-3)[0].item(), TRIALS)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import pretrain_llama
-from estimate import pipeline
 from estimate.model_profile import rank_parameters
+from estimate.stages import rank_stages
 from mpu.grid import ORDER
 from mpu.pipeline.schedules import Action, Schedule
 from tools.planner.cpu_host import Host, Product, Rates
 from tools.planner.link_bytes import Sizes, groups, ledger
 from training import batch_size
 from training.config import Config
+from training.schedule import schedule_of
 
 PROVIDER = pretrain_llama.model_provider
 IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers
@@ -151,13 +152,13 @@ def told(host: Host, config: Config) -> Told:
     """Return the seconds of a step of a run, all of whose ranks are on this host."""
     p, ranks = config.parallel, config.parallel.world_size
     rates, r, count = host.of(ranks), Rank.of(config), batch_size.micro_batches(config, 0)
-    schedule, width = pipeline.schedule_of(config, count), p.pipeline_model_parallel_size
+    schedule, width = schedule_of(config, count), p.pipeline_model_parallel_size
     beside, after, message = transfers(host, config, count)
     context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
     layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
     work, update = dict[tuple[int, int], Cost](), 0.0
     for rank in range(width):
-        stages = pipeline.rank_stages(config, PROVIDER, rank)
+        stages = rank_stages(config, PROVIDER, rank)
         one = (rates.micro_batch / width + beside[rank]) / len(stages)
         for chunk, stage in enumerate(stages):
             cost = Cost(one / 3, 2 * one / 3, 0.0).plus(layer, len(stage.layers))

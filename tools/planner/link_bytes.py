@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from estimate import pipeline
 from mpu.grid import ORDER
 from tools.explainer.formulas import apply, read_formulas
 from tools.planner.cluster import Level
 from training import batch_size
 from training.config import Config
+from training.schedule import own_stages
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
 WORTH = 0.01  # share of the time by which another order must be faster
@@ -82,7 +82,7 @@ def ledger(config: Config) -> list[Flow]:
     p, formulas, found = config.parallel, read_formulas(), list[Flow]()
     steps, stages = batch_size.micro_batches(config, 0), range(p.pipeline_model_parallel_size)
     several = p.num_distributed_optimizer_instances > 1
-    holder = {stage: rank for rank in stages for stage in pipeline.own_stages(config, rank)}
+    holder = {stage: rank for rank in stages for stage in own_stages(config, rank)}
     for rank in stages:
         messages = calls_of_messages = 0
         for row, calls, sent in apply(config, formulas, rank):
@@ -95,7 +95,7 @@ def ledger(config: Config) -> list[Flow]:
                 found.append(Flow(axis, row.verb, rank, calls, sent))
         goes = Counter(
             holder[stage + step]
-            for stage in pipeline.own_stages(config, rank)
+            for stage in own_stages(config, rank)
             for step in (-1, 1)
             if holder.get(stage + step, rank) != rank
         )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pretrain_llama
 from estimate import activations
+from estimate.dry_run import memory
 from estimate.model_profile import model_profile
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import memory
 from training.untrusted import read_json
 
 LLAMA = {  # layers, hidden, ffn, heads, kv heads, vocabulary: Llama 3, 3.1 and 3.2

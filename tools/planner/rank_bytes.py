@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pretrain_llama
-from estimate import activations, pipeline
+from estimate import activations
+from estimate.dry_run import memories
 from estimate.model_profile import rank_parameters
 from estimate.rank_memory import NORM_BYTES
 from estimate.rank_profile import StageProfile, rank_profile
+from estimate.stages import rank_stages
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
@@ -27,7 +29,7 @@ from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import memories
+from training.schedule import recomputed_layers
 
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
@@ -207,7 +209,7 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
     config = parse([*words, *REST.split()], each.tp * each.cp * each.pp)
 
     def profiles(rank: int) -> list[StageProfile]:
-        own = pipeline.rank_stages(config, PROVIDER, rank)
+        own = rank_stages(config, PROVIDER, rank)
         return [stage_profile(config, stage, rank, each.split) for stage in own]
 
     held = activations.held(config, PROVIDER, profiles)
@@ -215,7 +217,7 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
     shard = each.dp * each.cp if each.zero else 1
     told = []
     for rank, kept in enumerate(held):
-        stages = pipeline.rank_stages(config, PROVIDER, rank)
+        stages = rank_stages(config, PROVIDER, rank)
         first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
         numbers = own.layer * sum(len(s.layers) for s in stages)
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
@@ -233,7 +235,7 @@ def _alone(config: Config) -> Kinds:
     """Return the bytes of a rank without a pipeline: on a line in the number of layers."""
     p, layers = config.parallel, config.model.num_layers
     whole = Stage(0, layers, embedding=True, loss=True)
-    again = pipeline.recomputed_layers(config, whole)
+    again = recomputed_layers(config, whole)
     one = _numbers(config, SOME + 1) - _numbers(config, SOME)
     largest = _numbers(config, SOME) + (layers - SOME) * one
     size = p.ddp_bucket_size or automatic_size(largest)
@@ -286,7 +288,7 @@ def stage_profile(config: Config, stage: Stage, rank: int, split: bool) -> Stage
 
     ends = stage.embedding or stage.loss
     rank = rank if ends else 1  # of the others one is like another
-    count, again = len(stage.layers), pipeline.recomputed_layers(config, stage)
+    count, again = len(stage.layers), recomputed_layers(config, stage)
     if total <= MORE + 1:
         return rank_profile(config, PROVIDER, (stage,), rank, split).stages[0]
     if count <= MORE:

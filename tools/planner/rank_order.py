@@ -4,13 +4,13 @@
 import shlex
 from collections.abc import Sequence
 
+from estimate.dry_run import aligned, in_units
 from mpu.grid import ORDER
 from tools.planner.cluster import Cluster
 from tools.planner.link_bytes import Choice, Sizes, choices, ledger
 from tools.planner.model import REST, Model
 from training.config import Config
 from training.flags.parse import parse
-from training.run.dry_run import aligned, in_units
 
 
 def config_of(model: Model, cluster: Cluster, flags: str) -> Config:

@@ -4,13 +4,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from estimate.dry_run import aligned
 from mpu.pipeline import schedules
 from mpu.pipeline.simulate import Costs, Timeline, simulate
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import Plans
 from tools.planner.step_time import Times
-from training.run.dry_run import aligned
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
 MOST_ACTIONS = 20_000  # of a schedule that is simulated

@@ -10,8 +10,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from estimate import pipeline
 from estimate.model_profile import model_profile
+from estimate.stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
@@ -31,6 +31,7 @@ from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
+from training.schedule import schedule_of
 
 GPUS_A_NODE = 8
 
@@ -177,7 +178,7 @@ def time_of(seen: Rehearsed, device: Device) -> Timing:
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
         return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
-    schedule, work = pipeline.schedule_of(config, batches), pipeline.costs(config, provider)
+    schedule, work = schedule_of(config, batches), costs(config, provider)
     return time_pipeline(
         step, device, schedule, grid.pp.rank, work, flops=flops, dtype=dtype, rank=grid.rank,
         trace=trace,

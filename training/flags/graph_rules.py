@@ -3,10 +3,9 @@
 
 from collections.abc import Iterator
 
-from estimate.pipeline import micro_batch_counts
-from training.config import Config, UsageError
+from training.config import Config, GpuConfig, UsageError
 from training.flags.zero_rules import on_cpu
-from training.gpu_config import GpuConfig
+from training.schedule import micro_batch_counts
 
 GRAPH = "--cuda-graph"
 

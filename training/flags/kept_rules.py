@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the flags that say where activations wait for backward: recomputed, or in host memory."""
 
-from training.config import Config, UsageError
-from training.gpu_config import GpuConfig
+from training.config import Config, GpuConfig, UsageError
 
 OFFLOAD = "--cpu-offload-activations"
 

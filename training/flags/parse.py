@@ -14,11 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from estimate import pipeline
 from training import batch_size, config
-from training.config import Config, UsageError
+from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
-from training.fault_config import FaultConfig
 from training.flags import (
     context_rules,
     foreign,
@@ -31,27 +29,10 @@ from training.flags import (
 from training.flags.help import USAGE, epilog, help_of, metavar
 from training.flags.path_rules import shard_list
 from training.flags.table import Flag
-from training.float8_config import Float8Config
-from training.gpu_config import GpuConfig
-from training.log_config import LogConfig
-from training.rehearse_config import RehearseConfig
+from training.schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
-_SECTIONS = {
-    "model": config.ModelConfig,
-    "parallel": config.ParallelConfig,
-    "batch": config.BatchConfig,
-    "optimizer": config.OptimizerConfig,
-    "data": config.DataConfig,
-    "checkpoint": config.CheckpointConfig,
-    "log": LogConfig,
-    "run": config.RunConfig,
-    "float8": Float8Config,
-    "gpu": GpuConfig,
-    "fault": FaultConfig,
-    "rehearse": RehearseConfig,
-}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
 
@@ -116,7 +97,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         section: parser.add_argument_group(heading) for section, heading in table.headings().items()
     }
     helps = {
-        flag.name: help_of(flag, getattr(_SECTIONS[flag.group], flag.dest, None))
+        flag.name: help_of(flag, getattr(SECTIONS[flag.group], flag.dest, None))
         for flag in table.live()
     }
     for flag in table.known_flags().values():
@@ -220,7 +201,7 @@ def _assemble(
     given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
 ) -> Config:
     """Sort the values into the dataclasses and fill in what depends on several flags."""
-    parts: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in given.items():
         flag = table.known_flags()[name]
         if flag.kind == table.LIVE_KIND:
@@ -262,7 +243,7 @@ def _assemble(
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
-    virtual = pipeline.virtual_stages(parallel, model["num_layers"])
+    virtual = virtual_stages(parallel, model["num_layers"])
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
     if layers := parts["gpu"].get("cpu_offloading_num_layers"):
@@ -294,5 +275,5 @@ def _assemble(
         data.setdefault("split", DEFAULT_SPLIT)
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
-    built = {section: cls(**parts[section]) for section, cls in _SECTIONS.items()}
+    built = {section: cls(**parts[section]) for section, cls in SECTIONS.items()}
     return Config(**built, extra=own, notes=tuple(notes))

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from estimate import pipeline
 from mpu.pipeline.schedules import V_SHAPED
-from training import batch_size
+from training import batch_size, schedule
 from training.config import Config, UsageError
 from training.flags import (
     backend_rules,
@@ -178,7 +177,7 @@ def check(config: Config) -> None:
     _micro_batch(config)
     _layout(config)
     _batch(config)
-    pipeline.check(config)
+    schedule.check(config)
     zero_rules.check(config)
     fault_rules.check(config)
     float8_rules.check(config)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from estimate.pipeline import micro_batch_counts
 from mpu.zero.layout import ZeroConfig
 from training.config import Config, UsageError
+from training.schedule import micro_batch_counts
 
 INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from estimate import rank_memory
 from estimate.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
 from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.pipeline import rank_stages
+from estimate.stages import rank_stages
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.context import LayerContext

@@ -23,11 +23,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from mpu.comm.address import is_loopback, listen, resolve
-from mpu.comm.hang_judge import named
-from mpu.comm.wire import printable
 from mpu.launch import Launch
 from training.config import UsageError
+from training.faults.address import is_loopback, listen, resolve
+from training.faults.hang_judge import named
+from training.faults.wire import printable
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
 HEARD = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts

@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm import checksummed
-from mpu.comm.all_to_all import all_to_all
 from mpu.comm.checksummed import DamagedMessage
-from mpu.comm.collectives import all_gather, all_reduce, gather_bytes, reduce_scatter
+from mpu.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_bytes,
+    reduce_scatter,
+)
 from mpu.comm.p2p import exchange, receive, send
 from mpu.comm.transport import Axis, Label
 from mpu.connect import checksum

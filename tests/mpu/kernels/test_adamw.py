@@ -13,13 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.kernels import adamw
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Parts
 from tests.model import twin
 from tests.mpu.kernels.test_ahead_of_time import spilled
 from tests.mpu.optim import test_adam as cases
+from training.faults.monitor import FailureMonitor
 
 
 def on_kernel(comm, skipped):

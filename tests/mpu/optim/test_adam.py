@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu.optim import backends as adam_backends
+from mpu import accelerators
+from mpu.accelerators import missing
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Parts, Updater
 
@@ -269,28 +270,28 @@ def test_a_step_does_not_wait_for_the_device(packages, backend, dtype):
 
 
 def test_says_what_is_missing(packages, monkeypatch):
+    flag, fp32 = "--optimizer-backend", torch.float32
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float64)):
-        assert adam_backends.missing("torch", device, dtype) == ""
+        assert missing(flag, "torch", device, dtype) == ""
     for backend in ("apex", "te"):
-        assert adam_backends.missing(backend, "cuda") == ""
-        flag = f"--optimizer-backend {backend}"
-        assert adam_backends.missing(backend, "cpu") == (
-            f"{flag} has CUDA kernels only: use --optimizer-backend torch on cpu"
+        assert missing(flag, backend, "cuda", fp32) == ""
+        assert missing(flag, backend, "cpu", fp32) == (
+            f"{flag} {backend} has CUDA kernels only: use --optimizer-backend torch on cpu"
         )
-        fp64 = f"{flag} updates fp32 masters only, not float64: use --optimizer-backend torch"
-        assert adam_backends.missing(backend, "cuda", torch.float64) == fp64
+        fp64 = f"{flag} {backend} updates fp32 masters only, not float64: use {flag} torch"
+        assert missing(flag, backend, "cuda", torch.float64) == fp64
         with pytest.raises(ValueError, match=fp64):
             make(backend, torch.float64)
-    assert adam_backends.missing("triton", "cpu").startswith("--optimizer-backend triton has CUDA")
-    monkeypatch.setattr(adam_backends, "find_spec", lambda name: None)
+    assert missing(flag, "triton", "cpu", fp32).startswith("--optimizer-backend triton has CUDA")
+    monkeypatch.setattr(accelerators, "find_spec", lambda name: None)
     none = "--optimizer-backend triton needs triton, which is not installed"
-    assert adam_backends.missing("triton", "cuda") == none
+    assert missing(flag, "triton", "cuda", fp32) == none
     monkeypatch.delattr(sys.modules["apex.optimizers"], "FusedAdam")  # another package's name
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)  # import fails
     for backend, package, error in (
         ("apex", "NVIDIA apex, built with its CUDA extensions,", "AttributeError"),
         ("te", "Transformer Engine", "ModuleNotFoundError"),
     ):
-        said = adam_backends.missing(backend, "cuda")
+        said = missing(flag, backend, "cuda", fp32)
         assert said.startswith(f"--optimizer-backend {backend} needs {package} which cannot be")
         assert error in said and said.endswith("install it or use --optimizer-backend torch")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.zero.replica_check import ReplicaCheck, hash_of, sum_of_words, verdict
 from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 
 SIZES = dict(sp=False, recompute=None, tied=True, m=2, rows=8, clip=0.1, lr=1e-2, bucket=500)
 SIZES |= dict(dtype="float32", tp=1)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 
 OPERATIONS = {  # that on a GPU make the host wait
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal",

@@ -12,8 +12,8 @@ import pytest
 
 import pretrain_llama
 from estimate import activations
+from estimate.dry_run import memory
 from training.flags.parse import parse
-from training.run.dry_run import memory
 
 ROOT = Path(__file__).resolve().parents[3]
 MORE = "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256"

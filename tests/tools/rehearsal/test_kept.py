@@ -5,9 +5,9 @@ import pytest
 
 import pretrain_llama
 from estimate import activations
+from estimate.dry_run import memory
 from tests.tools.rehearsal.conftest import SMALL
 from training.flags.parse import parse
-from training.run.dry_run import memory
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1"
 PP = "--pipeline-model-parallel-size 2 --num-layers 6 --global-batch-size 8"

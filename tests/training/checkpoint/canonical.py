@@ -18,7 +18,6 @@ from torch import Tensor
 
 import pretrain_llama
 from model.llama import from_hf_config, hf_config, hf_names
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.grid import Grid
 from training.config import (
     BatchConfig,
@@ -30,6 +29,7 @@ from training.config import (
     RunConfig,
 )
 from training.data.batch import Batch
+from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

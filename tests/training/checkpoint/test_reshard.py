@@ -20,11 +20,11 @@ from threading import Event
 import pytest
 from torch import Tensor
 
-from estimate import pipeline
 from mpu.grid import Grid
 from tests.saved import stored
 from tests.training.checkpoint import canonical
 from tests.training.checkpoint.canonical import STEPS, Canonical, same_bits, saver_of, train
+from training import schedule
 from training.config import UsageError
 
 SAMPLES = 240  # consumed, as the canonical checkpoint says
@@ -75,7 +75,7 @@ def every_case() -> list[Case]:
 
 def admitted(case: Case) -> bool:
     try:
-        pipeline.check(canonical.config_of(case))
+        schedule.check(canonical.config_of(case))
     except UsageError:
         return False
     return True

@@ -7,9 +7,9 @@ import shlex
 import pytest
 import torch
 
-from estimate.pipeline import schedule_of
 from training.flags.parse import UsageError, parse
 from training.run.stop import due_after
+from training.schedule import schedule_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

@@ -15,12 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.layers import cross_entropy, fused
 from mpu.layers.attention import core as attention
 from training.data.batch import DocumentRules, make_batch
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.cuda_graph import Graphs, eager
 

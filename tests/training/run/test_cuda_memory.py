@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.fault_config import FaultConfig
+from training.config import FaultConfig
 from training.run import cuda_memory
 
 

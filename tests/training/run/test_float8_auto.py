@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.float8.recipe import Float8
 from tests.model.test_float8 import ONE, SIZES, SMALL, SP, advance
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import float8_auto
 from training.run.tune import ARITHMETICS, by_arithmetic, measure

@@ -8,10 +8,10 @@ import torch
 
 import pretrain_llama
 from estimate import buffers, rank_memory
-from mpu.comm.failure_monitor import FailureMonitor
 from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
+from training.faults.monitor import FailureMonitor
 from training.optimizer import optimizer_groups
 from training.run import memory_report
 

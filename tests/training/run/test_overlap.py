@@ -12,7 +12,6 @@ import torch
 import pretrain_llama
 from mpu import connect
 from mpu.comm import workspace
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
@@ -22,6 +21,7 @@ from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read as parsed
 from training.checkpoint import find_latest
 from training.config import UsageError
+from training.faults.monitor import FailureMonitor
 from training.run import overlap
 
 TP = "--tensor-model-parallel-size 2"

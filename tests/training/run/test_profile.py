@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.pipeline.schedules import build
 from tests.model.twin import config_of, micro_batches
+from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.profile import Profile
 from training.run.stop import Agreement

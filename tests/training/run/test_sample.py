@@ -48,8 +48,8 @@ def test_a_token_is_the_likeliest_after_what_came_before(monkeypatch):
     """At temperature 0 every token is what one forward of all before it says."""
     import torch
 
-    from mpu.comm.failure_monitor import FailureMonitor
     from mpu.launch import Launch
+    from training.faults.monitor import FailureMonitor
     from training.flags.parse import parse
 
     monkeypatch.setattr(sample, "TEMPERATURE", 0)

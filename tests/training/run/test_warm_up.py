@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import pretrain_llama
-from mpu.comm.failure_monitor import FailureMonitor
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.twin import config_of, gathered, micro_batches
+from training.faults.monitor import FailureMonitor
 from training.run import warm_up as warm_up_module
 from training.run.warm_up import Scratch, run_chunks, warm_up
 

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report what a run would do before it starts: layout, memory, work, traffic.
+
+It works for any WORLD_SIZE: the model is built and run on meta tensors, and no process group and no
+device is touched. The tokenizer's file is read where --vocab-size is left out and the file is here.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+
+from estimate import activations, buffers, context_parallel, rank_memory, stages, traffic
+from estimate.activations import Held
+from estimate.fit import fit_lines
+from estimate.model_profile import ModelProvider, grid_of, model_profile
+from estimate.rank_memory import Shapes
+from estimate.traffic import Traffic
+from training import batch_size
+from training.config import Config, ParallelConfig
+from training.data.tokenizer import tokenizer_for
+from training.flags.megatron import DIFFERENCES
+
+NO_VOCABULARY = (
+    "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
+    "tokenizer is here; give --vocab-size"
+)
+REHEARSAL = (
+    "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
+    "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
+)
+SOURCE = "training/flags/megatron.py"
+STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
+
+
+def report(config: Config, provider: ModelProvider) -> str:
+    """Return the report of --dry-run. In a pipeline it details the rank that needs most memory."""
+    model = config.data.tokenizer_model
+    if config.model.vocab_size is None and model and os.path.exists(model):
+        config = config.with_vocab(tokenizer_for(config).vocab_size)
+    sections = [("Layout", _layout(config))]
+    if config.model.vocab_size is None:
+        sections += [("Batch", _batch(config)), ("Not known", [NO_VOCABULARY])]
+    else:
+        sections += _of_the_model(config, provider)
+    sections += [
+        ("Rehearsal", [REHEARSAL]),
+        ("Notes on the flags", list(config.notes)),
+        ("Differs from Megatron-LM", _differences(config)),
+    ]
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
+    )
+
+
+def _differences(config: Config) -> list[str]:
+    """Return the differences that flags of this command line touch, and how many others there are.
+
+    An entry of several flags counts where one of them is given, with "with" between them where all
+    are, and with "without" before them where one is not; --lr-* stands for all that begin so.
+    """
+
+    def touched(flags: str) -> bool:
+        names = re.findall(r"--[\w-]+\*?", flags)
+        found = [
+            any(each == name or name[-1] == "*" and each.startswith(name[:-1]) for each in given)
+            for name in names
+        ]
+        if flags.startswith("without "):
+            return not all(found)
+        return all(found) if " with " in flags else any(found)
+
+    given = config.given
+    lines = [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES if touched(f)]
+    rest = len(DIFFERENCES) - len(lines)
+    return [*lines, f"{rest} more of flags that are not given: DIFFERENCES in {SOURCE}"]
+
+
+def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, list[str]]]:
+    """Return the sections that depend on the model's shapes."""
+    size = config.parallel.pipeline_model_parallel_size
+    shapes = [rank_memory.shapes(config, provider, rank) for rank in range(size)]
+    held = activations.held(config, provider)
+    kinds = [memory(config, provider, rank, held[rank]) for rank in range(size)]
+    fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
+    rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
+    return [
+        ("Pipeline", stages.lines(config, provider)),
+        ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
+        (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
+        (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
+        ("Batch", _batch(config)),
+        ("Work", _work(config, model_profile(config, provider).flops)),
+        (
+            f"Traffic of one step{f', {rank}' if size > 1 else ''}",
+            _traffic(traffic.traffic(config, provider, fullest)),
+        ),
+    ]
+
+
+def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:
+    """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
+    return max(memories(config, provider, pp_rank, held), key=lambda kinds: sum(kinds.values()))
+
+
+def memories(
+    config: Config, provider: ModelProvider, pp_rank: int, held: Held
+) -> list[dict[str, int]]:
+    """Return the bytes of each kind at every moment that may be a step's fullest."""
+    flats = rank_memory.flats(config, provider, pp_rank)
+    kinds = rank_memory.state(config, flats) | {"norm's index": rank_memory.norm_bytes(flats)}
+    kinds |= buffers.transient(config, provider, pp_rank)
+    if rank_memory.offloaded(config):
+        kinds |= {"masters": 0, "moments": 0}
+    held_kinds = {"activations": held.activations, "logits": held.logits}
+    kinds |= held_kinds | {"working memory": held.working}
+    if config.gpu.cpu_offload_activations:
+        kinds["offloaded"] = held.under_way
+    if rank_memory.level(config) < 2 or config.parallel.pipeline_model_parallel_size > 1:
+        return [kinds]
+    return [kinds | now for now in buffers.moments(config, provider, held)]
+
+
+def _layout(config: Config) -> list[str]:
+    p = config.parallel
+    t, cp, dp = p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size
+    pp = p.pipeline_model_parallel_size
+    sp = "on" if p.sequence_parallel else "off"
+    if p.sequence_parallel:
+        sp += f", overlap {p.tp_comm_overlap}"
+        sp += ", measured at start-up" if p.tp_comm_overlap == "auto" else ""
+    grid = grid_of(config, 0)
+    lines = [
+        f"TP {t} x CP {cp} x DP {dp} x PP {pp} = {p.world_size} ranks; sequence parallelism {sp}",
+        f"tensor-parallel group of rank 0: {_few(grid.tp.ranks)}",
+        f"data-parallel group of rank 0: {_few(grid.dp.ranks)}",
+    ]
+    if p.rank_order != ParallelConfig.rank_order:
+        lines.insert(1, f"ranks count along the axes in the order {p.rank_order}, fastest first")
+    if cp > 1:
+        lines.insert(-1, f"context-parallel group of rank 0: {_few(grid.cp.ranks)}")
+        lines += context_parallel.lines(config) + context_parallel.cost_lines(config, in_units)
+    if pp > 1:
+        lines.append(f"pipeline group of rank 0: {_few(grid.pp.ranks)}")
+    return lines
+
+
+def _few(ranks: Sequence[int]) -> str:
+    names = [str(r) for r in ranks]
+    return ", ".join(names if len(names) <= 9 else [*names[:4], "...", names[-1]])
+
+
+def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> list[str]:
+    """Return one line a name and shape, a count where layers share it, and the totals."""
+    lines: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, shape in parameters.items():
+        parts = name.split(".")
+        key = (".".join("*" if part.isdigit() else part for part in parts), shape)
+        lines[key] = lines.get(key, 0) + 1
+    out = [
+        f"{name:<34} {str(list(shape)):<18}" + (f" x {times}" if times > 1 else "")
+        for (name, shape), times in lines.items()
+    ]
+    m = config.model
+    padded = m.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    return [
+        *(line.rstrip() for line in out),
+        f"{rank_memory.count(parameters):,} on a rank, "
+        f"{model_profile(config, provider).parameters:,} in all",
+        f"vocabulary {m.vocab_size:,}, padded to {padded:,}; the padding is masked out of the loss",
+    ]
+
+
+def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) -> list[str]:
+    """Return a line for each rank of a pipeline; "for B", "for W": activations kept for those."""
+    if len(shapes) == 1:
+        return []
+    columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
+    rows: list[tuple[str, ...]] = [("rank", *columns)]
+    for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
+        state = sum(kind[k] for k in STATE)
+        rest = sum(kind.values()) - state - h.activations - h.logits
+        sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
+        rows.append((str(rank), f"{rank_memory.count(parameters):,}", *map(in_units, sizes)))
+    return aligned(rows)
+
+
+def _memory(
+    config: Config, provider: ModelProvider, held: list[Held], kinds: dict[str, int], rank: int
+) -> list[str]:
+    """Return one line a kind of memory, the total, and advice where it does not fit a GPU."""
+    p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
+    acc = "fp64" if dtype == "float64" else "fp32"
+    remarks = {
+        "parameters": dtype,
+        "gradients": "bf16" if p.main_grads_dtype == "bf16" else acc,
+        "masters": "fp32"
+        if rank_memory.accumulate_bytes(config) > config.run.dtype.itemsize
+        else "",
+        "moments": rank_memory.state_names(config),
+        "norm's index": "where each block of a parameter lies among all ranks' parts",
+        "whole gradients": "for a while in a step, until their sum is with its owner",
+        "gathered weights": "for a while in a step",
+        "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
+        "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
+        "logits": "one micro-batch; their gradient takes the same memory",
+        "offloaded": "activations on their way to host memory, or back: two units",
+        "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
+    }
+    remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
+    if rank_memory.offloaded(config):
+        remarks |= {"masters": "in host memory", "moments": "in host memory"}
+    for kind in shared_kinds(config):
+        remarks[kind] += f", a share of 1/{p.shard_size}"
+    if rank_memory.level(config) == 1 and p.main_grads_dtype == "bf16":
+        remarks["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
+    if rank_memory.level(config) >= 2:
+        remarks["gradients"] = remarks["gradients"].replace("bf16", "fp32")
+    if p.pipeline_model_parallel_size > 1:
+        remarks["activations"] = (
+            f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
+        )
+        remarks["logits"] = "all micro-batches that wait; the gradient of one takes the same memory"
+        remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
+    total = sum(kinds.values())
+    lines = [
+        f"{kind:<16} {in_units(value):>10}  {remarks[kind]}"
+        for kind, value in kinds.items()
+        if value or kind in STATE or kind in ("activations", "logits")
+    ]
+    lines.append(f"{'total':<16} {in_units(total):>10}  what the libraries keep on top")
+    host = rank_memory.host_bytes(config, rank_memory.flats(config, provider, rank))
+    if host:
+        lines.append(
+            f"{'in host memory':<16} {in_units(host):>10}  masters, moments, and copies of what "
+            "goes down and up"
+        )
+    if away := held[rank].in_host:
+        lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
+    lines.append(
+        "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
+    )
+
+    def peak(other: Config, same: bool) -> int:
+        """Return the bytes of the rank that needs most; it takes seconds to trace activations."""
+        kept = held if same else activations.held(other, provider)
+        return max(sum(memory(other, provider, r, own).values()) for r, own in enumerate(kept))
+
+    return lines + fit_lines(config, total, peak, in_units)
+
+
+def shared_kinds(config: Config) -> list[str]:
+    """Return the kinds of memory that the ZeRO stage shards; no masters where there are none."""
+    zero, acc = rank_memory.level(config), rank_memory.accumulate_bytes(config)
+    since = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
+    own = [] if acc > config.run.dtype.itemsize else ["masters"]
+    return [kind for kind, first in since.items() if zero >= first and kind not in own]
+
+
+def _batch(config: Config) -> list[str]:
+    b, s = config.batch, config.model.seq_length
+    dp = config.parallel.data_parallel_size
+    lines = []
+    for first, size in batch_size.schedule(config):
+        since = f"from sample {first:,}: " if b.step_batch_size_schedule else ""
+        lines.append(
+            f"{since}global batch {size:,} = {b.micro_batch_size} a micro-batch x "
+            f"{size // (b.micro_batch_size * dp)} micro-batches x {dp} data-parallel ranks"
+            f" = {size * s:,} tokens a step"
+        )
+    steps, samples = batch_size.total_iterations(config), batch_size.total_samples(config)
+    lines.append(f"{steps:,} steps, {samples:,} samples, {samples * s:,} tokens in all")
+    return lines
+
+
+def _work(config: Config, per_token: float) -> list[str]:
+    tokens = batch_size.global_batch_size(config, 0) * config.model.seq_length
+    ranks = config.parallel.world_size
+    total = per_token * batch_size.total_samples(config) * config.model.seq_length
+    return [
+        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
+        f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",
+        f"{total:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(total / ranks / 4e14)}",
+    ]
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86400:,.1f} days" if seconds > 86400 else f"{seconds / 3600:,.2f} hours"
+
+
+def _traffic(rows: list[Traffic]) -> list[str]:
+    lines = [
+        f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {in_units(t.bytes):>9}; a rank sends "
+        f"{in_units(t.sent)}"
+        for t in rows
+    ]
+    return lines or ["none: one rank"]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of a table with their columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def in_units(value: float) -> str:
+    """Return bytes as text in decimal units, as memory and networks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.4g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count storages while a model runs on meta tensors.
+
+`Live` counts those that live at once, `Saved` those that autograd or a deferred weight gradient
+keeps for a while.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Live(TorchDispatchMode):
+    """Count every storage that an operation makes, until its last reference is gone.
+
+    now: bytes that live. peak: the most since `begin`. recent: since `most_since`, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.recent = 0
+        self._references: dict[int, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+    def begin(self) -> int:
+        """Forget the peak; return the bytes that live."""
+        self.peak = self.recent = self.now
+        return self.now
+
+    def most_since(self) -> int:
+        """Return the most bytes that lived since the last call, or since `begin`."""
+        most, self.recent = self.recent, self.now
+        return most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(kwargs.values())]  # out= is one of these
+        before = {t.untyped_storage()._cdata for t in given}
+        out = func(*args, **kwargs)
+        for tensor in _tensors((out,)):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if tensor.is_meta and key not in before and key not in self._references:
+                self._add(key, storage)
+        return out
+
+    def _add(self, key: int, storage: Any) -> None:
+        nbytes = storage.nbytes()
+        self.now += nbytes
+        self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
+        self._references[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        del self._references[key]
+        self.now -= nbytes
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+class Saved:
+    """The storages of tensors that are kept for a while, each counted once."""
+
+    def __init__(self, others: "dict[int, _Storage] | None" = None) -> None:
+        self.others = others or {}
+        self.storages: dict[int, _Storage] = {}
+        self.live = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> "_Kept":
+        """Keep a tensor for as long as the object returned lives."""
+        return _Kept(self, tensor)
+
+    @staticmethod
+    def unpack(kept: "_Kept") -> Tensor:
+        """Return the tensor."""
+        return kept.tensor
+
+    def bytes(self, logits: torch.Size) -> tuple[int, int]:
+        """Return the bytes kept now, and how many of them have a tensor of the logits' shape."""
+        of_logits = [s.bytes for s in self.storages.values() if logits in s.shapes]
+        return self.live, sum(of_logits) if logits else 0
+
+
+class _Storage:
+    """One storage: its bytes, the shapes of the tensors in it, and how many of them are kept."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes, self.users = nbytes, 0
+        self.shapes: set[torch.Size] = set()
+
+
+class _Kept:
+    """One tensor that is kept; its storage is counted until this object dies."""
+
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.tensor, self.saved, self.key = tensor, saved, -1
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        counts = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
+        if counts and key not in saved.others:
+            self.key = key
+            if key not in saved.storages:
+                saved.storages[key] = _Storage(storage.nbytes())
+                saved.live += storage.nbytes()
+                saved.peak = max(saved.peak, saved.live)
+            found = saved.storages[key]
+            found.users += 1
+            found.shapes.add(tensor.shape)
+
+    def __del__(self) -> None:
+        if self.key >= 0:
+            found = self.saved.storages[self.key]
+            found.users -= 1
+            if not found.users:
+                self.saved.live -= self.saved.storages.pop(self.key).bytes

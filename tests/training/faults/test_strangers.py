@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strangers at the failure channel's port: what they send, hold or pretend changes nothing."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mpu.comm.transport import CommunicationError
+from mpu.launch import run_secret
+from training.faults import coordinator, door, wire
+from training.faults import monitor as failure_monitor
+from training.faults.address import is_loopback, listen, resolve
+from training.faults.coordinator import Cause
+from training.faults.monitor import FailureMonitor
+
+PATIENCE = 20.0  # seconds, for what takes milliseconds
+SECRET = b"a secret of sixteen bytes or more"
+
+
+class Staying(FailureMonitor):
+    """A monitor whose rank only notes that it would leave: it is a thread of this process."""
+
+    gone = False
+
+    def _leave(self) -> None:
+        self.gone = True
+
+
+class Two:
+    """Two ranks' ends of one channel."""
+
+    def __init__(self, secret: bytes = SECRET, **settings: Any) -> None:
+        self.store = dist.HashStore()
+        options = {"grace": 0.3, "beat": 0.05, "unwind": 0.1} | settings
+        args = (2, self.store, "127.0.0.1", secret)
+        self.monitors = [Staying(rank, *args, **options) for rank in range(2)]
+        self.hub = self.monitors[0]._coordinator
+        self.port = self.hub.port
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
+    def key(self) -> bytes:
+        salt = self.store.get("monitor").decode().split(",")[2]
+        return wire.proof(SECRET, "run", salt.encode())
+
+    def check(self) -> None:
+        """Nothing has been decided, and a real failure still reaches all."""
+        assert self.hub.is_alive() and self.hub.decided is None
+        assert [m.first for m in self.monitors] == [None, None]
+        self.monitors[1]._told.set()  # do not wait for the others' cause
+        error = KeyError("the real one")
+        self.monitors[1].__exit__(KeyError, error, None)
+        wait_until(lambda: all(m.first is not None for m in self.monitors))
+        assert self.monitors[0].first == Cause(1, "start-up", "KeyError: 'the real one'")
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_monitor, "JOINING", 0.5)
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    pair = Two()
+    yield pair
+    for monitor in pair.monitors:
+        monitor._left = monitor._said = True
+        monitor._connection.close()
+
+
+GARBAGE = {
+    "nothing": b"",
+    "deep JSON": b"[" * 30_000,
+    "zeros": b"\0" * 100_000,
+    "a line without end": b"x" * 1_000_000,
+    "an old message": b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n',
+    "a hello without a proof": wire.hello(b"", 1, b"0" * 32, b"0" * 32, b"0" * 32),
+    "digits that are none": "²".encode() * 68,
+}
+
+
+@pytest.mark.parametrize("noise", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
+    with two.connect() as stranger:
+        try:
+            stranger.sendall(noise)
+            if len(noise) >= wire.HELLO:
+                while stranger.recv(4096):
+                    pass
+        except ConnectionError:
+            pass  # sent away while it talks
+    two.check()
+
+
+def test_two_thousand_connections_at_a_limit_of_1024(two: Two) -> None:
+    """The strangers hold them in a process of their own, since this one holds the limit."""
+    code = f"""
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+held = []
+for _ in range(2000):
+    try:
+        held.append(socket.create_connection(("127.0.0.1", {two.port}), timeout=0.2))
+    except OSError:
+        pass
+print("connected", flush=True)
+sys.stdin.read()
+"""
+    before, (_, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as strangers:
+        assert strangers.stdout.readline() == b"connected\n"
+        assert descriptors() - before < door.SPARE + 20
+        two.check()
+        strangers.stdin.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_no_descriptors_left(two: Two) -> None:
+    """accept() fails; the ranks that have joined hear each other all the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = [two.connect() for _ in range(3)]
+    wait_until(lambda: len(two.hub.door.strangers) == 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    held = []
+    try:
+        waiting = threading.Thread(target=two.check)
+        while True:
+            try:
+                held.append(os.dup(0))
+            except OSError:
+                break
+        waiting.start()
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive() and two.hub.decided is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "PATIENCE", 0.2)
+    with two.connect() as stranger:
+        stranger.sendall(b"half a hello")
+        while stranger.recv(4096):
+            pass
+    two.check()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 99_999_999])
+def test_a_fake_rank_with_another_secret_is_sent_away(two: Two, rank: int) -> None:
+    address = ("127.0.0.1", two.port)
+    with pytest.raises(ConnectionError, match="another secret"):
+        wire.join(address, b"guessed", rank, wire.nonce(), PATIENCE)
+    two.check()
+
+
+def test_a_hello_cannot_be_used_twice(two: Two) -> None:
+    """Each connection has a nonce of the hub's."""
+    with two.connect() as first, two.connect() as second:
+        greetings = [sock.recv(100) for sock in (first, second)]
+        hub = greetings[0][len(wire.GREETING) :]
+        said = wire.hello(two.key(), 1, two.monitors[1]._session, wire.nonce(), hub)
+        second.sendall(said)
+        assert second.recv(100) == b""
+    two.check()
+
+
+def test_a_changed_message_is_no_message(two: Two) -> None:
+    """Who sits on the line can break it, but say nothing in a rank's name; the rank comes back."""
+    sock = two.monitors[1]._connection.sock
+    os.write(sock.fileno(), b"failed now forged 0.000000 " + b"0" * 32 + b"\n")
+    old = two.hub.members[1].connection
+    wait_until(lambda: two.hub.members[1].connection not in (None, old))
+    two.check()
+
+
+def test_a_second_process_of_a_rank_is_refused(two: Two) -> None:
+    with pytest.raises(CommunicationError, match="another process is rank 1 already"):
+        Staying(1, 2, two.store, "127.0.0.1", SECRET)
+    two.check()
+
+
+def test_a_rank_beyond_the_world_is_refused(two: Two) -> None:
+    with pytest.raises(CommunicationError, match="this world has 2 ranks"):
+        Staying(2, 3, two.store, "127.0.0.1", SECRET)
+    two.check()
+
+
+def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        store.set("monitor", f"127.0.0.1,{fake.getsockname()[1]},00")
+
+        def serve() -> None:
+            for _ in range(100):
+                sock = fake.accept()[0]
+                sock.sendall(wire.GREETING + b"0" * 32)
+                sock.recv(4096)
+                sock.sendall(b"cause 0 x forged " + b"0" * 32 + b"\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(CommunicationError, match="it knows another secret"):
+            Staying(1, 2, store, "127.0.0.1", SECRET)
+
+
+def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "JOIN", 0.5)
+    store = dist.HashStore()
+    first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
+    with pytest.raises(CommunicationError, match="it knows another secret: all ranks of a run"):
+        Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
+    wait_until(lambda: first.first is not None)
+    assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
+    first._left = first._said = True
+    first._connection.close()
+
+
+def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
+    """A stopped rank's buffers fill; what the hub has for it waits, and the others are served."""
+    member = two.hub.members[1]
+    with member.connection._lock:
+        member.connection._out = b"x" * 100  # as if the socket had taken no more
+    two.monitors[1]._connection.read = lambda: []
+    for _ in range(1000):
+        member.connection.send("refused", why="y" * 2000)
+    assert len(member.connection._out) <= wire.QUEUE + wire.LINE
+    heard = two.hub.members[0].last
+    wait_until(lambda: two.hub.members[0].last > heard)
+
+
+def test_the_secret_is_not_in_the_store(two: Two) -> None:
+    said = two.store.get("monitor")
+    assert SECRET not in said and SECRET.hex().encode() not in said
+    salt = said.decode().split(",")[2]
+    assert wire.proof(b"", "run", salt.encode()) != two.key()
+
+
+def test_text_from_the_wire_is_safe_to_print() -> None:
+    assert wire.printable("a\x1b[2Jb\nc\u202e\ud800") == "a\\x1b[2Jb\\nc\\u202e\\ud800"
+    assert len(wire.printable("x" * 10_000)) == wire.TEXT
+    line = wire.encode("failed", {"action": "é\x07 ", "why": "y" * 5000, "wait": 0.5})
+    kind, fields = wire.decode(line)
+    assert kind == "failed" and fields["wait"] == 0.5 and fields["action"] == "é\\x07 "
+    assert len(fields["why"]) == wire.TEXT and len(line) < wire.LINE
+    raw = b"beat %1b%5b2J%0a"  # who knows the secret may still be broken
+    assert wire.decode(raw).fields["action"] == "\\x1b[2J\\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"beat", b"beat a b", b"nonsense", b"failed a b 99999999999", b"failed a b nan"]
+    + [b"failed a b inf", b"failed a b 1e9", b"failed a b x", b"failed a b -", b"beat %ff"]
+    + [b"beat \xff", "failed a b ١".encode(), b"__class__ x", b"cause 1.5 a b 1 c"],
+)
+def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        wire.decode(line)
+
+
+def test_a_hub_whose_thread_breaks_is_noticed_at_once(two: Two, monkeypatch: Any) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    two.hub._judge = lambda now: 1 / 0
+    wait_until(lambda: two.monitors[1].first is not None)
+    assert two.monitors[1].first.why == "the process died (killed?)"
+
+
+def test_where_a_hub_listens() -> None:
+    assert is_loopback("localhost") and is_loopback("127.0.1.1") and is_loopback("::1")
+    assert not is_loopback("10.0.0.1") and not is_loopback("node1")
+    assert is_loopback(resolve("localhost"))
+    for address, at in (("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "")):  # no address of this host
+        server, listens = listen(address, 0, 5)
+        with server:
+            assert listens == at and server.getsockname()[0] == (at or "0.0.0.0")
+            if at:
+                with pytest.raises(OSError, match="in use"):
+                    listen(at, server.getsockname()[1], 5)
+
+
+def test_where_the_runs_secret_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    file.chmod(0o600)
+    assert run_secret(None, None) == b""
+    assert run_secret(None, str(file)) == run_secret(SECRET.decode(), None) == SECRET
+
+
+def wrong(text: str | None, path: str | None, says: str) -> Any:
+    return pytest.param(text, path, says, id=says)
+
+
+@pytest.mark.parametrize(
+    "text, path, says",
+    [
+        wrong("", None, "WEFT_SECRET has 0 bytes: it must have 16 to 4096"),
+        wrong("short", None, "WEFT_SECRET has 5 bytes"),
+        wrong("x" * 16, "{}/open", "are both set"),
+        wrong(None, "{}/open", "may be read or written by others"),
+        wrong(None, "{}/fifo", "is not a file"),
+        wrong(None, "{}", "is not a file"),
+    ],
+)
+def test_a_secret_that_is_none_is_refused(
+    tmp_path: Path, text: str | None, path: str | None, says: str
+) -> None:
+    (tmp_path / "open").write_bytes(SECRET)
+    (tmp_path / "open").chmod(0o640)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        run_secret(text, path and path.format(tmp_path))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a node other than 0: it does what node 0's says (tools/supervise.py)."""
+
+import argparse
+import queue
+import signal
+import threading
+import time
+from contextlib import suppress
+
+from tools.supervisor.flags import MEET, SIGNALS
+from tools.supervisor.node import Event, Node
+from tools.supervisor.report import say
+from tools.supervisor.wire import Channel, WireError, call
+
+AGAIN = 0.3  # seconds between two calls of a node 0 that does not answer
+
+
+class Follower:
+    """Another node's supervisor: it does what the leader says, and ends with its exit code."""
+
+    def __init__(self, options: argparse.Namespace, argv: list[str], secret: bytes) -> None:
+        self.options, self.argv, self.secret = options, argv, secret
+        self.channel: Channel | None = None
+        self.signals = queue.SimpleQueue[int]()
+        self.signalled = 0
+        for number in SIGNALS:
+            signal.signal(number, lambda n, _: self.signals.put(n))
+        threading.Thread(target=self._pass_on, daemon=True).start()
+
+    def _pass_on(self) -> None:
+        while True:
+            self.signalled = self.signals.get()
+            self.send({"signal": self.signalled})  # it comes back, for the ranks of all nodes
+
+    def send(self, event: Event) -> None:
+        """Tell the leader, if there is one."""
+        with suppress(WireError):
+            if self.channel is not None:
+                self.channel.send(event)
+
+    def run(self) -> int:
+        """Follow until the leader ends the run, or is gone for --node-wait seconds."""
+        o, node, deadline = self.options, None, time.monotonic() + MEET
+        try:
+            while not self.signalled or self.channel:
+                try:
+                    channel = call(o.master_addr, o.master_port, self.secret, o.peer_timeout)
+                    if node is None:
+                        node = Node(
+                            self.argv, o, self.secret, host=channel.here, port=0, event=self.send,
+                            serve=lambda channel, hello: channel.close(),
+                        )  # fmt: skip
+                    me = {"node": o.node_rank, "slots": o.nproc_per_node, "port": node.port}
+                    channel.send(me)
+                    self.channel = channel
+                    while "end" not in (message := channel.receive()[0]):
+                        channel.send(message) if "beat" in message else node.do(message)
+                    if "why" in message:
+                        say(message["why"])
+                    return int(message["end"])
+                except WireError as error:
+                    if self.channel is not None and node is not None:
+                        say(f"node 0 is lost, so the ranks here are ended: {error}")
+                        node.do({"signal": int(signal.SIGKILL)})
+                        self.channel, deadline = None, time.monotonic() + o.node_wait
+                    if time.monotonic() > deadline:
+                        say(f"node 0 is not reached: {error}")
+                        return 1
+                    time.sleep(AGAIN)
+            return 128 + self.signalled
+        finally:
+            if node is not None:
+                node.close()

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node's part of tools/supervise.py: start its ranks, watch them, keep copies of their state.
+
+The copies are checkpoints in a directory of the host's memory (training/run/saver.py writes
+them; every N steps, --peer-checkpoint N). A node's ranks write their own files there. Each node
+fetches the files of one other node, so that the loss of a node leaves a copy.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tools.supervisor.wire import BLOB_LIMIT, Channel, Listener, WireError, call
+
+SCRIPT = Path(__file__).resolve().parent / "ranks.py"
+MEMORY = Path("/dev/shm")
+NEW = 60.0  # seconds for which a directory may not have its lock yet
+POLL = 0.05  # seconds between two looks at the ranks' progress
+PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it
+NEEDS = re.compile(r"needs_(\d{8,})\.json")
+FILE = re.compile(r"[\w][\w.-]{0,200}")
+Event = dict[str, Any]
+
+
+def memory_directory() -> tuple[Path, int]:
+    """Make this supervisor's directory in the host's memory, for this user alone.
+
+    Return it and a descriptor that locks it, also in whoever inherits that. Directories that nobody
+    holds any more are removed: their supervisors were killed, with all that they had started.
+    """
+    base = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for old in base.glob(f"weft-{os.getuid()}-*"):
+        with suppress(OSError):
+            if time.time() - old.lstat().st_mtime > NEW and (fd := _lock(old)) is not None:
+                shutil.rmtree(old, ignore_errors=True)
+                os.close(fd)
+    path = base / f"weft-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    for name in ("memory", "errors"):
+        (path / name).mkdir(mode=0o700)
+    held = _lock(path)
+    assert held is not None, f"{path} is new, and locked"
+    return path, held
+
+
+def _lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock of a directory of this user's, or None."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_uid == os.getuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _received(sock: socket.socket) -> bytes:
+    """Return what came, b"" where the other side is gone."""
+    try:
+        return sock.recv(65536)
+    except OSError:
+        return b""
+
+
+class Node:
+    """This machine's ranks and memory. event(message): called, from any thread, with what happens.
+
+    {"ended": [rank, code, cause], "attempt"}; {"gone"}: the process that starts ranks was killed;
+    {"progress": [first iteration, when, iteration, when, source]}; {"kept": step, "files": names of
+    all nodes' files, "needs": {rank: names}, "have": names}; {"fetched": step, "have": names or
+    None}; {"dry run": [world, code]}. Times are seconds of this host's monotonic clock.
+    """
+
+    def __init__(
+        self, argv: list[str], options: argparse.Namespace, secret: bytes, *, host: str, port: int,
+        event: Callable[[Event], None], serve: Callable[[Channel, Event], None],
+    ) -> None:  # fmt: skip
+        self.argv, self.warm, self.event = argv, options.warm, event
+        self.secret, self.silence, self.attempt = secret, options.peer_timeout, 0
+        self.directory, self._held = memory_directory()
+        self.memory = self.directory / "memory"
+        self._kept, self._closed, self.port = dict[str, int](), False, 0
+
+        def greeted(channel: Channel) -> None:
+            message, _ = channel.receive()
+            if "get" in message:
+                self._give(channel, message)
+            else:
+                serve(channel, message)
+
+        if options.nnodes > 1:
+            self._listener = Listener(host, port, secret, self.silence, greeted)
+            self.port = self._listener.port
+        self._start()
+        threading.Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def _start(self) -> None:
+        """Start the process that starts the ranks."""
+        ours, theirs = socket.socketpair()
+        self._sock = ours
+        with theirs:
+            words = [str(theirs.fileno()), str(self.directory), "warm" if self.warm else "cold"]
+            kept = [theirs.fileno(), self._held]
+            self._process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), *words],
+                stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True,
+            )  # fmt: skip
+        threading.Thread(target=self._listen, args=(ours,), name="ranks", daemon=True).start()
+
+    def _listen(self, sock: socket.socket) -> None:
+        buffer = b""
+        while data := _received(sock):
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "ended" in message:
+                    rank, code = message["ended"]
+                    message = {"ended": [rank, code, self._cause(rank)], "attempt": self.attempt}
+                self.event(message)
+        if not self._closed:  # killed, and so are its ranks
+            self._process.wait()
+            self._start()
+            self.event({"gone": True})
+
+    def _cause(self, rank: int) -> str:
+        """Return what a rank wrote into its TORCHELASTIC_ERROR_FILE, in one line, or ""."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = self._error_file(rank).read_text()
+            return str(json.loads(text)["message"]["message"]).strip().splitlines()[0][:500]
+        return ""
+
+    def _error_file(self, rank: int) -> Path:
+        return self.directory / "errors" / f"{self.attempt}.{rank}.json"
+
+    def _send(self, **message: Any) -> None:
+        with suppress(OSError):
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def do(self, message: Event) -> None:
+        """Do what the leader says; see the methods' names."""
+        if "start" in message:
+            self._begin(message["start"])
+        if "signal" in message:
+            self._send(signal=message["signal"])
+        if "try" in message:
+            self._send(**{"dry run": message["try"], "argv": self.argv})
+        if "fetch" in message:
+            threading.Thread(target=self._fetch, args=(message["fetch"],), daemon=True).start()
+        if "forget" in message:
+            low, high = message["forget"]
+            for step, path in self._steps():
+                if not low <= step <= high:
+                    (self.memory / f"needs_{step:08d}.json").unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        found = self.memory.glob("step_*")
+        return [(int(p.name[5:]), p) for p in found if p.name[5:].isdigit()]
+
+    def _begin(self, plan: Event) -> None:
+        """Start this node's ranks of an attempt."""
+        self.attempt, slots, first = plan["attempt"], plan["slots"], plan["first"]
+        (self.directory / "progress").unlink(missing_ok=True)
+        base = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        base.pop("WEFT_SECRET_FILE", None)  # read already
+        base |= {
+            "WORLD_SIZE": str(plan["world"]), "LOCAL_WORLD_SIZE": str(len(slots)),
+            "MASTER_ADDR": plan["host"], "MASTER_PORT": str(plan["port"]),
+            "TORCHELASTIC_RESTART_COUNT": str(plan["attempt"]),
+            "WEFT_SUPERVISOR": str(self.directory), "WEFT_SECRET": os.fsdecode(self.secret),
+        }  # fmt: skip
+        if slots != list(range(len(slots))):  # a device is left out
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            names = [seen[s] if s < len(seen) and seen[s] else str(s) for s in slots]
+            base["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        ranks = []
+        for place in range(len(slots)):
+            rank = first + place
+            more = {"RANK": str(rank), "LOCAL_RANK": str(place)}
+            more["TORCHELASTIC_ERROR_FILE"] = str(self._error_file(rank))
+            ranks.append(base | more)
+        self._send(start=ranks, argv=self.argv)
+
+    def _watch(self) -> None:
+        """Report rank 0's progress and the copies that are whole."""
+        last = None
+        while not self._closed:
+            with suppress(OSError, struct.error):
+                now = PROGRESS.unpack((self.directory / "progress").read_bytes())
+                if now != last:
+                    self.event({"progress": list(now)})
+                    last = now
+            for entry in os.scandir(self.memory):
+                match = NEEDS.fullmatch(entry.name)
+                inode = entry.inode()
+                if match and self._kept.get(entry.name) != inode:
+                    self._kept[entry.name] = inode
+                    with suppress(OSError, ValueError):
+                        self._report(int(match[1]), json.loads(Path(entry.path).read_text()))
+            time.sleep(POLL)
+
+    def _report(self, step: int, needs: dict[str, list[str]]) -> None:
+        path = self.memory / f"step_{step:08d}"
+        manifest = json.loads((path / "manifest.json").read_text())
+        files = [*manifest["files"], "manifest.json"]
+        self.event({"kept": step, "files": files, "needs": needs, "have": self._have(step)})
+
+    def _have(self, step: int) -> list[str]:
+        path = self.memory / f"step_{step:08d}"
+        return sorted(p.name for p in path.iterdir() if not p.name.endswith(".part"))
+
+    def _give(self, channel: Channel, message: Event) -> None:
+        """Send the files that another node asks for."""
+        directory = self.memory / f"step_{int(message['get']):08d}"
+        for name in message["files"]:
+            if not FILE.fullmatch(name):
+                raise WireError(f"{channel.host} asked for a file with an odd name")
+            with suppress(FileNotFoundError), open(directory / name, "rb") as file:
+                while blob := file.read(BLOB_LIMIT):
+                    channel.send({"name": name}, blob)
+                channel.send({"name": name, "end": True})
+        channel.send({"done": True})
+        channel.close()
+
+    def _fetch(self, order: Event) -> None:
+        """Get files of a step from other nodes: {"step", "from": [[host, port, names], ...]}."""
+        step, have = order["step"], None
+        directory = self.memory / f"step_{step:08d}"
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            for host, port, names in order["from"]:
+                channel = call(host, port, self.secret, self.silence)
+                try:
+                    channel.send({"get": step, "files": names})
+                    self._take(channel, directory, set(names))
+                finally:
+                    channel.close()
+            have = self._have(step)
+        except (WireError, OSError) as error:
+            print(f"supervise: step {step} was not copied: {error}", file=sys.stderr, flush=True)
+        self.event({"fetched": step, "have": have})
+
+    def _take(self, channel: Channel, directory: Path, names: set[str]) -> None:
+        while "done" not in (got := channel.receive())[0]:
+            name = got[0]["name"]
+            if name not in names or not FILE.fullmatch(name):
+                raise WireError(f"{channel.host} sent a file that nobody asked for")
+            part = directory / f"{name}.part"
+            if got[0].get("end"):
+                os.replace(part, directory / name)
+                continue
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                file.write(got[1])
+
+    def close(self) -> None:
+        """End what is left of the ranks, and remove the memory."""
+        self._closed = True
+        if self.port:
+            self._listener.close()
+        self._send(signal=9)
+        self._sock.shutdown(socket.SHUT_WR)  # it waits for the ranks, then ends
+        self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._held)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide who failed first: the coordinator of the failure channel, a thread of rank 0.
+
+It accepts one connection per rank, receives beats and reports, and sends all ranks ONE first cause.
+It uses no process group, so it goes on when they break. Its peers: training/faults/monitor.py.
+"""
+
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from training.faults.door import Door, Stranger
+from training.faults.hang_judge import HangJudge, named
+from training.faults.hang_watch import say
+from training.faults.wire import Connection
+
+DIED = "the process died (killed?)"
+APART = "(dead, stopped, or cut off by the network)"
+JOIN = 30.0  # seconds in which all ranks join, once they have met
+RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
+
+
+def at(action: str) -> str:
+    """Return an action after "during" or "while": "during the update", "while waiting for F"."""
+    return f"{'while' if action.split(' ')[0].endswith('ing') else 'during'} {action}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Who failed first, doing what, and why.
+
+    quick: no rank can go on to a better end, so all leave at once. address: of a process that says
+    nothing any more (JSON); its peers on the same host end it.
+    """
+
+    rank: int
+    action: str
+    why: str
+    quick: int = 0
+    address: str = ""
+
+    def __str__(self) -> str:
+        where = f" {at(self.action)}" if self.action else ""
+        return f"rank {self.rank} failed first{where}: {self.why}"
+
+
+@dataclass(eq=False)
+class Member:
+    """A rank that has joined: what the coordinator knows of it."""
+
+    rank: int
+    session: bytes  # of its process: a second process of this rank has another one
+    connection: Connection | None
+    address: str = ""  # of its host, as the others know it
+    action: str = "start-up"
+    last: float = field(default_factory=time.monotonic)  # when it was heard
+    away: float | None = None  # since when its connection is broken
+    left: bool = False  # it said that it leaves, or it is lost
+    reported: bool = False  # it said that it failed
+
+
+class Coordinator(threading.Thread):
+    """Accept one connection per rank, decide on the first cause, send it to all.
+
+    listener: a socket that listens. secret: what a rank must know. silence: seconds without a
+    message after which a rank counts as lost. beat: seconds between beats. judge: finds hangs.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        listener: socket.socket,
+        secret: bytes,
+        silence: float,
+        beat: float,
+        judge: HangJudge,
+    ) -> None:
+        super().__init__(name="failure-coordinator", daemon=True)
+        self.port: int = listener.getsockname()[1]
+        self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
+        self.selector = selectors.DefaultSelector()
+        self.door = Door(listener, secret, self.selector, world)
+        self.begun, self.members = time.monotonic(), dict[int, Member]()
+        self.decided: Cause | None = None
+        self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        finally:  # ranks notice at once where this thread breaks
+            self.close()
+
+    def close(self) -> None:
+        """Close every socket. A forked child calls it, too."""
+        self.door.close()
+        for member in self.members.values():
+            if member.connection is not None:
+                member.connection.close()
+
+    def _serve(self) -> None:
+        turn = sent = accepted = time.monotonic()
+        while self._needed():
+            quick = len(self.members) < self.world or any(m.away for m in self.members.values())
+            for key, _ in self.selector.select(timeout=0.02 if quick else 0.1):
+                if isinstance(key.data, Stranger):
+                    self._greet(key.data)
+                else:
+                    self._listen(key.data)
+            now = time.monotonic()
+            if quick or now - accepted > 0.1:  # strangers take no more of rank 0's time than this
+                accepted = now
+                self.door.accept(now)
+            if (
+                now - turn > self.judge.shortest(self.silence) / 2
+            ):  # this process was stopped, not the others
+                for member in self.members.values():
+                    member.last = now
+            turn = now
+            self._judge(now)
+            beats = now - sent > self.beat
+            sent = now if beats else sent
+            doing = self.members[0].action if 0 in self.members else ""
+            for member in self.members.values():
+                if member.connection is not None and member.connection.flush() and beats:
+                    member.connection.send("alive", action=doing)
+
+    def _needed(self) -> bool:
+        """Return whether somebody still has to join or to leave."""
+        if len(self.members) < self.world:
+            return True
+        return any(m.connection is not None or m.away for m in self.members.values())
+
+    def _greet(self, stranger: Stranger) -> None:
+        """Make a stranger that knows the secret a member, for the first time or again."""
+        hello = self.door.read(stranger)
+        if hello is None:
+            return
+        rank, session = hello
+        connection, member = stranger.connection, self.members.get(rank)
+        why = f"this world has {self.world} ranks" if rank >= self.world else ""
+        if member is not None and (member.session != session or member.left):
+            why = f"another process is rank {rank} already"
+        if why:
+            connection.send("refused", why=why)
+            self.door.dismiss(stranger)
+            return
+        if member is None:
+            member = self.members[rank] = Member(rank, session, connection)
+        elif member.connection is not None:
+            self._part(member)
+        self.door.strangers.remove(stranger)
+        self.selector.modify(connection.sock, selectors.EVENT_READ, member)
+        member.connection, member.away, member.last = connection, None, time.monotonic()
+        member.address = stranger.address
+        connection.send("alive", action="")
+        connection.send("place", said=self.judge.place)
+        if self.decided is not None:
+            connection.send("cause", **vars(self.decided))
+
+    def _part(self, member: Member) -> None:
+        """Close a member's connection."""
+        assert member.connection is not None
+        self.selector.unregister(member.connection.sock)
+        member.connection.close()
+        member.connection = None
+
+    def _listen(self, member: Member) -> None:
+        """Read a member's messages and notice its end.
+
+        The kernel closes the connection of a killed process in order, or resets it where something
+        was not read. It may also be reset on the way: the process, if it lives, comes back.
+        """
+        if member.connection is None:
+            return  # it came back in this turn
+        for kind, fields in member.connection.read():
+            self.hear(member, kind, fields)
+        ended = member.connection.ended
+        if ended:
+            self._part(member)
+            if not member.left and (ended == "closed" or self.judge.is_gone(member.rank)):
+                self._lose(member, DIED)
+            elif not member.left:
+                member.away = time.monotonic()
+
+    def hear(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
+        """Take a message of a member."""
+        member.last = time.monotonic()
+        member.action = fields.get("action", member.action)
+        if kind == "bye":
+            member.left = True
+        elif kind == "failed":
+            member.left = member.reported = True
+            cause = Cause(member.rank, member.action, fields["why"])
+            if fields["wait"]:
+                self.weak.append((member.last + fields["wait"], cause))
+            else:
+                self.decide(cause)
+        elif kind == "stack":
+            say(f"[rank 0] the stack of rank {member.rank}, innermost first: {fields['text']}")
+        elif kind in ("status", "place"):
+            self.judge.hear(member.rank, kind, fields["said"])
+        elif kind == "unheard":
+            self._unheard(member, fields["address"], fields["seconds"])
+
+    def _unheard(self, member: Member, address: str, seconds: float) -> None:
+        """Decide on a link between two ranks that is dead, where it leads to one that is here.
+
+        Where that rank is silent here too, its silence is the better cause.
+        """
+        far = [m for m in self.members.values() if m.address == address and not m.left]
+        if far and all(member.last - m.last < self.silence / 2 for m in far):
+            both = f"{named([member.rank])} and {named(sorted(m.rank for m in far))}"
+            why = (
+                f"no sign of life from {address} for {seconds:.0f} s: {both} do not hear each other"
+            )
+            self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
+
+    def _lose(self, member: Member, why: str, address: str = "") -> None:
+        """Decide on a rank that did not report its own failure, with its last action."""
+        member.left, member.away = True, None
+        age = time.monotonic() - member.last
+        why = f"{why}; its last word, {age:.1f} s before: {member.action}"
+        self.decide(Cause(member.rank, "", why, int(bool(address)), address))
+
+    def _judge(self, now: float) -> None:
+        members = [m for m in self.members.values() if not m.left]
+        patience = {m.rank: self.judge.patience(m.rank, self.silence) for m in members}
+        silent = [m for m in members if now - m.last > patience[m.rank]]
+        if silent and self.decided is None:
+            also = sorted(m.rank for m in members if now - m.last > 0.75 * patience[m.rank])
+            apart = f"rank 0 and {named(also)} do not hear each other {APART}"
+            apart, address = self.judge.why_silent(silent[0].rank, apart)
+            self._lose(
+                silent[0], f"no sign of life for {now - silent[0].last:.0f} s: {apart}", address
+            )
+        for member in members:
+            if member.away is not None and self.judge.is_gone(member.rank):
+                self._lose(member, DIED)
+            elif member.away is not None and now - member.away > RETURN:
+                apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
+                self._lose(member, f"its connection was reset and it did not come back: {apart}")
+        absent = set(range(self.world)) - self.members.keys()
+        if absent and now - self.begun > JOIN:
+            why = "did not join the failure channel (dead, or with another WEFT_SECRET)"
+            self.decide(Cause(min(absent), "start-up", f"{named(sorted(absent))} {why}"))
+        for due, cause in self.weak:
+            if now > due:
+                self.decide(self._behind(cause, members, now))
+        hang, ends = self.judge.look(_heard(members, now), now)
+        if hang is not None and ends:
+            self.decide(Cause(hang.ranks[0], hang.action, hang.text, quick=1))
+        elif hang is not None and self.decided is None:
+            say(f"[rank 0] {hang.text}")
+            for rank in hang.ranks:
+                if (connection := self.members[rank].connection) is not None:
+                    connection.send("report", text=hang.text)
+
+    def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
+        """Return what is behind the report of a rank that gave up: the rank that it waited for."""
+        hang = self.judge.find(_heard(members, now))
+        if hang is None:
+            elsewhere = [m for m in members if m.action != cause.action][:2]
+            more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
+            why = cause.why + self._shared_by(cause)
+            return replace(cause, why="; meanwhile ".join([why, *more]))
+        why = f"{hang.text}; rank {cause.rank} gave up: {cause.why}"
+        return Cause(hang.ranks[0], hang.action, why, quick=1)
+
+    def _shared_by(self, cause: Cause) -> str:
+        """Return which ranks lost a connection, too, where one did and no process died."""
+        broken = [c for _, c in self.weak if c.why.startswith("CommunicationError: ")]
+        lost = {c.rank for c in broken if "timed out waiting" not in c.why.lower()}
+        if cause.rank not in lost or len(lost) == 1:
+            return ""
+        who = " and ".join(f"rank {r}" for r in sorted(lost)) if len(lost) < 4 else named([*lost])
+        return f"; {who} do not hear each other (a connection broke while every process lived)"
+
+    def decide(self, cause: Cause) -> None:
+        """Take the first cause, and tell all."""
+        if self.decided is None:
+            self.decided = cause
+            for member in self.members.values():
+                if member.connection is not None:
+                    member.connection.send("cause", **vars(cause))
+
+
+def _heard(members: list[Member], now: float) -> list[tuple[int, str, float]]:
+    """Return each member's rank, action and seconds of silence."""
+    return [(m.rank, m.action, now - m.last) for m in members if m.connection is not None]

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which rank hangs, from what all ranks say of themselves: the one that all others wait for.
+
+A rank that stands still and waits for nobody hangs. Where every rank waits, the one that the others
+miss does: a collective has a number on its axis, and a rank that has not started that number is not
+there; a message has one sender. Ranks that wait for one another in a circle are named together.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpu.comm.waits import Wait
+from training.faults.hang_watch import HangWatch, say
+from training.faults.process import Process
+
+TURNS = 4  # looks a second
+TOGETHER = 1.0  # seconds: ranks that stopped at one action within this hang together
+MOVING = 2.0  # seconds: what moved within them does not hang
+WHERE = {
+    "data": "in the data loader",
+    "checkpoint": "in a checkpoint's files",
+    "evaluation": "computing",
+    "compute": "computing",
+    "set-up": "in set-up",
+    "communication": "in communication, but not waiting for a peer",
+}
+
+
+@dataclass
+class Status:
+    """What the hub knows of a rank. stuck: seconds without movement.
+
+    The rest is what HangWatch.status says; all of it is there once a rank stands still.
+    """
+
+    rank: int
+    action: str
+    phase: str = ""
+    stuck: float = 0.0
+    limit: float | None = None
+    wait: Wait | None = None
+    started: dict[str, int] = field(default_factory=dict)
+    kind: str = ""
+    line: str = ""
+
+    @classmethod
+    def of(cls, rank: int, action: str, said: dict[str, Any], silent: float) -> "Status":
+        """Return the status of a rank that said this `silent` seconds ago."""
+        wait, limit = said.get("wait"), said.get("limit")
+        return cls(
+            rank,
+            action,
+            phase=str(said.get("phase", "")),
+            stuck=float(said.get("stuck", 0.0)) + silent,
+            limit=None if limit is None else float(limit),
+            wait=None if not wait else Wait.packed(wait),
+            started=dict(said.get("started", {})),
+            kind=str(said.get("kind", "")),
+            line=str(said.get("line", "")),
+        )
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The ranks that hang, the first of them first, and the sentence about it."""
+
+    ranks: tuple[int, ...]
+    action: str
+    text: str
+    stuck: float
+
+
+class HangJudge:
+    """Keep what the ranks say of themselves; name a hang once, and say when it ends the run.
+
+    deadline: seconds without movement after which the run ends in any phase; hang_timeout: after
+    set-up (None: the deadline). place: where this process is, in JSON.
+    """
+
+    def __init__(self, deadline: float, hang_timeout: float | None, place: str = "{}") -> None:
+        self.deadline, self.hang_timeout, self.place = deadline, hang_timeout, place
+        self._said: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, str] = {}
+        self._told: set[int] = set()  # ranks of which a report was made, until they move
+        self._looked = 0.0
+
+    def hear(self, rank: int, kind: str, said: str) -> None:
+        """Take a rank's status or place, in JSON."""
+        if kind == "place":
+            self._places[rank] = said
+        else:
+            self._said[rank] = json.loads(said)
+
+    def look(self, heard: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
+        """Return a hang to speak of, if any, and whether it ends the run.
+
+        heard: each rank, its action, and the seconds since its last word. now: time.monotonic().
+        Looks TURNS times a second at most, less in a large world.
+        """
+        if now - self._looked < max(1, len(heard) / 512) / TURNS:
+            return None, False
+        self._looked, ranks = now, self._statuses(heard)
+        self._told &= {s.rank for s in ranks if s.stuck >= MOVING}
+        over = [s for s in ranks if s.stuck > self._end(s)]
+        late = [s for s in ranks if s.limit is not None and s.stuck > s.limit]
+        hang = find(ranks) if over or late else None
+        if hang is None:
+            return None, False
+        if hang.stuck > self._end(next(s for s in ranks if s.rank == hang.ranks[0])):
+            return hang, True
+        if not late or self._told & set(hang.ranks):
+            return None, False
+        self._told |= set(hang.ranks)
+        return hang, False
+
+    def find(self, heard: list[tuple[int, str, float]]) -> Hang | None:
+        """Return the ranks that hang now, if any, whatever their limits."""
+        return find(self._statuses(heard))
+
+    def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
+        """Return why a rank says nothing, as far as this host tells, and its process's place."""
+        place = self._places.get(rank, "")
+        return silence(json.loads(place or "{}"), otherwise), place
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank's process has ended, as far as this host tells."""
+        return Process(json.loads(self._places.get(rank, "") or "{}")).gone
+
+    def patience(self, rank: int, silence: float) -> float:
+        """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
+        if self._said.get(rank, {}).get("phase", "set-up") == "set-up":
+            return silence
+        return self.shortest(silence)
+
+    def shortest(self, silence: float) -> float:
+        """Return the same for a rank after set-up."""
+        return min(silence, self.hang_timeout or silence)
+
+    def _statuses(self, heard: list[tuple[int, str, float]]) -> list[Status]:
+        none: dict[str, Any] = {}
+        return [Status.of(r, action, self._said.get(r, none), gone) for r, action, gone in heard]
+
+    def _end(self, status: Status) -> float:
+        if self.hang_timeout is None or status.phase in ("", "set-up"):
+            return self.deadline
+        return min(self.hang_timeout, self.deadline)
+
+
+def find(ranks: Sequence[Status]) -> Hang | None:
+    """Return the ranks that hang, None where what the others wait for still moves."""
+    still = [s for s in ranks if s.stuck >= MOVING]
+    if not still:
+        return None
+    alone = [s for s in ranks if s.wait is None]
+    loose = [s for s in alone if s.kind != "communication"] or alone
+    if loose:
+        first = max(loose, key=lambda s: s.stuck)
+        if first.stuck < MOVING or first.stuck < max(s.stuck for s in still) - MOVING:
+            return None
+        group = [
+            s for s in loose if s.action == first.action and abs(s.stuck - first.stuck) < TOGETHER
+        ]
+    else:
+        group = _end_of_chain(still, {s.rank: s for s in ranks})
+    return Hang(
+        tuple(s.rank for s in group), group[0].action, _sentence(group, ranks), group[0].stuck
+    )
+
+
+def missing(waiter: Status, ranks: dict[int, Status]) -> list[Status]:
+    """Return the peers that this rank's wait needs and that are not there yet."""
+    if waiter.wait is None:
+        return []
+    _, axis, peers, number = waiter.wait
+    others = [ranks[r] for r in peers if r != waiter.rank and r in ranks]
+    if number == 0:
+        return others
+    return [s for s in others if s.started and s.started.get(axis, 0) < number]
+
+
+def _end_of_chain(still: Sequence[Status], ranks: dict[int, Status]) -> list[Status]:
+    """Follow who waits for whom from the rank that stands longest; return who stands at the end."""
+    path = [max(still, key=lambda s: s.stuck)]
+    while absent := missing(path[-1], ranks):
+        following = max(absent, key=lambda s: s.stuck)
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+    return path[-1:]
+
+
+def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
+    first, inside = group[0], {s.rank for s in group}
+    everyone = len(group) == len(ranks) > 1
+    subject = (
+        f"{named(sorted(inside))}, which is every rank," if everyone else named(sorted(inside))
+    )
+    verb = "hangs" if len(group) == 1 else "hang"
+    limit = f" (limit {first.limit:.0f} s)" if first.limit is not None else ""
+    phase = f" in the phase {first.phase}:" if first.phase else ""
+    words = f"{subject} {verb}{phase} {stands(first, ranks)}, for {first.stuck:.1f} s{limit}"
+    waiting = [s for s in ranks if s.wait is not None and s.rank not in inside]
+    if waiting:
+        one = waiting[0]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        words += f"; {named([s.rank for s in waiting])} {verb} in {_of(one.wait)}"
+    return words
+
+
+def stands(status: Status, ranks: Sequence[Status] = ()) -> str:
+    """Return where a rank stands: "in the data loader at training/data/loader.py:73 (f)"."""
+    line = f" at {status.line}" if status.line else ""
+    if status.wait is None:
+        return WHERE.get(status.kind, "computing") + line
+    absent = missing(status, {s.rank: s for s in ranks})
+    who = named([s.rank for s in absent]) if absent else ""
+    why = f"to which {who} never came" if absent else "in which every rank is, without an end"
+    if status.wait.number == 0:
+        why = f"which does not come from {who or named(list(status.wait.peers))}"
+    return f"in {_of(status.wait)}, {why},{line}"
+
+
+def _of(wait: Wait | None) -> str:
+    assert wait is not None
+    return (
+        f"{wait.verb} {wait.number} over {wait.axis}"
+        if wait.number
+        else (f"a {wait.verb} over {wait.axis}")
+    )
+
+
+def silence(place: dict[str, Any], otherwise: str) -> str:
+    """Return why a rank gives no sign of life, as far as this host tells; else `otherwise`.
+
+    place: of its process.
+    """
+    process = Process(place)
+    state, lines = process.state(), process.lines()
+    if state in ("T", "t"):
+        why = "its process is stopped (SIGSTOP?)"
+    elif state and lines:
+        why = "its process lives but its Python stands still (a library holds its lock)"
+    elif state:
+        why = "its process lives but says nothing"
+    else:
+        return otherwise
+    return f"{why} at {lines[0]}" if lines else why
+
+
+def named(ranks: list[int]) -> str:
+    """Return "rank 3", "ranks 0 and 1", or "ranks 0, 1, 2 and 5 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f"{len(ranks) - 3} more" if len(ranks) > 3 else str(ranks[-1])
+    shown = ranks[:3] if len(ranks) > 3 else ranks[:-1]
+    return f"ranks {', '.join(map(str, shown))} and {more}"
+
+
+def watch_alone(
+    watch: HangWatch,
+    judge: HangJudge,
+    action: Callable[[], str],
+    ended: threading.Event,
+    beat: float,
+) -> Hang | None:
+    """Watch the only rank of a world until it has `ended`; return the hang that ends the run."""
+    while not ended.wait(beat):
+        watch.arm(0.0, several=False)
+        judge.hear(0, "status", json.dumps(watch.status(action(), beat)))
+        hang, ends = judge.look([(0, action(), 0.0)], time.monotonic())
+        if ends:
+            return hang
+        if hang is not None:
+            say(f"[rank 0] {hang.text}\n{watch.stacks()}")
+    return None

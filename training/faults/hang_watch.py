@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Know whether this rank moves, and say where it stands if it does not.
+
+The monitor's thread asks `status()` at each beat; the hub (training/faults/hang_judge.py) compares
+what the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and,
+in set-up, in a load and in a save, when it reads or writes a MiB. A rank has a limit in each phase:
+FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
+been measured has none, so set-up, the first step, the first evaluation and the first save are
+exempt.
+
+Where Python itself stands still (a library holds the interpreter's lock) no thread of this process
+can speak. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
+can read (training/faults/process.py), and an alarm of the kernel ends the process at last.
+"""
+
+import math
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+
+from mpu.comm.waits import Waits
+from training.faults.process import Dump, own_line
+
+FACTOR = 10.0
+KEPT = 20  # times of a phase that are remembered
+QUIET = 1.0  # seconds without movement after which a status says where the rank stands
+BYTES = 1 << 20  # read or written: movement
+IN_FILES = ("set-up", "load", "save")  # phases in which files are read or written
+LATE = 5.0  # seconds after the deadline at which the kernel's alarm ends the process
+FRAMES = 12  # of our own code, in a report
+
+# where the main thread waits for a thread of its own: (file, that thread's name)
+_HELPERS = (("training/data/", "weft-loader"), ("training/checkpoint/stage.py", "save"))
+
+
+class HangWatch:
+    """What this rank does since when, and its limits. `enter` is the rank's, the rest is the
+    monitor's thread's.
+
+    waits: the rank's, of the thread that is watched (None: a rank without peers, this thread).
+    floor: the least limit, in seconds. deadline: seconds without movement after which the run ends
+    in any phase; hang_timeout: after set-up (None: the deadline).
+    """
+
+    def __init__(
+        self,
+        waits: Waits | None = None,
+        deadline: float = math.inf,
+        hang_timeout: float | None = None,
+        *,
+        floor: float = 30.0,
+    ) -> None:
+        self.waits, self.deadline, self.hang_timeout = waits or Waits(), deadline, hang_timeout
+        self.floor = floor
+        self.phase, self._took = "set-up", dict[str, deque[float]]()
+        self._entered = self._moved = self._asked = time.monotonic()
+        self._action, self._bytes = "", 0
+        self.dump = Dump(self.waits.thread)
+        self._lock, self._over = threading.Lock(), False
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase: "data", "step", "evaluation", "save", "load"."""
+        now = time.monotonic()
+        if self.phase != "set-up":
+            self._took.setdefault(self.phase, deque(maxlen=KEPT)).append(now - self._entered)
+        self.phase, self._entered = phase, now
+
+    def limit(self) -> float | None:
+        """Return the seconds that this phase may stand still, None where that is not known."""
+        took = self._took.get(self.phase)
+        return max(self.floor, FACTOR * max(took)) if took else None
+
+    def patience(self, silence: float) -> float:
+        """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
+        return silence if self.phase == "set-up" else min(silence, self.hang_timeout or silence)
+
+    def status(self, action: str, beat: float) -> dict[str, Any]:
+        """Return what the hub needs. action: the rank's. beat: seconds between two calls."""
+        now = time.monotonic()
+        if action is not self._action:  # a new one, even in the same words
+            self._action, self._moved = action, now
+        if now - self._asked > 5 * beat + QUIET:
+            self._moved = now  # this process was stopped, or its thread was: begin again
+        self._asked = now
+        wait, moved = self.waits.now, max(self._moved, self.waits.moved)
+        stuck = now - moved
+        if stuck > QUIET and self.phase in IN_FILES:
+            done = _bytes_moved()
+            if done > self._bytes + BYTES:
+                self._bytes, self._moved, stuck = done, now, 0.0
+        if stuck < QUIET:
+            return {"phase": self.phase, "stuck": stuck}
+        kind, line, _ = self.place()
+        if wait is not None and wait is self.waits.now:
+            kind = "wait"
+        return {
+            "phase": self.phase,
+            "stuck": stuck,
+            "limit": self.limit(),
+            "wait": wait.pack() if wait is not None and kind == "wait" else None,
+            "started": dict(self.waits.started),
+            "kind": kind,
+            "line": line,
+        }
+
+    def place(self) -> tuple[str, str, list[str]]:
+        """Return the kind of place where the main thread stands, its line, and our frames there."""
+        return place_of(sys._current_frames(), self.waits.thread, self.phase)
+
+    def stacks(self) -> str:
+        """Return the stack of the main thread, and of the threads that it may be waiting for."""
+        frames, parts = sys._current_frames(), []
+        helpers = tuple(name for _, name in _HELPERS)
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            busy = thread.name.startswith(helpers) and own_lines(frame)
+            if frame is not None and (busy or thread.ident == self.waits.thread):
+                lines = "".join(traceback.format_stack(frame))
+                parts.append(f"stack of the thread {thread.name}:\n{lines}")
+        return ("".join(parts) + flight_recorder()).rstrip()
+
+    def report(self, rank: int, text: str) -> str:
+        """Write the stacks to stderr, below the hub's text where that is on another rank's stderr;
+        return the lines of our code.
+        """
+        say(f"[rank {rank}] {text}\n{self.stacks()}" if rank else self.stacks())
+        return " <- ".join(self.place()[2])
+
+    def arm(self, silence: float, several: bool) -> None:
+        """Let C code speak and end this process if Python does not come here again in time.
+
+        silence: seconds after which the other ranks count this one as lost. several: there are
+        others; a single rank's stacks go to stderr, and only --hang-timeout ends it, since a user
+        may stop and continue it.
+        """
+        with self._lock:
+            if self._over:
+                return
+            if several:
+                # set-up's silence is longer, but a step may begin before this is called again
+                self.dump.arm(min(silence, self.hang_timeout or silence) / 2)
+                end = min(self.deadline, self.hang_timeout or self.deadline) + LATE
+                if end < math.inf:
+                    signal.setitimer(signal.ITIMER_REAL, max(end, silence + LATE))
+            elif self.hang_timeout is not None:
+                self.dump.arm(self.hang_timeout + LATE / 2, end=True)
+
+    def disarm(self) -> None:
+        """Take back what arm() set, for good."""
+        with self._lock:
+            self._over = True
+            self.dump.disarm()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str, str, list[str]]:
+    """Return where a thread stands: the kind of place, its line of our code, and our frames.
+
+    The kinds: "data", "checkpoint", "evaluation", "set-up", "communication" (but in no wait that is
+    counted) and "compute". A thread that waits for a helper of its own stands where that one does.
+    """
+    own = own_lines(frames.get(thread))
+    for where, name in _HELPERS:
+        if own and own[0].startswith(where):
+            helpers = (t.ident for t in threading.enumerate() if t.name.startswith(name))
+            stacks = (own_lines(frames.get(ident or 0)) for ident in helpers)
+            own = next((stack for stack in stacks if stack), []) + own
+    if own and own[0].startswith("mpu/comm/"):
+        kind = "communication"
+    elif phase == "data" or any(line.startswith("training/data/") for line in own):
+        kind = "data"
+    elif phase in ("load", "save") or any(line.startswith("training/checkpoint/") for line in own):
+        kind = "checkpoint"
+    else:
+        kind = "compute" if phase == "step" else phase
+    return kind, own[0] if own else "code that is not Python", own[:FRAMES]
+
+
+def own_lines(frame: FrameType | None) -> list[str]:
+    """Return "file:line (function)" of each frame of our or the user's code, innermost first."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(own_line(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return [line for line in lines if line]
+
+
+def _bytes_moved() -> int:
+    """Return the bytes that this process has read and written, 0 where the system does not say."""
+    try:
+        with open("/proc/self/io") as file:
+            pairs = (line.split(":") for line in file)
+            return sum(int(n) for key, n in pairs if key in ("rchar", "wchar", "read_bytes"))
+    except (OSError, ValueError):
+        return 0
+
+
+def flight_recorder() -> str:
+    """Return NCCL's record of collectives that began and are not over, "" where there is none."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(module, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    try:
+        text = dump(includeCollectives=True, onlyActive=True)
+    except (RuntimeError, TypeError) as error:
+        return f"NCCL's flight recorder cannot be read: {error}\n"
+    text = text.decode() if isinstance(text, bytes) else text
+    return f"NCCL's flight recorder, what is not over: {text}\n"
+
+
+def say(text: str) -> None:
+    """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's end of the one failure channel, which finds who failed first and tells everyone.
+
+A rank killed with -9 says nothing. Its neighbours see a closed connection, leave, and so close
+theirs; soon every rank blames another. So each rank holds one TCP connection to a coordinator in
+rank 0 that carries nothing but life signs: the kernel closes it the moment a process dies, whatever
+killed it. The coordinator decides on ONE first cause and sends it to all. If the coordinator itself
+goes, rank 0 is the first cause.
+
+    rank r  -- hello, beats with its action, "failed", goodbye -->  coordinator (a thread of rank 0)
+    rank r  <-- beats; the first cause: {rank, action, why} ------  coordinator
+
+An end of file without goodbye is a death and counts at once, and so does an error of the rank's
+own. A report that only says that somebody else is gone ("a collective failed") or that a signal
+came (launchers send one to the survivors) waits for a better explanation. No beat for `silence`
+seconds (a stopped process, a lost machine) is a cause too. A connection that was reset is no death
+while both processes live: the rank comes back to the coordinator.
+"""
+
+import json
+import math
+import os
+import re
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from mpu.comm.transport import CommunicationError
+from training.faults import wire
+from training.faults.address import listen_as_known, tell_address
+from training.faults.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from training.faults.hang_judge import HangJudge, silence, watch_alone
+from training.faults.hang_watch import HangWatch, say
+from training.faults.links import Links
+from training.faults.process import Process
+
+# source lines and advice in gloo's messages
+NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
+QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
+SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
+MEETING = 60.0  # seconds, at most, until all ranks have joined
+JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
+
+
+class FailureMonitor:
+    """This rank's end of the failure channel. `action` is what the rank is doing, in words.
+
+    Use it as a context manager round the whole run. An exception that leaves it is reported. Where
+    the exception only says that a peer is gone, the first cause, kept in `first`, is printed. A
+    rank that learns of a failure while it is stuck in a collective prints the cause and ends with
+    exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
+
+    store, host: where the ranks met, and on which host of theirs rank 0 is. secret: what every rank
+    of the run knows and nobody else; b"": the store alone tells it. grace: seconds that "a
+    collective failed" waits for a better cause. silence: seconds without a beat after which a rank
+    counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
+    watch: what finds out whether this rank hangs. tell: called with the first cause where it is
+    printed. Raises CommunicationError where rank 0 is not reached.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        store: Any = None,
+        host: str = "127.0.0.1",
+        secret: bytes = b"",
+        *,
+        grace: float = 3.0,
+        silence: float = 20.0,
+        beat: float | None = None,
+        unwind: float = 5.0,
+        watch: HangWatch | None = None,
+        tell: Callable[[str], None] = lambda cause: None,
+    ) -> None:
+        self.watch = watch or HangWatch()
+        self.rank, self.world, self.action = rank, world, "start-up"
+        self.first: Cause | None = None
+        soon = min(silence, self.watch.hang_timeout or silence)
+        self._beat = beat or min(soon / 4, max(1.0, world / 512))
+        self._grace, self._silence, self._unwind = grace, silence, unwind
+        self._tell = tell
+        self._told, self._failed = threading.Event(), threading.Event()
+        self._ended = threading.Event()
+        self._own, self._left, self._said = "", False, False
+        self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
+        self._lock = threading.Lock()
+        self._session = wire.nonce()
+        self._connection: wire.Connection | None = None
+        self._coordinator: Coordinator | None = None
+        if world == 1:
+            return
+        assert store is not None, "a world of several ranks needs a store to meet at"
+        try:
+            if rank == 0:
+                self._coordinator = self._coordinate(store, host, secret)
+            elif rank == world - 1:
+                tell_address(store, host)
+            store.wait(["monitor"], timedelta(seconds=MEETING))
+            address, port, salt = store.get("monitor").decode().split(",")
+            self._address = (address or host, int(port))
+            self._secret = wire.proof(secret, "run", salt.encode())
+            self._connection, messages = self._join(JOINING)
+        except (OSError, RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
+        close = weakref.WeakMethod(self._close)
+        os.register_at_fork(after_in_child=lambda: (of := close()) and of())
+        threading.Thread(
+            target=self._listen, args=(messages,), name="failure-monitor", daemon=True
+        ).start()
+
+    def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
+        """Start the coordinator and tell the store where it listens.
+
+        `salt` makes the key of this one start; without a secret of the run it is the key.
+        """
+        address, listener = listen_as_known(store, host, self.world, timedelta(seconds=MEETING))
+        salt = secrets.token_hex(16)
+        key = wire.proof(secret, "run", salt.encode())
+        judge = self._judge()
+        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
+        coordinator.start()
+        store.set("monitor", f"{address},{coordinator.port},{salt}")
+        return coordinator
+
+    def _judge(self) -> HangJudge:
+        place = json.dumps(self.watch.dump.address())
+        return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
+
+    def enter(self, phase: str, action: str) -> None:
+        """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
+        first = self.watch.phase == "set-up"
+        self.watch.enter(phase)
+        self.action = action
+        if first and self._connection is not None:  # at once: rank 0 is less patient from now on
+            said = json.dumps({"phase": phase, "stuck": 0.0})
+            self._connection.send("beat", action=action)
+            self._connection.send("status", said=said)
+
+    def _join(self, seconds: float) -> tuple[wire.Connection, list[wire.Message]]:
+        """Connect to the coordinator; try again what may pass. Raises OSError."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return wire.join(self._address, self._secret, self.rank, self._session, left)
+            except OSError as error:
+                lasting = isinstance(error, (ConnectionRefusedError, TimeoutError, wire.Refused))
+                if lasting or time.monotonic() + 0.1 > deadline:
+                    raise
+            time.sleep(0.1)
+
+    def _listen(self, messages: list[wire.Message]) -> None:
+        """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
+        turn = sent = heard = time.monotonic()
+        hub, doing = "{}", ""  # where rank 0's process is, and its last action
+        links = Links(self._silence)
+        assert self._connection is not None
+        self._connection.send("place", said=json.dumps(self.watch.dump.address()))
+        while not self._left:
+            connection = self._connection
+            for kind, fields in messages:
+                if kind == "cause":
+                    self._stop(Cause(**fields))
+                    return
+                if kind == "alive":
+                    doing = fields["action"]
+                elif kind == "place":
+                    hub = fields["said"]
+                elif kind == "report":
+                    connection.send("stack", text=self.watch.report(self.rank, fields["text"]))
+            if connection.ended:
+                why, messages = ("", []) if self._left else self._come_back()
+                if why:
+                    self._stop(Cause(0, "", why))
+                    return
+                heard = time.monotonic()
+                continue
+            if connection.wait(self._beat):
+                messages, heard = connection.read(), time.monotonic()
+            else:
+                messages = []
+            now = time.monotonic()
+            patience = self.watch.patience(self._silence)
+            if now - turn > patience / 2:  # this process was stopped, not rank 0
+                heard = now
+            turn = now
+            if now - heard > patience:
+                apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
+                apart = silence(json.loads(hub), apart)
+                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
+                return
+            if now - sent >= self._beat and connection.flush():
+                sent = now
+                self.watch.arm(patience, several=True)
+                connection.send("beat", action=self.action)
+                status = self.watch.status(self.action, self._beat)
+                connection.send("status", said=json.dumps(status))
+            for address, seconds in links.dead():
+                connection.send("unheard", address=address, seconds=seconds)
+
+    def _alone(self) -> None:
+        """Watch a world of one rank until it leaves or hangs for too long."""
+        hang = watch_alone(self.watch, self._judge(), lambda: self.action, self._ended, self._beat)
+        if hang is not None:
+            self._stop(Cause(0, self.action, hang.text, quick=1))
+
+    def _come_back(self) -> tuple[str, list[wire.Message]]:
+        """Connect to the coordinator again; return why that failed, or "", and what it says.
+
+        Where rank 0's process is dead nothing listens any more, and that is known at once.
+        """
+        try:
+            self._connection, messages = self._join(RETURN)
+        except ConnectionRefusedError:
+            return DIED, []
+        except OSError as error:
+            apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
+            return f"the connection was reset and does not come back ({error}): {apart}", []
+        if self._report:
+            self._connection.send("failed", **self._report)
+        return "", messages
+
+    def _stop(self, cause: Cause) -> None:
+        """Print the cause, give the main thread time to unwind, then end the process."""
+        self.first = cause
+        self._told.set()
+        self._failed.wait(timeout=0.3)  # the main thread may be about to print it
+        if cause.quick and cause.rank == self.rank:
+            say(self.watch.stacks())
+        self._print()
+        if cause.address:
+            Process(json.loads(cause.address)).end()
+        time.sleep(min(self._unwind, QUICK) if cause.quick else self._unwind)
+        if self._failed.is_set():
+            time.sleep(2 * self._unwind)
+        self._leave()
+
+    def _print(self) -> None:
+        """Print the first cause once, unless it is this rank's own error."""
+        with self._lock:  # held while writing: the thread that comes second may end the process
+            cause, silent = self.first, self._said
+            self._said = True
+            if cause is None or silent or cause.why == self._own:
+                return
+            doing = f" {at(self.action)}" if cause.rank != self.rank else ""
+            self._tell(str(cause))
+            say(f"[rank {self.rank}] stopping{doing}: {cause}")
+
+    def _leave(self) -> None:
+        os._exit(1)
+
+    def __enter__(self) -> "FailureMonitor":
+        if self.world == 1 and self.watch.deadline < math.inf:
+            threading.Thread(target=self._alone, name="failure-monitor", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._ended.set()
+        self.watch.disarm()
+        early = isinstance(error, SystemExit) and not error.code
+        if error is None or self._connection is None:
+            if early:
+                raise RuntimeError("something called sys.exit() before the run was done") from error
+            self._say_bye()
+            return
+        text = str(error).strip() or "no message"
+        text = NOISE.sub("", text.splitlines()[0])
+        why, wait = f"{type(error).__name__}: {text}", 0.0
+        if early:
+            why = "something called sys.exit() before the run was done"
+        elif isinstance(error, CommunicationError):
+            wait = self._grace
+        elif isinstance(error, (SystemExit, KeyboardInterrupt)):
+            why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
+        why = wire.printable(why)
+        if not isinstance(error, CommunicationError):
+            self._own = why
+        self._failed.set()
+        self._report = {"action": self.action, "why": why, "wait": wait}
+        self._connection.send("failed", **self._report)
+        if self._told.wait(timeout=self._grace + 5):
+            self._print()
+        if self._coordinator is not None:
+            time.sleep(1.0)  # let the others hear the cause before rank 0's coordinator goes
+        if early:
+            raise RuntimeError(why) from error
+
+    def _say_bye(self) -> None:
+        """Leave in peace; rank 0 leaves last, so that nobody sees it die."""
+        self._left = True
+        if self._connection is None:
+            return
+        self._connection.send("bye")
+        deadline = time.monotonic() + 1.0
+        while not self._connection.flush() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._connection.close()
+        if self._coordinator is not None:
+            self._coordinator.join(timeout=60)
+
+    def _close(self) -> None:
+        """Close the sockets in a forked child: open there, they would hide the rank's death."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._coordinator is not None:
+            self._coordinator.close()

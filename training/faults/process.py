@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look at another rank's process on this host: is it stopped, where does its Python stand still?
+
+A rank that gives no sign of life cannot say why. Its peers on the same host can: the kernel tells
+whether it is stopped, and faulthandler has written its stacks into memory (Dump) that they open
+through /proc. They also end it, since no signal that Python handles would.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from mpu.comm.symmetric import host
+
+ROOT = Path(__file__).resolve().parents[2]
+_PATHS = sysconfig.get_paths()
+# code that is not the product's, nor the user's; a test that injects a fault is neither
+_FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")
+LIMIT = 1 << 16  # bytes of a dump that are read
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+
+class Dump:
+    """Memory without a name into which faulthandler writes all stacks of this process.
+
+    thread: the identifier of the main thread.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self._fd = thread, -1
+
+    def arm(self, seconds: float, end: bool = False) -> None:
+        """Write the stacks unless this is called again in time.
+
+        end: write them to stderr, then end the process with exit code 1.
+        """
+        if end:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        elif self._open() >= 0:
+            os.ftruncate(self._fd, 0)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(seconds, file=self._fd)
+
+    def _open(self) -> int:
+        if self._fd < 0 and hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("weft-stacks")
+        return self._fd
+
+    def disarm(self) -> None:
+        """Write nothing from now on."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def address(self) -> dict[str, Any]:
+        """Return where this process and its dump are, for `Process`."""
+        pid = os.getpid()
+        return {
+            "host": host(),
+            "pid": pid,
+            "began": _stat(pid)[1],
+            "fd": self._open(),
+            "thread": self.thread,
+        }
+
+
+class Process:
+    """A rank's process, as its peers see it. address: what its Dump says.
+
+    here: it is on this host. gone: it was, and has ended.
+    """
+
+    def __init__(self, address: dict[str, Any]) -> None:
+        self._pid, self._fd = int(address.get("pid", 0)), int(address.get("fd", -1))
+        self._thread = int(address.get("thread", 0))
+        began = str(address.get("began", ""))
+        self.here = bool(began) and address.get("host") == host() and self._pid > 0
+        state, since = _stat(self._pid) if self.here else ("", "")
+        other = since not in ("", began)  # the number is used again
+        ended = other or state in ("Z", "X") or not Path(f"/proc/{self._pid}").exists()
+        self.gone = self.here and ended
+        self.here = self.here and since == began
+
+    def state(self) -> str:
+        """Return the kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped; or ""."""
+        return _stat(self._pid)[0] if self.here else ""
+
+    def lines(self) -> list[str]:
+        """Return "file:line (function)" of our code in the main thread, innermost first."""
+        if not self.here or self._fd < 0:
+            return []
+        try:
+            with open(f"/proc/{self._pid}/fd/{self._fd}", "rb") as file:
+                text = file.read(LIMIT).decode(errors="replace")
+        except OSError:
+            return []
+        for block in re.split(r"\n(?=Thread |Current thread )", text):
+            found = re.search(r"hread (0x[0-9a-f]+)", block)
+            if found and int(found[1], 16) == self._thread:
+                frames = (_FRAME.match(line) for line in block.splitlines())
+                lines = [own_line(m[1], int(m[2]), m[3]) for m in frames if m]
+                return [line for line in lines if line]
+        return []
+
+    def end(self) -> None:
+        """Kill it, if it is on this host and not this very process."""
+        if self.here and self._pid != os.getpid():
+            try:
+                os.kill(self._pid, signal.SIGKILL)
+            except OSError:
+                pass  # it is gone, or another user's
+
+
+def own_line(file: str, number: int, function: str) -> str:
+    """Return "file:line (function)", or "" where the file is a library's."""
+    if file.startswith(_FOREIGN) or "site-packages" in file:
+        return ""
+    return f"{file.removeprefix(f'{ROOT}/')}:{number} ({function})"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return a process's state and when it began (ticks after boot), or two empty texts."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""
