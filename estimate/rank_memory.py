@@ -6,6 +6,7 @@ state. estimate/buffers.py and estimate/activations.py work out what comes and g
 step, estimate/traffic.py what is sent.
 """
 
+from collections.abc import Mapping
 from math import prod
 
 from estimate.model_profile import (
@@ -15,9 +16,10 @@ from estimate.model_profile import (
     rank_parameters,
 )
 from estimate.stages import rank_stages
+from mpu.grid import DATA
 from mpu.optim.interface import rules_of, state_bytes
 from mpu.zero import layout
-from mpu.zero.layout import BucketLayout
+from mpu.zero.layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
 from training.optimizer import optimizer_groups
 
@@ -53,9 +55,18 @@ def gradient_bytes(config: Config) -> int:
     return 2 if config.parallel.main_grads_dtype == "bf16" else accumulate_bytes(config)
 
 
+def sharing(config: Config) -> dict[str, Sharing]:
+    """Return which ranks share a bucket, by the axis that cuts its parameters, as the grid does."""
+    p, ep = config.parallel, config.expert_model_parallel_size
+    stage = p.world_size // p.pipeline_model_parallel_size
+    sizes = {"tp": p.gradient_ranks, "ep": stage // ep if ep else 1}
+    copies = p.num_distributed_optimizer_instances
+    return {cut: sharing_of(cut, sizes[cut], max(1, sizes[cut] // copies), p.zero) for cut in DATA}
+
+
 def level(config: Config) -> int:
-    """Return the ZeRO stage in effect: 0 where a group of sharding ranks has one rank."""
-    return config.parallel.zero if config.parallel.shard_size > 1 else 0
+    """Return the highest ZeRO stage in effect: 0 where no ranks share a bucket."""
+    return max(shared.zero_stage for shared in sharing(config).values())
 
 
 def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[BucketLayout]:
@@ -70,29 +81,23 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     ]
     largest = max(sum(entry.numel for entry in entries) for entries in held)
     size = p.ddp_bucket_size or layout.automatic_size(largest)
-    return layout.make_buckets(held[pp_rank], size, p.gradient_ranks, level(config))
+    return layout.make_buckets(held[pp_rank], size, sharing(config))
 
 
-def state(config: Config, flats: list[BucketLayout], rank: int | None = None) -> dict[str, int]:
+def state(
+    config: Config, flats: list[BucketLayout], ranks: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    moments: the optimizer's own state, of whatever kinds. rank: of those that share it; None: the
-    one with most. Host memory is included; masters there are separate from the weights whatever
-    their dtype.
+    moments: the optimizer's own state, of whatever kinds. ranks: as layout.memory takes them. Host
+    memory is included; masters there are separate from the weights whatever their dtype.
     """
-    size, p = config.run.dtype.itemsize, config.parallel
-    acc = accumulate_bytes(config)
-    shared = level(config) or min(p.zero, 1)  # a single rank still keeps owner's sums
+    size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
     each = state_bytes(optimizer_groups(config), accumulate_dtype(config))
-    kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc, each, rank)
+    kept = layout.memory(flats, size, gradient_bytes(config), acc, state=each, ranks=ranks)
     if offloaded(config):
-        kept["masters"] = _own(config, flats) * acc
+        kept["masters"] = sum(flat.own for flat in flats) * acc
     return kept
-
-
-def _own(config: Config, flats: list[BucketLayout]) -> int:
-    """Return the elements whose masters and state a rank keeps."""
-    return sum(flat.length for flat in flats) // config.parallel.shard_size
 
 
 def state_names(config: Config) -> str:
@@ -123,5 +128,5 @@ def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
     if not offloaded(config):
         return 0
     acc, size = accumulate_bytes(config), config.run.dtype.itemsize
-    moments = state(config, flats)["moments"]
-    return moments + _own(config, flats) * (2 * acc + (size if size < acc else 0))
+    own = sum(flat.own for flat in flats)
+    return state(config, flats)["moments"] + own * (2 * acc + (size if size < acc else 0))

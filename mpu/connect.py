@@ -20,13 +20,15 @@ from mpu.grid import Grid
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp and their parts.
+    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp, ep, edp.
 
+    Their parts share memory too.
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
     parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
-    for name in ("tp", "cp", "dp_cp", *parts):
+    experts = ("ep", "edp", "edp_shard", "edp_replicate")
+    for name in ("tp", "cp", "dp_cp", *parts, *experts):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue

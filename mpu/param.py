@@ -57,7 +57,8 @@ class Placement:
 
     shape: full logical shape, unpadded, sections stacked along dim 0.
     dim: the cut dimension; None where every rank holds all of it.
-    axis: the axis that cuts it or, where dim is None, over which it is replicated.
+    axis: the axis that cuts it or, where dim is None, over which it is replicated: tp, or ep for an
+        expert's. Which ranks sum its gradient and share its state follows from it (mpu.grid.DATA).
     sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
         on its own, so that a checkpoint can name q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included; unused where dim is None.

@@ -361,6 +361,14 @@ class Config:
     notes: tuple[str, ...] = field(default=(), compare=False)
     given: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def expert_model_parallel_size(self) -> int:
+        """Return the ranks of the axis ep, 0 where the model has no experts.
+
+        A fork's own flag of this name sets it (docs/forking.md).
+        """
+        return int(dict(self.extra).get("expert_model_parallel_size", 0))
+
     def flat(self) -> dict[str, Any]:
         """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""
         out: dict[str, Any] = {}

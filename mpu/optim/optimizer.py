@@ -14,16 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
-from mpu.comm.transport import Label
 from mpu.grid import Grid
 from mpu.optim.interface import Group, Parts, Updater, UpdateRule
 from mpu.optim.offload import Offload
-from mpu.param import placement_of
-from mpu.zero.layout import BLOCK
+from mpu.zero.norm import GlobalNorm
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-
-NORM = Label("optimizer", "norm")
 
 
 class Segment(NamedTuple):
@@ -70,7 +65,7 @@ class Optimizer:
         self.updaters: list[list[Updater]] = []  # of each of `each`, one a rule
         for buckets in each:
             self._add(buckets, grads, groups)
-        self._canonical(module)
+        self.norm = GlobalNorm(module, sink.buckets, grid)
 
     def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
@@ -108,66 +103,13 @@ class Optimizer:
             for here in cut
         ]
 
-    def _canonical(self, module: nn.Module) -> None:
-        """Fix the order in which the norm adds: a parameter's blocks, then parameters by name.
-
-        Names are the same in every layout. A parameter that several ranks hold is counted once.
-        """
-        at: dict[nn.Parameter, list[int]] = {}  # where its blocks are in what `_norm` gathers
-        total = sum(bucket.high - bucket.low for bucket in self.sink.buckets) // BLOCK
-        base = 0
-        for bucket in self.sink.buckets:
-            part = (bucket.high - bucket.low) // BLOCK
-            for _, param, start in bucket.params:
-                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
-                at[param] = [block // part * total + base + block % part for block in blocks]
-            base += part
-        order: list[int] = []
-        counted: list[bool] = []
-        lengths: list[int] = []
-        names: list[str] = []
-        for name, param in module.named_parameters():
-            placement = placement_of(param)
-            if any(axis.rank for axis in placement.copies):
-                continue  # only the axis' first rank counts its copy
-            order += at[param]
-            counted += [placement.first_holder] * len(at[param])
-            lengths.append(len(at[param]))
-            names.append(name)
-        device = self.sink.buckets[0].param_shard.device
-        self._order = torch.tensor(order, device=device)
-        self._counted = torch.tensor(counted, device=device)
-        self._lengths = torch.tensor(lengths, device=device)
-        lists = gather_bytes("\n".join(names).encode(), self.grid.pp, device)
-        every = sorted({name for text in lists for name in text.decode().split("\n")})
-        self._row = torch.tensor([every.index(name) for name in names], device=device)
-        self._rows = len(every)
-
-    def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Return the global 2-norm, in fp64, of flat tensors: the owned part of each bucket.
-
-        Norms of blocks of fixed size are gathered from their owners; their squares are added in
-        order, which gives one number a parameter. These are summed over tp in rank order, then over
-        the whole model's parameters by name. As no block has two parameters, the bits do not depend
-        on how buckets are cut or shared, nor on the pipeline.
-        """
-        blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        every = torch.cat(blocks).to(self._order.device)
-        if self.sink.zero_stage:
-            every = all_gather(every, self.sink.shard, label=NORM)[0]
-        squares = every[self._order].square_().mul_(self._counted)
-        own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
-        rows = own.new_zeros(self._rows)
-        rows[self._row] = sum_in_order(own, self.grid.tp, NORM)
-        return sum_in_order(rows, self.grid.pp, NORM).sum().sqrt()
-
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([bucket.grad_shard for bucket in self.sink.buckets])
+        return self.norm([bucket.grad_shard for bucket in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
-        return self._norm(self.masters)
+        return self.norm(self.masters)
 
     def step(
         self, lr: float, decoupled_lr: float | None = None, scale: Tensor | None = None
@@ -191,13 +133,13 @@ class Optimizer:
                 group["lr"] = decoupled_lr if decoupled else lr
         if self.offload:
             self.offload.update(self.updaters, factor, found_inf)
-            self._gather_weights()
+            self.sink.gather_weights()
             return norm, found_inf
         (updaters,) = self.updaters
         for updater in updaters:
             updater.step(factor, found_inf)
         rounded = all(updater.rounds for updater in updaters)
-        self._gather_weights() if rounded else self.weights_from_masters()
+        self.sink.gather_weights() if rounded else self.weights_from_masters()
         return norm, found_inf
 
     def weights_from_masters(self) -> None:
@@ -207,7 +149,7 @@ class Optimizer:
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master.dtype != bucket.param_shard.dtype and not self.offload:
                 bucket.param_shard.copy_(master)
-        self._gather_weights()
+        self.sink.gather_weights()
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
@@ -215,19 +157,6 @@ class Optimizer:
             if master is not bucket.param_shard:
                 master.copy_(bucket.param_shard)
         self.sink.requantise()
-
-    def _gather_weights(self) -> None:
-        """Gather the weights that are kept whole, without waiting if overlap_param_gather is on."""
-        sink = self.sink
-        sink.requantise()
-        for bucket in reversed(sink.buckets):  # about the order of the next forward
-            if sink.zero_stage and bucket.weights is not None and not bucket.sharded:
-                shard, into = bucket.param_shard, bucket.weights
-                label = Label(bucket, "update")
-                _, bucket.gathering = all_gather(shard, sink.shard, True, into=into, label=label)
-        for bucket in sink.buckets:
-            if bucket.plain or not sink.config.overlap_param_gather:
-                bucket.gathering.wait()
 
     @property
     def steps(self) -> int:
@@ -271,7 +200,10 @@ class Optimizer:
         buckets = self.sink.buckets
         segments = (segment for here in self.segments for segment in here)
         return {
-            "parameters": [t for b in buckets for t in (b.param_shard, b.weights, *b.coded)],
+            "parameters": [
+                *(t for b in buckets for t in (b.param_shard, b.weights)),
+                *(t for b in buckets if b.float8 is not None for t in b.float8.kept()),
+            ],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self.masters],
             "moments": [t for s in segments for t in s.updater.state(s.weights).values()],

@@ -202,8 +202,8 @@ def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
     found = {}
     for bucket in sink.buckets:
         flat = getattr(bucket, kind)
-        if sink.zero_stage:  # at stage 0 each is the whole
-            flat = all_gather(flat, sink.shard)[0]
+        if bucket.shard is not None:  # at stage 0 each is the whole
+            flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape)
     return found

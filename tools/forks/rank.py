@@ -57,7 +57,9 @@ FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so 
 ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
 CPU = torch.device("cpu")
 SCALARS = {"norm", "loss sum", "gradient check"}  # phases that the plan leaves out
-PLANNED_AS = {"pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp"}
+PLANNED_AS = {
+    "pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp", "edp_shard": "edp",
+}  # fmt: skip
 
 
 class Sent:

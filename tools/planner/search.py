@@ -244,5 +244,3 @@ def _timed(c: dict[str, float], runs: Runs) -> Times:
                 whole[at] = own
         values[field.name] = whole
     return Times(**values)
-
-

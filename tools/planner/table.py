@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from estimate.dry_run import aligned
+from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
-from mpu.pipeline.simulate import Costs, Timeline, simulate
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import Plans

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
-from mpu.pipeline.simulate import Costs, simulate
 from tools.rehearsal.analytic import Writer, stage
 from tools.rehearsal.analytic_sizes import Layout, Model, Recipe
 from tools.rehearsal.clock import Clock

@@ -85,7 +85,9 @@ def parameter_pieces(
     return [
         piece
         for name, param in parameters
-        for piece in _cut(param, param.detach(), names[name], "", grid.dp_cp)
+        for piece in _cut(
+            param, param.detach(), names[name], "", grid.data(placement_of(param).axis.name).every
+        )
     ]
 
 
@@ -93,14 +95,13 @@ def state_pieces(
     named_state: Iterable[tuple[str, str, int, Tensor]],
     parameters: Iterable[tuple[str, nn.Parameter]],
     names: Mapping[str, Sequence[str]],
-    grid: Grid,
-    holders: Axis | None = None,
+    holders: Callable[[nn.Parameter], Axis],
 ) -> list[NamedPiece]:
     """List the rectangles of this rank's optimizer state.
 
     named_state: (parameter name, kind, first, values), kind that of state, or "" for the parameter
-    itself: elements [first, first + n) of the flattened local parameter. holders: the data-parallel
-    ranks that hold the same elements; None: all of them.
+    itself: elements [first, first + n) of the flattened local parameter. holders(param): the
+    data-parallel ranks that hold the same elements (ParamAndGradBuffer.holders).
     """
     by_name = dict(parameters)
     found = []
@@ -108,7 +109,7 @@ def state_pieces(
         assert "." not in kind, kind  # else the parameter's name could not be found in the state's
         param = by_name[name]
         for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
-            found += _cut(param, part, names[name], kind, holders or grid.dp_cp, (row, column))
+            found += _cut(param, part, names[name], kind, holders(param), (row, column))
     return found
 
 

@@ -23,8 +23,14 @@ from torch import Tensor
 
 from training.run import cuda_memory
 from training.run.log_line import duration, finite_or_none, flops, step_line
-from training.run.log_outputs import open_json, open_tensorboard, open_wandb
-from training.run.output import say, write_line, write_scalars
+from training.run.output import (
+    open_json,
+    open_tensorboard,
+    open_wandb,
+    say,
+    write_line,
+    write_scalars,
+)
 from training.run.peak_flops import peak_flops
 from training.untrusted import printable
 

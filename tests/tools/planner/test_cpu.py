@@ -6,8 +6,8 @@ import json
 import pytest
 
 from benchmarks.plan_cpu import CASES, Case
+from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
-from mpu.pipeline.simulate import Costs, simulate
 from tools.planner.cpu_host import HostError, Product, host_of, read_host
 from tools.planner.cpu_time import Cost, Rank, shared, told
 

@@ -50,7 +50,8 @@ def pieces_of(grid: Grid, seed: int) -> list[NamedPiece]:
             t.placement = p.placement  # type: ignore[attr-defined]
             draw_normal(t, names[name], 1.0, seed + 100 * (i + 1))
             state.append((name, kind, 0, t.data.flatten()))
-    return parameter_pieces(params, names, grid) + state_pieces(state, params, names, grid)
+    pieces = parameter_pieces(params, names, grid)
+    return pieces + state_pieces(state, params, names, lambda param: grid.dp_cp)
 
 
 def save_two(comm: Any, root: str) -> None:

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpu.pipeline.plan import Message, Step, last_needed, plan
-from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only
-from mpu.pipeline.simulate import (
+from estimate.simulate import (
     Costs,
     ScheduleError,
     rehearse,
     simulate,
     validate,
 )
+from mpu.pipeline.plan import Message, Step, last_needed, plan
+from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import resource, sys, torch
-from training.run.malloc import keep_freed_memory
+from training.run.device import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def step():
@@ -35,4 +35,4 @@ def test_freed_memory_is_kept():
     # Until every block has found its place, a dozen steps at most, the heap may still grow; the C
     # library by itself gives back for a while, too, until it has learned how large blocks are.
     assert faults("keep", 40) < 100
-    assert faults("give back", 1) > 1000, "the C library keeps it: drop training/run/malloc.py"
+    assert faults("give back", 1) > 1000, "the C library keeps it: drop keep_freed_memory"
