@@ -113,17 +113,21 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
-    return total[0] / total[1].clamp(min=1), norm, found_inf
+    run.model.ctx.auxiliary_losses.mean = total[2] / total[1].clamp(min=1)
+    return (total[0] + total[2]) / total[1].clamp(min=1), norm, found_inf
 
 
 def run_schedule(
     run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
 ) -> Tensor:
-    """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
+    """Execute a schedule on micro-batches; return fp64 [3]: (losses, tokens, auxiliary losses).
 
-    Both are zero except on the last stage. Backward starts from the sum of the losses / `tokens`.
+    These are sums over the tokens that count; the first two are zero except on the last stage.
+    Backward starts from the sum of the losses / `tokens`.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
+    auxiliary = run.model.ctx.auxiliary_losses
+    auxiliary.begin(tokens)
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
@@ -137,6 +141,7 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    total[2] += auxiliary.take()
     if run.config.fault.empty_unused_memory_level:
         cuda_memory.empty(run.config, run.device, level=1)
     return total
@@ -146,14 +151,14 @@ def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
     count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
     for batches in loader.global_batches(count, size):
         batches = [batch.to(run.device) for batch in batches]
         schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
     run.monitor.action = f"the sum of the losses {during}"
-    loss, tokens = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
+    loss, tokens, _ = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
     return loss / max(tokens, 1)
 
 
@@ -243,7 +248,8 @@ def train(
             heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
-            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm)
+            auxiliary = run.model.ctx.auxiliary_losses.mean
+            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm, auxiliary)
             values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,

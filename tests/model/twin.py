@@ -194,7 +194,8 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
             local = sums[name].narrow(piece.dim, piece.local, piece.size)
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
     weights = {n: w.float().numpy() for n, w in gathered_weights.items()}
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 
 
 def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
@@ -268,6 +269,7 @@ class Twin:
         positions = batch["position_ids"]
         positions = torch.arange(s).expand(b, s) if positions is None else positions
         look = torch.ones(s, s, dtype=torch.bool).tril()[None]
+        auxiliary = 0.0
         if batch["document_ids"] is not None:
             look = look & (batch["document_ids"][:, :, None] == batch["document_ids"][:, None])
         for i in range(self.layers):
@@ -290,12 +292,17 @@ class Twin:
             x = self.norm(h, at + "post_attention_layernorm.weight")
             gate, up = (x @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
             h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t()
+            auxiliary += self.auxiliary(h)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         logits = self.norm(h, "model.norm.weight") @ head.t()
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         mask = batch["loss_mask"]
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
-        return (loss * mask).sum() / mask.sum()
+        return ((loss * mask).sum() + auxiliary) / mask.sum()
+
+    def auxiliary(self, h: torch.Tensor) -> torch.Tensor | float:
+        """Return what a block adds to the loss, summed over the tokens: nothing."""
+        return 0.0
 
     def train(
         self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None
