@@ -47,7 +47,7 @@ from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.optim.optimizer import Optimizer
-from mpu.param import PlacementError
+from mpu.param import PlacementError, name_groups
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
@@ -66,6 +66,7 @@ from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
 from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
 from training.run.guard import Guard
@@ -113,17 +114,21 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
-    return total[0] / total[1].clamp(min=1), norm, found_inf
+    run.model.ctx.auxiliary_losses.mean = total[2] / total[1].clamp(min=1)
+    return (total[0] + total[2]) / total[1].clamp(min=1), norm, found_inf
 
 
 def run_schedule(
     run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
 ) -> Tensor:
-    """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
+    """Execute a schedule on micro-batches; return fp64 [3]: (losses, tokens, auxiliary losses).
 
-    Both are zero except on the last stage. Backward starts from the sum of the losses / `tokens`.
+    These are sums over the tokens that count; the first two are zero except on the last stage.
+    Backward starts from the sum of the losses / `tokens`.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
+    auxiliary = run.model.ctx.auxiliary_losses
+    auxiliary.begin(tokens)
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
@@ -137,6 +142,7 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    total[2] += auxiliary.take()
     if run.config.fault.empty_unused_memory_level:
         cuda_memory.empty(run.config, run.device, level=1)
     return total
@@ -146,14 +152,14 @@ def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
     count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
     for batches in loader.global_batches(count, size):
         batches = [batch.to(run.device) for batch in batches]
         schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
     run.monitor.action = f"the sum of the losses {during}"
-    loss, tokens = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
+    loss, tokens, _ = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
     return loss / max(tokens, 1)
 
 
@@ -173,12 +179,13 @@ def model_provider(
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
+    name_groups(model, file.parameter_group)
     return model
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
+    p = config.parallel
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
@@ -196,8 +203,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
-        model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
-        eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
+        model, sink, grid, optimizer_groups(config), clip=config.optimizer.clip_grad,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
@@ -243,7 +249,8 @@ def train(
             heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
             run.iteration += 1
             run.consumed += size
-            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm)
+            auxiliary = run.model.ctx.auxiliary_losses.mean
+            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm, auxiliary)
             values |= slow.step(begin, waited, log.due(run.iteration))
             log.step(
                 iteration=run.iteration,

@@ -168,7 +168,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
-        order=tuple(p.rank_order.split("-")),
+        order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Buckets:
         if leaving + 1 == len(buckets) or buckets[leaving].reduce_axes:
             return ""
         then, rounds = buckets[leaving + 1], self._micro_batches
-        if self.sink.each and not then.reduce_axes:
+        if self.sink.each and not then.reduce_axes and then.reduction.zero_stage >= 2:
             rounds += 1 - then.rounds
         names = [
             name.removesuffix(".weight")
@@ -85,15 +85,18 @@ class Buckets:
 
     def held(self) -> list[str]:
         """Return lines: what each bucket that is sent holds, and which part this rank owns."""
-        lines, shard = [], self.sink.shard
+        lines, many = [], len({bucket.layout.sharing for bucket in self.sink.buckets}) > 1
         for i, bucket in enumerate(self.sink.buckets):
-            if self.sink.grid.dp_cp.size == 1 and not bucket.reduce_axes:
+            sharing, shard = bucket.layout.sharing, bucket.shard
+            if sharing.ranks == 1 and not bucket.reduce_axes:
                 continue
             text = f"  bucket {i} holds the gradients of {self.contents(i)}"
-            if self.sink.zero_stage:
+            if shard is not None:
                 text = f"  bucket {i}: {self.contents(i)}; {bucket.length:,} numbers, rank "
                 text += f"{shard.rank} of {shard.size} owns [{bucket.low:,}, {bucket.high:,})"
-            if self.sink.zero_stage == 3:
+            if many:
+                text += f"; summed over {sharing.data}"
+            if sharing.zero_stage == 3:
                 text += "; weights "
                 text += "gathered for use" if bucket.sharded else "whole, gathered after updates"
             lines += wrap(text, WIDTH, subsequent_indent="    ")

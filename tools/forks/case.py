@@ -124,8 +124,8 @@ def whole(run: LlamaRun, kind: str) -> dict[str, Tensor]:
     run.sink.wait_for_weights()
     for bucket in run.sink.buckets:
         flat = getattr(bucket, kind)
-        if run.sink.zero_stage:
-            flat = all_gather(flat, run.sink.shard)[0]
+        if bucket.shard is not None:
+            flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape).clone()
     return found

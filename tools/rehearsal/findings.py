@@ -56,7 +56,8 @@ MIXES = {
     "mpu/layers/attention/exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
-IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run
+# what ranks sum in float64 in any run
+IN_DOUBLE = ("optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum")
 HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE
 PROMOTES = ("aten::add_", "aten::cat", "aten::stack")  # what meets a float64 number
 WIDER = (

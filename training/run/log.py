@@ -98,10 +98,17 @@ class Log:
         return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
 
     def values(
-        self, iteration: int, loss: Tensor, norm: Tensor, lr: float, params: Callable[[], Tensor]
+        self,
+        iteration: int,
+        loss: Tensor,
+        norm: Tensor,
+        lr: float,
+        params: Callable[[], Tensor],
+        auxiliary: Tensor | None = None,
     ) -> dict[str, Any]:
         """Return a step's numbers, {} unless due; waits for the device. params: gives its norm.
 
+        auxiliary: the part of the loss that is auxiliary; it is left out where it is 0.
         Where lines are some steps apart, mean_loss is the mean of the steps since the last one, and
         step_losses has (iteration, loss) of each.
         """
@@ -116,6 +123,8 @@ class Log:
         if len(losses) > 1:
             values["mean_loss"] = math.fsum(losses) / len(losses)
             values["step_losses"] = [list(pair) for pair in zip(self.losses, losses, strict=True)]
+        if auxiliary is not None and (part := auxiliary.item()):
+            values["auxiliary_loss"] = part
         self.losses = {}
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 

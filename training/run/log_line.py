@@ -17,10 +17,13 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     norm = f"norm {short(record['grad_norm'])}"
     if "params_norm" in record:
         norm += f" (params {short(record['params_norm'])})"
+    loss = f"loss {_loss(record.get('mean_loss', record['loss']))}"
+    if "auxiliary_loss" in record:
+        loss += f" (auxiliary {short(record['auxiliary_loss'])})"
     mfu = record["mfu"]
     parts = [
         f"iteration {record['iteration']:>{len(str(total))}}/{total}",
-        f"loss {_loss(record.get('mean_loss', record['loss']))}",
+        loss,
         f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
         norm,
         f"{rounded(record['tokens_per_second'])} tokens/s",

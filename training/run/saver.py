@@ -93,10 +93,7 @@ class Saver:
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
-        holders = self.ctx.grid.dp_cp_replicate if sink.zero_stage else self.ctx.grid.dp_cp
-        return pieces + checkpoint.state_pieces(
-            parts, parameters, self.names, self.ctx.grid, holders
-        )
+        return pieces + checkpoint.state_pieces(parts, parameters, self.names, sink.holders)
 
     def begin(self) -> tuple[int, int]:
         """Check that --save can be written, take its lock, load; return (iteration, samples).

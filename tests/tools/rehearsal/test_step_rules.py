@@ -31,7 +31,7 @@ def step(*events, micro_batches=1, each=False, whole=()):
 
     whole: the axes over which the model is cut, for numbers of the whole of it.
     """
-    how = SimpleNamespace(shard=DP, replicate=ONE)
+    how = SimpleNamespace(shard=DP, replicate=ONE, zero_stage=2)
     buckets = [SimpleNamespace(length=8, reduce_axes=axes, reduction=how) for axes in ((TP,), ())]
     recorder = SimpleNamespace(device="cuda", chains={}, events=list(events))
     run = SimpleNamespace(sink=SimpleNamespace(buckets=buckets, each=each))
