@@ -117,7 +117,8 @@ def tiny(
     }
     if block:
         sizes |= {"--hidden-size": block * groups, "--ffn-hidden-size": 2 * block * groups}
-        sizes |= {"--kv-channels": block, "--seq-length": block * tp // 2 * cp}
+        length = block * tp * cp if cp > 1 else block * tp // 2
+        sizes |= {"--kv-channels": block, "--seq-length": length}
     switches = ["--mock-data", "--group-query-attention"]
     if overlap:
         switches.append("--overlap-grad-reduce")

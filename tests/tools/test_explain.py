@@ -56,6 +56,9 @@ CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
     (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
     (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
     (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
+    (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "tensorwise", *FULL), "micro_batches": 2}),
+    (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "blockwise")}),
+    (4, 2, 1, {"cp": 2, "more": (*FLOAT8, "rowwise")}),
 ]
 PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
     (2, 1, 1, "gpipe", {"micro_batches": 3}),

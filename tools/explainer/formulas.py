@@ -159,6 +159,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "C": sum(stage > 0 and stage - 1 not in own for stage in own),
         "sp": sp,
         "c": t if sp else 1,
+        "ff": m.ffn_hidden_size // t,
         "d": m.kv_channels,
         "n": max(1, t // m.num_query_groups),
         "V": sum(i not in left_out for stage in stages for i in stage.layers),

@@ -81,4 +81,12 @@ def _sizes(config: Config) -> Iterator[tuple[str, int]]:
     for flag, count in heads:
         yield f"{flag} {count} x --kv-channels {m.kv_channels} {cut}", count * m.kv_channels // t
     b, s = config.batch.micro_batch_size, m.seq_length
-    yield f"--micro-batch-size {b} x --seq-length {s}", b * s
+    cp = config.parallel.context_parallel_size
+    if cp == 1:
+        yield f"--micro-batch-size {b} x --seq-length {s}", b * s
+    else:
+        # a rank holds two chunks of a row; a block of tokens must lie in one, as on one rank
+        parts = 2 * cp if BLOCKS[config.float8.fp8_recipe or ""] else cp
+        times = "2 x " if parts > cp else ""
+        what = f"--micro-batch-size {b} x --seq-length {s} / ({times}--context-parallel-size {cp})"
+        yield what, b * s // parts

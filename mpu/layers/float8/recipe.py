@@ -12,21 +12,23 @@
     mxfp8        32 numbers of a row                   the same         but for underflow
 
 Every scale is a power of two (mpu/layers/float8/rows.py), so multiplying by one is exact, and its
-place in a sum of products changes no bit. Where tensor-parallel ranks divide what shares a scale,
-they agree on it first, by the maximum of their bytes: rows are the same bytes in every layout.
+place in a sum of products changes no bit. Where ranks divide what shares a scale, they agree on it
+first, by the maximum of their bytes: rows are the same bytes in every layout. Tensor-parallel ranks
+divide features and, under sequence parallelism, tokens; context-parallel ranks divide tokens.
 
 On CUDA torch's scaled_mm multiplies (mpu/layers/float8/cuda.py). Elsewhere `product` decodes the
 rows, multiplies in the accumulation dtype and rounds once: the arithmetic, without the speed.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mpu.comm.collectives import MAX, all_reduce
-from mpu.comm.transport import Label
+from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8.rows import (
@@ -83,8 +85,9 @@ class Float8(Recipe):
         if x.dtype == torch.uint8:
             return x
         flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
-        if self.scaling == "tensorwise" or self.shared(cut):
-            scales = self._scales(flat, form, cut)
+        axes = self.shared(role, cut)
+        if self.scaling == "tensorwise" or axes:
+            scales = self._scales(flat, form, axes)
             if role == "w":
                 x.float8_scales = scales  # type: ignore[attr-defined]
             rows = encode(flat, scales.expand(len(flat), -1), form, wide)
@@ -92,12 +95,11 @@ class Float8(Recipe):
             rows = made(flat, self.block, form, self.scaling == "blockwise" and role == "w", wide)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
-    def _scales(self, x: Tensor, form: Format, cut: str) -> Tensor:
+    def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis]) -> Tensor:
         scales = row_scales(x, self.block, form)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
-        if self.shared(cut):
-            self.agree(scales)
+        self.agree(scales, axes)
         return scales
 
     def _transposed(self, w: Tensor, cut: str) -> Tensor:
@@ -116,25 +118,34 @@ class Float8(Recipe):
                 rows = encode(w, scales, E4M3)
             elif not made_before:
                 rows = self._rows(w, "w", cut_of_w)
-            agree = self.agree if self.shared(cut) else None
+            agree = self._agreed(self.shared("wt", cut))
             return remade(rows, self.block, E4M3, same, agree, wide=self.scaling == "rowwise")
         if self.scaling == "blockwise":
             return made(w.t(), self.block, E4M3, square=True)
         if scales is None:
-            scales = self._scales(w, E4M3, cut_of_w)
+            scales = self._scales(w, E4M3, self.shared("w", cut_of_w))
         return encode(w.t(), scales.expand(w.shape[1], -1), E4M3)
 
-    def agree(self, scales: Tensor) -> None:
-        """Make bytes of scales those of all ranks of tp."""
-        all_reduce(scales, self.ctx.tp, op=MAX, label=Label(None, "float8 scales"))
+    def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
+        """Make bytes of scales those of all ranks of the axes."""
+        for axis in axes:
+            all_reduce(scales, axis, op=MAX, label=Label(None, "float8 scales"))
 
-    def shared(self, cut: str) -> bool:
-        """Return whether ranks divide what has one scale: for blocks they never do (`check`)."""
-        if self.ctx.tp.size == 1:
-            return False
+    def _agreed(self, axes: Sequence[Axis]) -> Callable[[Tensor], None] | None:
+        return partial(self.agree, axes=axes) if axes else None
+
+    def shared(self, role: str, cut: str) -> tuple[Axis, ...]:
+        """Return the axes whose ranks divide what has one scale.
+
+        For blocks there are none (`check`, and training/flags). cut: see Recipe.operand.
+        """
+        tp, cp = self.ctx.tp, self.ctx.grid.cp
         if self.scaling == "tensorwise":
-            return cut != "sp" or self.ctx.sp
-        return self.scaling == "rowwise" and cut == "k"
+            over_tp, over_cp = cut != "sp" or self.ctx.sp, role in ("x", "dy")
+        else:
+            over_tp, over_cp = self.scaling == "rowwise" and cut == "k", False
+        found = ((tp, over_tp), (cp, over_cp))
+        return tuple(axis for axis, divided in found if divided and axis.size > 1)
 
     def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
         """Return the rows, or x itself where wgrad is not in float8."""
@@ -170,8 +181,11 @@ class Float8(Recipe):
             return
         form, same = FORMATS[self.format], self.scaling == "tensorwise"
         wide = self.scaling in ("rowwise", "blockwise")
-        left = remade(dy, self.block, form, same, wide=wide)
-        right = remade(x, self.block, E4M3, same, wide=wide)
+        cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
+        divided = self.scaling == "rowwise" and cp.size > 1
+        agree = self._agreed((cp,) if divided else ())
+        left = remade(dy, self.block, form, same, agree, wide=wide)
+        right = remade(x, self.block, E4M3, same, agree, wide=wide)
         if x.device.type == "cuda":
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
             product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
@@ -215,5 +229,5 @@ def use_float8(
         layer.recipe = recipe
         if gather:
             o, i = layer.weight.shape
-            shared = recipe.shared(layer.cuts["w"])
+            shared = bool(recipe.shared("w", layer.cuts["w"]))
             layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]

@@ -98,10 +98,23 @@ def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tenso
     inverse = scale_of((254 - scales.to(torch.int32)).clamp_(min=0))  # 0 for NOT_FINITE
     numbers = x if x.dtype == torch.float64 else x.float()
     divided = numbers.unflatten(1, (blocks, -1)) * inverse.unsqueeze(2)
-    codes = divided.clamp_(-form.top, form.top).to(form.dtype)
+    codes = _single(divided.clamp_(-form.top, form.top)).to(form.dtype)
     rows = x.new_empty((n, row_bytes(k, k // blocks)), dtype=torch.uint8)
     rows[:, :k] = codes.view(torch.uint8).flatten(1)
     return finish(rows, k, scales)
+
+
+def _single(x: Tensor) -> Tensor:
+    """Return x in fp32, from fp64 rounded to odd: a cast of that to float8 rounds x only once.
+
+    A number that fp32 does not hold is cut off, and its last bit set (Boldo and Melquiond 2008).
+    """
+    if x.dtype != torch.float64:
+        return x
+    near = x.float()
+    error = x.abs() - near.abs().double()
+    bits = near.view(torch.int32) - (error < 0).int()  # towards zero
+    return (bits | (error != 0).int()).view(torch.float32)
 
 
 def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:

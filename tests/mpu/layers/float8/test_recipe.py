@@ -3,15 +3,19 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mpu.comm.collectives import all_reduce
+from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, run_deferred
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.attention.shards import shards
 from mpu.layers.float8.recipe import FORMATS, Float8, use_float8
 from mpu.layers.float8.rows import BLOCKS, E4M3, Format, codes, decode, remade, scale_of, scales
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
@@ -32,6 +36,17 @@ def full(name: str, *shape: int) -> Tensor:
     return torch.where(torch.rand(shape, generator=g) < 1e-3, 50 * x, x)
 
 
+def nearest(x: Tensor, form: Format) -> Tensor:
+    """The code nearest to each number in fp64, of two as near the even one."""
+    every = torch.arange(128, dtype=torch.uint8).view(form.dtype).double()
+    every = every[every.isfinite()]  # code n has the n-th number
+    above = torch.searchsorted(every, x.abs().contiguous()).clamp(max=len(every) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = every[above] - x.abs(), x.abs() - every[below]
+    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return every[code].copysign(x)
+
+
 def rounded(x: Tensor, form: Format, block: int, whole: bool, square: bool = False) -> Tensor:
     """The oracle: x [n, k] as float8 holds it, scaled block by block along k, in fp64."""
     out, n, k = torch.empty_like(x, dtype=FP64), *x.shape
@@ -40,7 +55,7 @@ def rounded(x: Tensor, form: Format, block: int, whole: bool, square: bool = Fal
         part = x[i : i + step[0], j : j + step[1]].double()
         top = part.abs().max().item()
         scale = 2.0 ** math.ceil(math.log2(top / form.top)) if top else 1.0
-        out[i : i + step[0], j : j + step[1]] = (part / scale).float().to(form.dtype).double()
+        out[i : i + step[0], j : j + step[1]] = nearest(part / scale, form)
         out[i : i + step[0], j : j + step[1]] *= scale
     return out
 
@@ -122,8 +137,8 @@ def test_rows_made_again_change_only_what_underflows(scaling, name):
 class Counting(Float8):
     """Counts how often ranks would agree on scales; here every rank has the same numbers."""
 
-    def agree(self, scales: Tensor) -> None:
-        self.agreed.append(len(scales))
+    def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
+        self.agreed += [len(scales)] * len(axes)
 
 
 @pytest.mark.parametrize("scaling, once", [("tensorwise", [1]), ("rowwise", [64])])
@@ -161,13 +176,18 @@ class Seen(Float8):
 
 
 def pass_through(
-    grid, sp, path, scaling, name, kind, deferred=False, wgrad=True
+    grid, sp, path, scaling, name, kind, deferred=False, wgrad=True, tokens=None, length=S
 ) -> dict[str, Tensor]:
-    """Run one layer forward and backward on a rank's parts of the same full tensors."""
+    """Run one layer forward and backward on a rank's parts of the same full tensors.
+
+    tokens: the numbers of those that the rank has of a sequence of `length`; None: all.
+    """
     ctx = LayerContext(grid, sp, FP64, FP64, sink=GradientSink(FP64))
     recipe, t, rank = Seen(scaling, name, ctx, wgrad), grid.tp.size, grid.tp.rank
     object.__setattr__(recipe, "seen", {})
-    x, dy = full("x", S, B, IN), full("dy", S, B, OUT)
+    x, dy = full("x", length, B, IN), full("dy", length, B, OUT)
+    if tokens is not None:
+        x, dy = x[tokens], dy[tokens]
     own = torch.cat([part.chunk(t)[rank] for part in torch.arange(OUT).split(SECTIONS)])
     shard = slice(rank * S // t, (rank + 1) * S // t) if sp and t > 1 else slice(None)
     if kind == "column":
@@ -206,6 +226,29 @@ def slices(whole: dict[str, Tensor], part: dict[str, Tensor], kind: str) -> dict
         "dx": whole["dx"][shard] if kind == "column" else whole["dx"][..., own],
         "dw": whole["dw"][own] if kind == "column" else whole["dw"][:, own],
     }  # fmt: skip
+
+
+def over_tokens(comm, recipes: list) -> None:
+    """Ranks of cp divide the tokens, each with the chunks that attention gives it."""
+    grid, length = comm.grid(1, comm.size), 2 * S * comm.size  # 128 tokens a chunk
+    own = shards(comm.size, (length,))[comm.rank]
+    tokens = torch.cat([torch.arange(r.start, r.stop) for r in own])
+    rows = torch.arange(length * B).view(length, B)[tokens].flatten()
+    for (scaling, name), kind in itertools.product(recipes, ("column", "row")):
+        args = (False, "none", scaling, name, kind)
+        whole = pass_through(Grid(), *args, length=length)
+        part = pass_through(grid, *args, tokens=tokens, length=length)
+        for role in ("x", "w", "dy", "wt", "wgrad x", "wgrad dy"):
+            wanted = whole[role] if role in ("w", "wt") else whole[role][rows]
+            assert torch.equal(part[role], wanted), f"{scaling} {name} {kind}: {role}"
+        summed, _ = all_reduce(part["dw"].clone(), grid.cp)
+        error = (summed - whole["dw"]).norm() / whole["dw"].norm()
+        assert error < 1e-14, f"{scaling} {name} {kind}: dw {error:.1e}"
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.prove)])
+def test_rows_are_the_same_bytes_under_context_parallelism(world, size):
+    world(size).run(over_tokens, [(s, "hybrid") for s in BLOCKS])
 
 
 def in_bf16(comm) -> None:

@@ -139,3 +139,16 @@ def _cast(x, byte, form):
     """torch's cast of x over its scales."""
     scale = scale_of(byte).repeat_interleave(x.shape[1] // byte.shape[1], 1)
     return (x.double() / scale.double()).float().to(form.dtype).float()
+
+
+@FORMATS
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_in_fp64_is_rounded_once(form, sign):
+    """Just above the middle of two codes fp32 has the middle itself, a tie: it would go down."""
+    numbers = finite(form).double()
+    numbers = numbers[numbers >= 0]
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    for off, wanted in ((1 + 2.0**-40, numbers[1:]), (1 - 2.0**-40, numbers[:-1])):
+        x = sign * torch.cat([middle * off, numbers[-1:]])[None]
+        rows = encode(x, scale_bytes(numbers[-1:], form)[None], form)
+        assert torch.equal(decode(rows, 0, form, torch.float64)[0, :-1], sign * wanted)
