@@ -156,7 +156,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     grid = comm.grid(
         case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
         query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
-        order=tuple(config.parallel.rank_order.split("-")),
+        order=tuple(config.parallel.rank_order.split("-")), ep=config.expert_model_parallel_size,
     )  # fmt: skip
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
@@ -289,13 +289,17 @@ class Twin:
             h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()
             x = self.norm(h, at + "post_attention_layernorm.weight")
             gate, up = (x @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
-            h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t()
+            h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t() + self.more(x, at)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         logits = self.norm(h, "model.norm.weight") @ head.t()
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         mask = batch["loss_mask"]
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
         return (loss * mask).sum() / mask.sum()
+
+    def more(self, x: torch.Tensor, at: str) -> torch.Tensor | float:
+        """Return what a fork's layer adds beside its MLP; x: the MLP's input, at: its names."""
+        return 0.0
 
     def train(
         self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None
