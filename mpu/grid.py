@@ -27,7 +27,7 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -39,13 +39,32 @@ import torch.distributed as dist
 from mpu.comm.collectives import ProcessGroupTransport, barrier, group_of
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
-from mpu.launch import Launch, bind_loopback
+from mpu.launch import ASK, Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
 # On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
 # groups have streams of high priority, so that their kernels come first where SMs are scarce.
 URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+
+
+def launch_of(world: int) -> Launch:
+    """Return this process's rank in a world of so many, as torch.distributed or the launcher says.
+
+    A world of one needs neither. Raises ValueError where nobody says which rank this is.
+    """
+    if world == 1:
+        return Launch()
+    launch = Launch.from_env()
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return launch if (launch.rank, launch.world) == (rank, size) else Launch(rank, size)
+    if launch.world == 1:
+        raise ValueError(
+            f"a grid of {world} ranks, and nothing says which rank this process is: start with "
+            "torchrun or srun, or give launch=Launch(rank, world)"
+        )
+    return launch
 
 
 def high_priority(timeout: timedelta) -> Any:
@@ -73,6 +92,8 @@ class DataAxes(NamedTuple):
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
+    launch: this process's rank and world, by default what torch.distributed or the launcher says.
+
     query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
     ep_size: ranks over which experts are cut; 0: the model has none. Raises ValueError where
     tp x cp x pp do not divide the world, `ep_size` not a stage, `instances` not dp_cp or edp, or
@@ -83,7 +104,7 @@ class Grid:
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
-    launch: Launch = field(default_factory=Launch)
+    launch: Launch = ASK
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
@@ -100,6 +121,13 @@ class Grid:
                 f"(= {parts} ranks a model copy)"
             )
         assert sorted(self.order) == sorted(ORDER), self.order
+        if self.launch is ASK:
+            self.launch = launch_of(self.world_size)
+        if self.launch.world != self.world_size:
+            raise ValueError(
+                f"a grid of {self.world_size} ranks, but the launcher started {self.launch.world}: "
+                "give the world's size, or launch=Launch(rank, world)"
+            )
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # of this rank, on every axis
         self.rank = self.launch.rank

@@ -111,6 +111,9 @@ class Launch:
         )
 
 
+ASK = Launch(-1, 0)  # the default of a Grid: ask the launcher
+
+
 def _number(name: str, default: str | None = None) -> int:
     """Read a count from the environment. Raises ValueError."""
     text = os.environ.get(name, default)

@@ -74,7 +74,7 @@ class Graphs:
         """Run a step's micro-batches; return what run_schedule returns, with the same bits."""
         if not self.ready(run):
             return self.run_schedule(run, schedule, batches, tokens, during)
-        total = torch.zeros(2, dtype=torch.float64, device=run.device)
+        total = torch.zeros(3, dtype=torch.float64, device=run.device)
         for i, batch in enumerate(batches):
             where = f"(micro-batch {i}) {during}"
             if eager(self.parallel, i, len(batches)):

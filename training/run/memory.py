@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report how much memory a rank was measured to hold, beside what the dry run states.
+"""Report how much memory a rank was measured to use, beside what the dry run states.
 
 The dry run's formulas are in estimate/rank_memory.py, for what stays from step to step, and in
 estimate/buffers.py, for the most that a step allocates on top.
@@ -12,15 +12,32 @@ import torch
 
 from estimate import buffers, rank_memory
 from estimate.model_profile import ModelProvider
-from mpu.optim.held import memory
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
+from training.run.log import Log
+from training.run.state import Run
+from training.run.watch.step import CONTINUE, Decision, Step
 
 EQUAL = ", equal to the formula"
 
 
-def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
+class MemoryReport:
+    """Notes this rank's memory after the second step; by then every buffer has been in use."""
+
+    def __init__(self, run: Run, provider: ModelProvider, log: Log) -> None:
+        self.run, self.provider, self.log = run, provider, log
+        self._at = run.iteration + 2
+
+    def after_step(self, step: Step) -> Decision:
+        """Note it where that step was made."""
+        if step.iteration == self._at:
+            for line in report(self.run.config, self.provider, self.run.optimizer):
+                self.log.note(line)
+        return CONTINUE
+
+
+def report(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank; return one line where all is as the formulas state, else `in_full`."""
     return brief(in_full(config, provider, optimizer))
 
@@ -50,7 +67,9 @@ def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> li
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
         text += f" of about {sink.bucket_size:,} elements ({how})"
-    return [text, *lines(config, provider, memory(optimizer), peaks, optimizer.grid.pp.rank)]
+    ranks = {b.layout.sharing.cut: b.shard.rank for b in sink.buckets if b.shard is not None}
+    found = optimizer.memory()
+    return [text, *lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)]
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
@@ -65,13 +84,14 @@ def lines(
     measured: Mapping[str, int],
     peaks: Mapping[str, int],
     pp_rank: int = 0,
+    ranks: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
-    measured: zero.held.memory(). peaks: transient(sink); of these, a kind that is neither measured
-    nor stated has no line.
+    measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
+    nor stated has no line. ranks: as layout.memory takes them.
     """
-    kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
+    kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
     stated = dict.fromkeys(peaks, 0)
     if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
         stated = buffers.transient(config, provider, pp_rank)
@@ -111,3 +131,13 @@ def enough() -> Iterator[None]:
         raise UsageError(
             f"there is not enough memory: {said[0][:300]} (--dry-run prints what each rank needs)"
         ) from None
+
+
+def empty_cache(config: Config, device: torch.device, level: int) -> None:
+    """Empty CUDA's cache where --empty-unused-memory-level is at least `level`.
+
+    1: before an update, and after the forwards of an evaluation. 2: after an update. Each time the
+    device is waited for, and what is freed is asked for again in the next step.
+    """
+    if config.fault.empty_unused_memory_level >= level and device.type == "cuda":
+        torch.cuda.empty_cache()

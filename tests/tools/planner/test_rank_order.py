@@ -21,19 +21,19 @@ from tools import plan
 from tools.explain import explain, tiny
 from tools.explainer.trace import Explainer
 from tools.planner.cluster import FOLDER, ClusterError, Level, read_cluster
-from tools.planner.link_bytes import (
+from tools.planner.model import read_model
+from tools.planner.rank_order import (
     GLOO,
     Flow,
     Sizes,
     across,
     choices,
     distinct,
+    faster,
     groups,
     ledger,
     seconds,
 )
-from tools.planner.model import read_model
-from tools.planner.rank_order import faster
 from training.flags.parse import parse
 
 MODEL = (

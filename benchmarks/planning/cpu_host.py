@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a host without GPUs can do, as a probe measured it: matmuls, passes, collectives, Python.
 
-A file is JSON: {"name", "cores", "rates", "source"}. Each rate is measured with as many threads as
-a rank has while the other cores do the same, so that memory and clock are shared as in a run.
-benchmarks/plan_cpu.py writes it; no number in it comes from a run that is predicted.
+Each rate is measured with as many threads as a rank has while the other cores do the same, so that
+memory and clock are shared as in a run. benchmarks/plan_cpu.py measures them; no number here comes
+from a run that is predicted.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from training.untrusted import read_json
+from typing import NamedTuple
 
 Points = Sequence[Sequence[float]]  # (bytes, seconds), ascending
 
@@ -39,7 +36,7 @@ class Product(NamedTuple):
 
 
 class HostError(ValueError):
-    """A host's file that cannot be used: the text names the file and the rule."""
+    """A rate that is asked for and was not measured: the text names it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,6 @@ class Host:
     outnumber the cores, how much longer they take than if sharing a core cost nothing.
     """
 
-    name: str
     cores: int
     rates: Mapping[int, Rates]
     transfers: Mapping[str, Points]
@@ -137,28 +133,3 @@ def interpolate(points: Points, at: float) -> float:
             return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
     (x0, y0), (x1, y1) = points[-2:]
     return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (at - x1)
-
-
-def rates_of(fields: dict[str, Any]) -> Rates:
-    """Return the rates that a file holds."""
-    return Rates(**fields)
-
-
-def host_of(content: Any, path: str = "the probe") -> Host:
-    """Return the host of a file's content. Raises HostError where it breaks a rule."""
-    keys = ("name", "cores", "rates", "transfers", "context", "sharing", "source")
-    if not isinstance(content, dict) or content.keys() != set(keys):
-        raise HostError(f"{path}: must be an object with {', '.join(keys)}")
-    try:
-        rates = {int(t): rates_of(each) for t, each in content["rates"].items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise HostError(f"{path}: rates: {error}") from None
-    if 1 not in rates or content["cores"] < 1:
-        raise HostError(f"{path}: rates of one thread, and cores of at least 1, must be there")
-    rest = (content[key] for key in ("transfers", "context", "sharing"))
-    return Host(content["name"], content["cores"], rates, *rest)
-
-
-def read_host(path: Path) -> Host:
-    """Return the host of a file. Raises HostError."""
-    return host_of(read_json(path), str(path))

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tools.planner.allocator import MIB, Allocator
-from tools.planner.nanotron_memory import reserved
-from tools.planner.nanotron_step import Stage, Step
+from benchmarks.planning.allocator import MIB, Allocator
+from benchmarks.planning.nanotron import Stage, Step, reserved
 
 ONE = Stage(
     layers=16, hidden=2048, ffn=8192, vocab=131072, tokens=4096, micro_batch=1, micro_batches=32,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a host's cores do, for tools/planner/cpu_host.py, inside a world of ranks.
+"""Measure what a host's cores do, for benchmarks/planning/cpu_host.py, inside a world of ranks.
 
 All ranks measure the same at the same time, as ranks of a run do. A matmul, a kernel of csrc, a
 collective and a message are measured alone; Python's seconds are steps of models whose numbers are
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.planning.cpu_host import Host, Product, Rates
+from benchmarks.planning.cpu_time import Rank, parts, told
 from estimate.model_profile import make_grid
 from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.p2p import receive, send
@@ -25,8 +27,6 @@ from mpu.launch import Launch
 from mpu.layers import fused
 from mpu.layers.linear import Recipe
 from pretrain_llama import LlamaRun, build, train_step
-from tools.planner.cpu_host import Host, Product, rates_of
-from tools.planner.cpu_time import Rank, parts, told
 from tools.rehearsal.patches import Patches
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
@@ -158,7 +158,7 @@ def rates(products: Iterable[Product]) -> dict[str, Any]:
         layers = run.config.model.num_layers
         fixed = python["step"] + python["step_layer"] * layers
         calls[f"update {kind}"] = max(0.0, update - fixed) / numbers
-        made = rates_of({"products": found, "calls": calls | {f"glue {kind}": 0.0}, **python})
+        made = Rates(**{"products": found, "calls": calls | {f"glue {kind}": 0.0}, **python})
         layer, _, head = parts(made, own)
         known = layers * sum(layer) + sum(head) + update + python["micro_batch"]
         calls[f"glue {kind}"] = max(0.0, step - known) / ((layers + 1) * own.own * own.hidden)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step on a host's cores: matmuls by shape, the formulas' transfers, ranks that share cores."""
 
-import json
-
 import pytest
 
 from benchmarks.plan_cpu import CASES, Case
+from benchmarks.planning.cpu_host import Host, HostError, Product, Rates
+from benchmarks.planning.cpu_time import Cost, Rank, shared, told
 from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
-from tools.planner.cpu_host import HostError, Product, host_of, read_host
-from tools.planner.cpu_time import Cost, Rank, shared, told
 
 KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward",
            "attention_forward", "attention_backward", "softmax_stats", "softmax_gradient",
@@ -17,20 +15,15 @@ KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_ba
 RATE = 1e9
 
 
-def content(cores=2, layer=0.0, send=((0, 0.0),)):
+def host_of(cores=2, transfers=None):
     """Return a host that does RATE FLOPs a second and nothing else."""
     products = {Product(kind, "float32", 64, 64, 64).key: 2 * 64**3 / RATE
                 for kind in ("forward", "dgrad", "wgrad")}  # fmt: skip
-    rates = {
-        "products": products, "calls": {f"{name} float32": 0.0 for name in KERNELS},
-        "layer": layer, "micro_batch": 0.0, "step": 0.0, "step_layer": 0.0,
-    }  # fmt: skip
+    calls = {f"{name} float32": 0.0 for name in KERNELS}
+    rates = Rates(products, calls, layer=0.0, micro_batch=0.0, step=0.0, step_layer=0.0)
     verbs = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-    return {
-        "name": "made up", "cores": cores, "rates": {"1": rates, str(cores): rates},
-        "transfers": {f"{verb} 2": [list(p) for p in send] for verb in verbs}, "context": {},
-        "sharing": {}, "source": "this test",
-    }  # fmt: skip
+    nothing = {f"{verb} 2": [(0, 0.0)] for verb in verbs}
+    return Host(cores, {1: rates, cores: rates}, nothing | (transfers or {}))
 
 
 def flops(config):
@@ -46,7 +39,7 @@ def flops(config):
 def test_the_work_of_all_layouts_is_the_models_flops(case: Case) -> None:
     """Where only matmuls take time, all cores do the model's FLOPs, whoever shares them."""
     config = case.config()
-    step = told(host_of(content()), config)
+    step = told(host_of(), config)
     bound = flops(config) / RATE / min(2, case.ranks)
     assert step.step >= bound * (1 - 1e-9)
     p = config.parallel
@@ -56,15 +49,13 @@ def test_the_work_of_all_layouts_is_the_models_flops(case: Case) -> None:
 
 def test_transfers_are_counted_and_share_cores() -> None:
     """Two of four ranks of a pair measured a second a call: four ranks on two cores take two."""
-    one, many = Case("tiny", "fp32", 2, "--zero-stage 1 --micro-batch-size 4"), content()
-    many["transfers"]["all_gather 2"] = [[0, 1.0]]
-    base = told(host_of(content()), one.config()).step
-    calls = told(host_of(many), one.config()).step - base
+    one = Case("tiny", "fp32", 2, "--zero-stage 1 --micro-batch-size 4")
+    many = host_of(transfers={"all_gather 2": [(0, 1.0)]})
+    base = told(host_of(), one.config()).step
+    calls = told(many, one.config()).step - base
     assert calls == pytest.approx(round(calls)) and calls >= 3  # weights, squares, losses
     sharing = Case("tiny", "fp32", 4, "--zero-stage 1 --micro-batch-size 2")
-    of_four = told(host_of(many), sharing.config()).step - told(
-        host_of(content()), sharing.config()
-    ).step  # fmt: skip
+    of_four = told(many, sharing.config()).step - told(host_of(), sharing.config()).step
     assert of_four == pytest.approx(2 * calls)
 
 
@@ -85,26 +76,14 @@ def test_with_a_core_for_each_rank_it_is_the_simulation(name: str) -> None:
 
 
 def test_a_matmul_that_was_not_measured_has_the_nearest_ones_rate() -> None:
-    rates = host_of(content()).of(2)
+    rates = host_of().of(2)
     assert rates.product(Product("forward", "float32", 128, 64, 64)) == pytest.approx(
         4 * 64**3 / RATE
     )
+    host = host_of(cores=3)
+    assert (host.threads(1), host.threads(2)) == (3, 1)
     with pytest.raises(HostError, match="no product of forward bfloat16 was measured"):
         rates.product(Product("forward", "bfloat16", 1, 1, 1))
-
-
-def test_a_hosts_file_is_checked(tmp_path) -> None:
-    path = tmp_path / "host.json"
-    path.write_text(json.dumps(content(cores=3)))
-    assert (read_host(path).threads(1), read_host(path).threads(2)) == (3, 1)
-    for change, said in (
-        ({"cores": 0}, "rates of one thread, and cores of at least 1"),
-        ({"more": 1}, "must be an object with name, cores"),
-        ({"rates": {"1": {}}}, "rates: "),
-    ):
-        path.write_text(json.dumps(content() | change))
-        with pytest.raises(HostError, match=said):
-            read_host(path)
 
 
 def test_a_ranks_matmuls_are_its_part_of_the_models() -> None:

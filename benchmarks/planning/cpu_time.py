@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import pretrain_llama
+from benchmarks.planning.cpu_host import Host, Product, Rates
 from estimate.model_profile import rank_parameters
 from estimate.stages import rank_stages
 from mpu.grid import ORDER
 from mpu.pipeline.schedules import Action, Schedule
-from tools.planner.cpu_host import Host, Product, Rates
-from tools.planner.link_bytes import Sizes, groups, ledger
+from tools.planner.rank_order import Sizes, groups, ledger
 from training import batch_size
 from training.config import Config
 from training.schedule import schedule_of
