@@ -29,7 +29,6 @@ from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.optim.held import memory
 from mpu.param import Placement, PlacementError, parameter
 from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
@@ -42,7 +41,7 @@ from tools.explain import explain, tiny
 from training.config import CheckpointConfig, Config
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run import memory_report
+from training.run import memory as memory_report
 from training.run.saver import Saver
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -366,7 +365,7 @@ def measured(comm: Any, case: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         planned[row.axis] += row.sent
     return {
-        "memory": (memory(run.optimizer) | memory_report.transient(run.sink), said),
+        "memory": (run.optimizer.memory() | memory_report.transient(run.sink), said),
         "sent": (dict(sent.bytes), dict(planned)),
         "phases": sent.phases,
     }
