@@ -89,7 +89,6 @@ class ParallelConfig:
     distributed_timeout_minutes: int = 10
     no_shared_memory: bool = False
     tp_comm_overlap: str = "none"  # the method: or "ring", "symmetric", "auto"
-    tp_comm_overlap_cache: str | None = None  # file that keeps what auto chose
     recompute_granularity: str | None = None  # None, "selective", "full"
     recompute_method: str | None = None  # None, "uniform", "block": with "full" only
     recompute_num_layers: int | None = None
@@ -304,7 +303,6 @@ class FaultConfig:
     empty_unused_memory_level: int = 0  # CUDA's cache emptied: 1 before, 2 after an update, too
     check_replicas: int | None = None  # steps between two comparisons of replicas; None: never
     on_replica_mismatch: str = "stop"  # or "rewind"
-    checksum_messages: bool = False
     on_spike: str | None = None  # "report", "stop", "rewind"; None: nobody looks
     spike_z_score: float = 10.0
     iterations_to_skip: tuple[int, ...] = ()  # counted, and not trained on
@@ -332,7 +330,7 @@ _NOT_MATHEMATICS |= {"data.data_timeout", "data.data_local_copy"}
 _NOT_MATHEMATICS |= {"model.model_file"}  # a path
 # Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir", "log.memory_snapshot_path"}
-_LOCAL |= {"data.data_cache_path", "data.data_local_copy", "parallel.tp_comm_overlap_cache"}
+_LOCAL |= {"data.data_cache_path", "data.data_local_copy"}
 
 
 @dataclass(frozen=True)

@@ -234,21 +234,6 @@ class ProcessGroupTransport(Transport):
         )
         return out, handle
 
-    def pack(self, x: Tensor, axis: Axis) -> Tensor:
-        """Return a point-to-point message as it travels."""
-        return to_wire(x, axis)
-
-    def room(self, out: Tensor) -> Tensor:
-        """Return memory in which a message like `out` can arrive: `out` itself where it can."""
-        return torch.empty_like(out, device="cpu") if self.staged else out
-
-    def unpack(
-        self, wire: Tensor, out: Tensor, axis: Axis, source: int, label: Label | None
-    ) -> None:
-        """Put a message from the axis' rank `source`, which arrived in `wire`, into `out`."""
-        if wire is not out:
-            out.copy_(wire)
-
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:
     """Return the axis with its process group as transport. why_not: why it shares no memory."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
-from mpu.connect import checksum, share, share_gpus
+from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
@@ -142,9 +142,7 @@ def connect(
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
-    if config.fault.checksum_messages and grid.world_size > 1:
-        lines = checksum(grid)
-    elif device.type == "cpu" and not p.no_shared_memory:
+    if device.type == "cpu" and not p.no_shared_memory:
         lines = share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
         lines = share_gpus(grid, device, timeout)
