@@ -64,7 +64,6 @@ from training.data.loader import Loader
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.flags.zero_rules import zero_config
 from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
@@ -84,6 +83,7 @@ from training.run.state import Run
 from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
 from training.run.warm_up import warm_up
 from training.untrusted import printable
+from training.zero import zero_config
 
 
 @dataclass
