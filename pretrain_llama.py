@@ -47,7 +47,7 @@ from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.optim.optimizer import Optimizer
-from mpu.param import PlacementError
+from mpu.param import PlacementError, name_groups
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
@@ -65,6 +65,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, cuda_memory, memory_report
 from training.run.guard import Guard
@@ -178,12 +179,13 @@ def model_provider(
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
+    name_groups(model, file.parameter_group)
     return model
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
+    p = config.parallel
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
@@ -201,8 +203,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
-        model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
-        eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
+        model, sink, grid, optimizer_groups(config), clip=config.optimizer.clip_grad,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)

@@ -195,7 +195,7 @@ def _memory(
         "masters": "fp32"
         if rank_memory.accumulate_bytes(config) > config.run.dtype.itemsize
         else "",
-        "moments": "AdamW's two",
+        "moments": rank_memory.state_names(config),
         "norm's index": "where each block of a parameter lies among all ranks' parts",
         "whole gradients": "for a while in a step, until their sum is with its owner",
         "gathered weights": "for a while in a step",

@@ -6,6 +6,7 @@ state. estimate/buffers.py and estimate/activations.py work out what comes and g
 step, estimate/traffic.py what is sent.
 """
 
+from collections.abc import Mapping
 from math import prod
 
 from estimate.model_profile import (
@@ -16,9 +17,11 @@ from estimate.model_profile import (
 )
 from estimate.stages import rank_stages
 from mpu.grid import DATA
+from mpu.optim.interface import rules_of, state_bytes
 from mpu.zero import layout
 from mpu.zero.layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
+from training.optimizer import optimizer_groups
 
 NORM_BYTES = 9  # of a block: int64 and bool
 Shapes = dict[str, tuple[int, ...]]
@@ -81,16 +84,27 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     return layout.make_buckets(held[pp_rank], size, sharing(config))
 
 
-def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
+def state(
+    config: Config, flats: list[BucketLayout], ranks: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    Host memory is included; masters there are separate from the weights whatever their dtype.
+    moments: the optimizer's own state, of whatever kinds. ranks: as layout.memory takes them. Host
+    memory is included; masters there are separate from the weights whatever their dtype.
     """
     size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
-    kept = layout.memory(flats, size, gradient_bytes(config), acc)
+    each = state_bytes(optimizer_groups(config), accumulate_dtype(config))
+    kept = layout.memory(flats, size, gradient_bytes(config), acc, state=each, ranks=ranks)
     if offloaded(config):
-        kept["masters"] = kept["moments"] // 2
+        kept["masters"] = sum(flat.own for flat in flats) * acc
     return kept
+
+
+def state_names(config: Config) -> str:
+    """Return the optimizer's kinds of state as words: "AdamW's two"."""
+    count = ("no state", "one", "two", "three", "four")
+    rules = rules_of(optimizer_groups(config))
+    return ", ".join(f"{rule.name}'s {count[len(rule.kinds)]}" for rule in rules)
 
 
 def norm_bytes(flats: list[BucketLayout]) -> int:
@@ -108,11 +122,11 @@ def offloaded(config: Config) -> bool:
 def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
     """Return the bytes that --optimizer-cpu-offload keeps in host memory.
 
-    They are a gradient, a master and two moments of the owned part, and, where weights are
-    narrower, the weights to be copied to the device.
+    They are a gradient, a master and the optimizer's state of the owned part, and, where weights
+    are narrower, the weights to be copied to the device.
     """
     if not offloaded(config):
         return 0
     acc, size = accumulate_bytes(config), config.run.dtype.itemsize
     own = sum(flat.own for flat in flats)
-    return own * (4 * acc + (size if size < acc else 0))
+    return state(config, flats)["moments"] + own * (2 * acc + (size if size < acc else 0))

@@ -163,8 +163,12 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, gradient clipping, the learning-rate curve. A decay length of None is the run's."""
+    """The optimizer, gradient clipping, the learning-rate curve.
 
+    A decay length of None is the run's.
+    """
+
+    optimizer: str = "adam"  # a key of training.optimizer.RULES
     lr: float = 3e-4
     min_lr: float = 0.0
     decoupled_lr: float | None = None  # peak for the embedding and the output layer; None: lr
@@ -328,6 +332,8 @@ _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 _NOT_MATHEMATICS = {"batch.micro_batch_size", "data.num_workers", "data.data_cache_path"}
 _NOT_MATHEMATICS |= {"data.data_timeout", "data.data_local_copy"}
 _NOT_MATHEMATICS |= {"model.model_file"}  # a path
+# Settings that older checkpoints lack: left out at their default, which keeps digests as they were.
+_LATER = {"optimizer.optimizer": "adam"}
 # Settings that may differ between the ranks of a run: places that are local to a node.
 _LOCAL = {"log.log_json", "log.tensorboard_dir", "log.memory_snapshot_path"}
 _LOCAL |= {"data.data_cache_path", "data.data_local_copy"}
@@ -370,7 +376,7 @@ class Config:
                 out |= {f"extra.{k}": v for k, v in value}
             elif part.name not in ("notes", "given"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
-        return {k: _plain(v) for k, v in out.items()}
+        return {k: _plain(v) for k, v in out.items() if k not in _LATER or v != _LATER[k]}
 
     def digest(self) -> str:
         """Return the SHA-256 of the settings that define the numbers of the run, in hex."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mpu.grid import DATA
-from mpu.param import placement_of
+from mpu.param import group_of, placement_of
 
 BLOCK = 1024  # elements; also the unit of the global norm
 SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
@@ -76,7 +76,8 @@ class ParamEntry(NamedTuple):
 
     chunk: its pipeline chunk. axes: those over which its gradient is summed before the ranks that
     share it are. rows, scales: bytes of what it becomes, where it travels in float8
-    (mpu/zero/float8_gather.py). matrix: it has two dimensions. cut: the axis that cuts it.
+    (mpu/zero/float8_gather.py). matrix: it has two dimensions. cut: the axis that cuts it. group:
+    the group that the model puts it in, for the optimizer.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ParamEntry(NamedTuple):
     scales: int = 0
     matrix: bool = False
     cut: str = "tp"
+    group: str = ""
 
 
 def entries_of(
@@ -113,6 +115,7 @@ def entries_of(
                 scales=scales,
                 matrix=matrix,
                 cut=place.axis.name,
+                group=group_of(param),
             )
         )
     return found
@@ -123,6 +126,7 @@ class BucketLayout(NamedTuple):
 
     axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
     its parameters'; 0 unless it travels in float8. whole: its weights stay whole at stage 3.
+    groups: those of its parameters.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -132,6 +136,7 @@ class BucketLayout(NamedTuple):
     scales: int = 0
     whole: bool = False
     sharing: Sharing = Sharing()
+    groups: tuple[str, ...] = ()
 
     @property
     def own(self) -> int:
@@ -151,6 +156,17 @@ class BucketLayout(NamedTuple):
     def sharded(self) -> bool:
         """Return whether a rank keeps its share of the weights alone."""
         return self.by_use or self.scales > 0
+
+    def runs(self) -> list[tuple[int, int, str]]:
+        """Return [low, high) and group of each run of parameters of one group, padding included."""
+        found: list[tuple[int, int, str]] = []
+        for (_, start, _), group in zip(self.params, self.groups, strict=True):
+            if found and found[-1][2] == group:
+                continue
+            if found:
+                found[-1] = (found[-1][0], start, found[-1][2])
+            found.append((start, self.length, group))
+        return found
 
 
 def automatic_size(largest: int) -> int:
@@ -235,7 +251,14 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, whole: bool) -> Bu
     rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
     length, axes = -(-offset // grain) * grain, group[0].axes
     return BucketLayout(
-        tuple(params), length, axes, rows=rows, scales=scales, whole=whole, sharing=sharing
+        tuple(params),
+        length,
+        axes,
+        rows=rows,
+        scales=scales,
+        whole=whole,
+        sharing=sharing,
+        groups=tuple(entry.group for entry in group),
     )
 
 
@@ -247,18 +270,25 @@ def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
 
 
 def memory(
-    layouts: Sequence[BucketLayout], weight: int, gradient: int, accumulate: int
+    layouts: Sequence[BucketLayout],
+    weight: int,
+    gradient: int,
+    accumulate: int,
+    state: Mapping[str, int],
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
-    weight, gradient, accumulate: bytes of an element of a weight, of a main gradient, and of a sum,
-    master or moment. With L elements in a bucket and share = L/ranks:
+    weight, gradient, accumulate: bytes of an element of a weight, of a main gradient, and of a sum
+    or master. state: bytes that the optimizer keeps for an element, s, by group. ranks: the rank
+    among those that share a bucket, by the axis that cuts it; None: the one with most state. With L
+    elements in a bucket and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
         gradients     L gradient  L gradient            share accumulate   share accumulate
         masters       L acc.      share accumulate, where a weight is narrower than that
-        moments       2 L acc.    2 share accumulate
+        moments       L s         share s
 
     Where main gradients are narrower, stages 0 and 1 also have the sums: L or share accumulate. At
     stage 3 buckets that are summed over another axis keep whole weights (docs/design.md says why).
@@ -275,22 +305,22 @@ def memory(
         if stage < 2 and gradient < accumulate:
             kept["gradients"] += own * accumulate
         kept["masters"] += own * accumulate if weight < accumulate else 0
-        kept["moments"] += 2 * own * accumulate
+    kept["moments"] = _state_bytes(layouts, state, ranks)
     return kept
 
 
-def runs(
-    params: list[tuple[str, nn.Parameter, int]],
-    length: int,
-    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
-) -> list[tuple[int, int, tuple[bool, bool]]]:
-    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
-    found: list[tuple[int, int, tuple[bool, bool]]] = []
-    for name, param, start in params:
-        kind = group(name, param)
-        if found and found[-1][2] == kind:
-            continue
-        if found:
-            found[-1] = (found[-1][0], start, found[-1][2])
-        found.append((start, length, kind))
-    return found
+def _state_bytes(
+    layouts: Sequence[BucketLayout], state: Mapping[str, int], ranks: Mapping[str, int] | None
+) -> int:
+    if len(set(state.values())) == 1:  # then all ranks have the same
+        return sum(layout.own for layout in layouts) * max(state.values())
+    shares: dict[str, list[int]] = {}  # of each rank that shares buckets, by the axis
+    for layout in layouts:
+        own = layout.own
+        share = shares.setdefault(layout.sharing.cut, [0] * (layout.length // own))
+        for low, high, group in layout.runs():
+            for i in range(low // own, -(-high // own)):
+                share[i] += (min(high, (i + 1) * own) - max(low, i * own)) * state[group]
+    if ranks is None:
+        return sum(map(max, shares.values()))
+    return sum(share[ranks[cut] if len(share) > 1 else 0] for cut, share in shares.items())

@@ -21,6 +21,8 @@ from estimate.bucket_size import (
 from mpu.comm.transport import Handle, Transport
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.layout import BucketLayout, ParamEntry, Sharing, ZeroConfig, make_buckets
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -179,7 +181,7 @@ def step(
     module = nn.Module()
     module.layers = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in sizes])
     sink.attach(module)
-    optimizer = Optimizer(module, sink, grid, lambda name, param: (False, False))
+    optimizer = Optimizer(module, sink, grid, {"vector": Group(AdamW())})
     names = [name for name, _ in module.named_parameters()]
     count = len(names)
     time = Timeline(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_llama
-from model.llama import hf_names, parameter_group
+from model.llama import hf_names
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
@@ -38,6 +38,7 @@ from training.config import (
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
+from training.optimizer import optimizer_groups
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -169,10 +170,9 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     elif config.parallel.tp_comm_overlap != "none":
         use_overlap(run.model, OverlapMap(config.parallel.tp_comm_overlap))
     if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
-        o = config.optimizer
         run.optimizer = pretrain_llama.Optimizer(
-            run.model, run.sink, grid, parameter_group, cpu_offload=True, clip=o.clip_grad,
-            betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, weight_decay=o.weight_decay,
+            run.model, run.sink, grid, optimizer_groups(config), cpu_offload=True,
+            clip=config.optimizer.clip_grad,
         )  # fmt: skip
     losses, norms = [], []
     for step in range(steps):

@@ -32,7 +32,6 @@ from estimate.traffic import traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
-from mpu.optim.held import memory
 from mpu.zero.gradient_check import GradientCheck
 from pretrain_llama import LlamaRun, build, model_provider
 from tools.forks.case import (
@@ -291,7 +290,7 @@ def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
     said = rank_memory.state(config, flats)
-    for kind, found in memory(run.optimizer).items():
+    for kind, found in run.optimizer.memory().items():
         if found != said[kind]:
             line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
             report.findings.append(("plan", "", line))

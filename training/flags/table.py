@@ -92,7 +92,8 @@ LIVE = """
 --step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch size, changing at these token counts: "0:768 250B:1536"
 --train-iters | int>=1 | steps; this or --train-samples | length of the run
 --train-samples | int>=1 | samples; this or --train-iters | length of the run
-[optimizer] AdamW and the learning rate
+[optimizer] The optimizer and the learning rate
+--optimizer | one of adam | off: adam, which is AdamW | what updates the weights
 --lr | float>=0 | per step; required | peak learning rate
 --min-lr | float>=0 | per step; off: 0 | floor of the decay
 --decoupled-lr | float>=0 | per step; off: left out, --lr | peak for the embedding and the output layer

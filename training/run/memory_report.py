@@ -12,7 +12,6 @@ import torch
 
 from estimate import buffers, rank_memory
 from estimate.model_profile import ModelProvider
-from mpu.optim.held import memory
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
@@ -50,7 +49,9 @@ def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> li
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
         text += f" of about {sink.bucket_size:,} elements ({how})"
-    return [text, *lines(config, provider, memory(optimizer), peaks, optimizer.grid.pp.rank)]
+    ranks = {b.layout.sharing.cut: b.shard.rank for b in sink.buckets if b.shard is not None}
+    found = optimizer.memory()
+    return [text, *lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)]
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
@@ -65,13 +66,14 @@ def lines(
     measured: Mapping[str, int],
     peaks: Mapping[str, int],
     pp_rank: int = 0,
+    ranks: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
-    measured: zero.held.memory(). peaks: transient(sink); of these, a kind that is neither measured
-    nor stated has no line.
+    measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
+    nor stated has no line. ranks: as layout.memory takes them.
     """
-    kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank))
+    kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
     stated = dict.fromkeys(peaks, 0)
     if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
         stated = buffers.transient(config, provider, pp_rank)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu import accelerators
 from mpu.accelerators import missing
-from mpu.optim import adam
-from mpu.optim import backends as adam_backends
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Parts, Updater
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 SIZES, DECAY = ((7, 1024), (30,), (513,)), (0.1, 0.0, 0.1)
@@ -35,7 +35,7 @@ def make(backend: str, dtype: torch.dtype = torch.float32):
     segments = [segment for group in groups for segment in group["params"]]
     for segment in segments:
         segment.grad = torch.zeros_like(segment)
-    return adam_backends.make(backend, groups, lr=1.0, betas=BETAS, eps=EPS), segments
+    return AdamW(BETAS, EPS, backend).updater(Parts(groups)), segments
 
 
 def give(step: int, segments: list[Tensor]) -> list[Tensor]:
@@ -51,7 +51,7 @@ def factor(step: int) -> Tensor:
     return torch.tensor([1.0, 0.37, 2.5][step % 3], dtype=torch.float64)
 
 
-def update(opt: adam.Adam, segments: list[Tensor], step: int, skip: bool = False) -> None:
+def update(opt: Updater, segments: list[Tensor], step: int, skip: bool = False) -> None:
     give(step, segments)
     if skip:
         segments[0].grad[3] = float("nan")
@@ -60,8 +60,8 @@ def update(opt: adam.Adam, segments: list[Tensor], step: int, skip: bool = False
     opt.step(factor(step), torch.tensor(float(skip)))
 
 
-def state(opt: adam.Adam, segments: list[Tensor]) -> list[Tensor]:
-    return [t.detach().clone() for s in segments for t in (s, *opt.moments(s))]
+def state(opt: Updater, segments: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for s in segments for t in (s, *opt.state(s).values())]
 
 
 def by_hand(segments: list[Tensor], steps: list[int]) -> list[Tensor]:
@@ -229,11 +229,13 @@ def test_resumes_bit_for_bit(packages, backend):
     for step in range(3):
         update(opt, segments, step, skip=step == 2)
     resumed, copies = make(backend)
-    assert resumed.steps == 0 and not any(m.any() for s in copies for m in resumed.moments(s))
+    assert resumed.steps == 0 and not any(
+        m.any() for s in copies for m in resumed.state(s).values()
+    )
     for old, new in zip(segments, copies, strict=True):
         new.data.copy_(old)
-        for a, b in zip(opt.moments(old), resumed.moments(new), strict=True):
-            b.copy_(a)
+        for kind, values in opt.state(old).items():
+            resumed.state(new)[kind].copy_(values)
     resumed.set_steps(opt.steps)
     for each in ((opt, segments), (resumed, copies)):
         update(*each, 3)

@@ -34,8 +34,8 @@ from training.checkpoint import (
     state_pieces,
 )
 from training.checkpoint.manifest import self_digest
-from training.checkpoint.pieces import KINDS
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 CONFIG = LlamaConfig(24, 16, 24, 1, 4, 2, make_vocab_size_divisible_by=2)
 LATER = pytest.mark.prove
 

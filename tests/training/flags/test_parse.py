@@ -288,7 +288,7 @@ MISTAKES = [
     ),
     ("--position-embedding-type learned_absolute", 1, "only rope is accepted"),
     ("--normalization LayerNorm", 1, "only RMSNorm"),
-    ("--optimizer sgd", 1, "--optimizer sgd: only adam"),
+    ("--optimizer sgd", 1, "--optimizer sgd: must be one of adam"),
     ("7", 1, "7: a value that belongs to no flag"),
     ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not a multiple of --tensor"),
     ("--tensor-model-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of"),

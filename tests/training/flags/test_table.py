@@ -53,7 +53,7 @@ LIVE = """
 --rehearse-full --rehearse-json --rehearse-trace
 --num-attention-heads --num-distributed-optimizer-instances --num-layers
 --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
---num-workers --on-nan --on-save-failure --optimizer-backend --optimizer-cpu-offload
+--num-workers --on-nan --on-save-failure --optimizer --optimizer-backend --optimizer-cpu-offload
 --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-layout
 --pipeline-model-parallel-size --pipeline-schedule --pretrained-checkpoint --profile
 --profile-ranks --profile-step-end --profile-step-start --recompute-granularity --recompute-method

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published_rows import RECIPES, Left, playbook_cut, predicted, read_runs
+from benchmarks.planning.published_rows import RECIPES, Left, predicted, read_runs
+from benchmarks.planning.written_record import (
+    Layout,
+    Model,
+    Passes,
+    Recipe,
+    StepClock,
+    Writer,
+    stage,
+)
 from tests.tools.rehearsal.clock_device import device
-from tools.rehearsal.analytic import Writer, stage
-from tools.rehearsal.analytic_sizes import Layout, Model, Passes, Recipe
-from tools.rehearsal.analytic_step import StepClock, even_cut
 from tools.rehearsal.clock import Clock
 from tools.rehearsal.device_file import read_device
 from tools.rehearsal.events import Launch, Transfer
@@ -66,9 +72,9 @@ def test_a_stage_of_many_layers_is_told_from_few() -> None:
 def test_a_step_is_its_micro_batches_and_a_pipeline_adds_a_bubble() -> None:
     one = StepClock(MODEL, LAYOUT, PLAIN, read_device("a100"), (8,))
     body = one.stage_seconds("F", 0) + one.stage_seconds("B", 0)
-    assert one.step().parts["pipeline"] == pytest.approx(3 * body)
+    assert one.step()["pipeline"] == pytest.approx(3 * body)
     two = StepClock(MODEL, replace(LAYOUT, pp=2), PLAIN, read_device("a100"), (4, 4))
-    assert 3 * body / 2 < two.step().parts["pipeline"] < 3 * body
+    assert 3 * body / 2 < two.step()["pipeline"] < 3 * body
 
 
 def test_gradients_are_summed_over_the_data_parallel_ranks() -> None:
@@ -77,16 +83,9 @@ def test_gradients_are_summed_over_the_data_parallel_ranks() -> None:
     recipe = replace(PLAIN, overlap_gradients=False)
     step = StepClock(MODEL, layout, recipe, slow, (8,)).step()
     numbers = MODEL.layers * MODEL.layer_parameters + 2 * MODEL.vocab * MODEL.hidden
-    assert step.parts["gradients"] == pytest.approx(2 * 3 / 4 * numbers * 4 / 10, rel=1e-3)
+    assert step["gradients"] == pytest.approx(2 * 3 / 4 * numbers * 4 / 10, rel=1e-3)
     hidden = StepClock(MODEL, layout, PLAIN, slow, (8,)).step()
-    assert hidden.parts["gradients"] < step.parts["gradients"]
-
-
-def test_the_playbook_s_layers_are_cut_as_its_framework_cuts_them() -> None:
-    model = Model(16, 2048, 32, 32, 8192, 131072, 4096, True)
-    assert playbook_cut(model, 1) == (16,)
-    assert sum(playbook_cut(model, 4)) == 16 and playbook_cut(model, 4)[-1] == 0  # the head's
-    assert even_cut(10, 4) == [3, 3, 2, 2]
+    assert hidden["gradients"] < step["gradients"]
 
 
 def test_rows_of_the_three_formats_are_read_and_predicted(tmp_path: Path) -> None:
