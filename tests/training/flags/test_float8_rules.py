@@ -10,7 +10,7 @@ import torch
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8.recipe import BLOCKS
 from training.config import UsageError
-from training.flags import zero_rules
+from training.flags import parallel_rules
 from training.flags.parse import parse
 from training.float8 import layers_in_bf16
 from training.run import same_run
@@ -56,6 +56,17 @@ MISTAKES = [
         "which is not a multiple of 128",
     ),
     (
+        f"{ON} --fp8-recipe blockwise --context-parallel-size 2",
+        2,
+        "--micro-batch-size 1 x --seq-length 128 / (2 x --context-parallel-size 2) is 32, which is "
+        "not a multiple of 128",
+    ),
+    (
+        f"{ON} --fp8-recipe rowwise --context-parallel-size 4 --seq-length 96",
+        4,
+        "--seq-length 96 / (--context-parallel-size 4) is 24, which is not a multiple of 16",
+    ),
+    (
         f"{ON} --fp8-recipe mxfp8 --group-query-attention --num-query-groups 2 --kv-channels 24",
         1,
         "--num-query-groups 2 x --kv-channels 24 in all is 48, which is not a multiple of 32",
@@ -99,7 +110,7 @@ def test_what_has_nothing_to_act_on_is_told():
 
 
 def test_a_gpu_needs_bf16(monkeypatch):
-    monkeypatch.setattr(zero_rules, "on_cpu", lambda config: False)
+    monkeypatch.setattr(parallel_rules, "on_cpu", lambda config: False)
     with pytest.raises(UsageError, match="--fp8-format hybrid needs --bf16, or --device cpu"):
         read(f"{ON} --fp8-recipe rowwise")
     read(f"{ON} --fp8-recipe rowwise --bf16")
