@@ -10,7 +10,6 @@
     WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
-import gc
 import os
 import signal
 import subprocess
@@ -54,7 +53,7 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.batch_size import global_batch_size, total_iterations
+from training.batch_size import total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
@@ -65,25 +64,29 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
-from training.run import bucket_size, cuda_memory, memory_report
-from training.run.guard import Guard
+from training.run import bucket_size, memory
 from training.run.log import Log
 from training.run.measured import settle
 from training.run.meeting import meet
+from training.run.memory import MemoryReport
 from training.run.output import say
-from training.run.overlap import Overlap
+from training.run.overlap import Overlap, OverlapNotes
 from training.run.prepare import prepare
-from training.run.profile import Profile
 from training.run.sample import draw_sample
 from training.run.saver import Saver
-from training.run.slow_ranks import SlowRanks
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.state import Run
-from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
+from training.run.stop import Agreement, StopSignal, time_is_up
 from training.run.warm_up import warm_up
+from training.run.watch.guard import Guard
+from training.run.watch.intervals import GarbageCollection, Intervals
+from training.run.watch.profile import Profile
+from training.run.watch.replicas import Replicas
+from training.run.watch.rewind import Rewind
+from training.run.watch.slow_ranks import SlowRanks
+from training.run.watch.step import Step, Watcher, after_step
 from training.untrusted import printable
 
 
@@ -144,7 +147,7 @@ def run_schedule(
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
     total[2] += auxiliary.take()
     if run.config.fault.empty_unused_memory_level:
-        cuda_memory.empty(run.config, run.device, level=1)
+        memory.empty_cache(run.config, run.device, level=1)
     return total
 
 
@@ -161,6 +164,12 @@ def evaluate(run: Run, loader: Loader) -> float:
     run.monitor.action = f"the sum of the losses {during}"
     loss, tokens, _ = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
     return loss / max(tokens, 1)
+
+
+def validate(run: Run, loader: Loader | None, log: Log, name: str = "validation") -> None:
+    """Evaluate, where there is held-out data, and log its loss."""
+    if loader is not None:
+        log.validation(run.iteration, evaluate(run, loader), loader, name=name)
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -221,78 +230,62 @@ def train(
     total: int,
     stop_signal: StopSignal,
 ) -> None:
-    """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
-    config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
-    settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
-    guard = Guard(run, saver, loaders, log, agreement, rerun=run_schedule, step=train_step)
-    stop_signal.begin(speak=run.grid.rank == 0)
-    if settings.manual_gc:
-        gc.disable()
-        gc.collect()
+    """Loop: data, step, log and watchers, evaluate, save; stop where all ranks agree to."""
+    config, started = run.config, time.monotonic()
+    agreement = Agreement(run.grid.world)
+    rewind = Rewind(run, saver, log, agreement)
+    guard = Guard(run, rewind, loaders.train, log, agreement, rerun=run_schedule)
     slow = SlowRanks(run.grid, run.device, log)
-    with Profile(config, run.grid, run.engine, run.sink, agreement, log.note) as profile, slow:
-        while guard.goes_on(total):
-            begin = time.perf_counter()
-            run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
-            size = global_batch_size(config, run.consumed)
-            batches = loaders.train.next_global_batch(run.consumed, size)
-            batches = [batch.to(run.device) for batch in batches]
-            waited = time.perf_counter() - begin
-            lr = learning_rate(config, run.consumed)
-            decoupled = decoupled_learning_rate(config, run.consumed)
-            run.monitor.enter("step", f"iteration {run.iteration + 1}")
-            loss, norm, found_inf = train_step(run, batches, lr, decoupled)
-            cuda_memory.empty(config, run.device, level=2)
-            saver.poll()
-            over = time_is_up(settings, started) or bool(saver.failed)
-            spiked = guard.spiked(loss, norm)
-            heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
-            run.iteration += 1
-            run.consumed += size
-            auxiliary = run.model.ctx.auxiliary_losses.mean
-            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm, auxiliary)
-            values |= slow.step(begin, waited, log.due(run.iteration))
-            log.step(
-                iteration=run.iteration,
-                consumed_samples=run.consumed,
-                tokens=size * config.model.seq_length,
-                seconds=time.perf_counter() - begin,
-                data_wait_seconds=waited,
-                **values,
+    profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
+    watchers: list[Watcher] = [  # asked in this order, up to one that goes back
+        slow,  # which rank is slow: numbers for the log
+        log,  # the step's line
+        saver,  # how far the run is, for a supervisor
+        MemoryReport(run, model_provider, log),  # once
+        Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
+        guard,  # signals and time, bad numbers: stops, or goes back
+        profile,
+        Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
+        GarbageCollection(config),
+        OverlapNotes(overlap, log),
+    ]
+    stop_signal.begin(speak=run.grid.rank == 0)
+    with profile, slow:
+        rewind.begin()
+        while rewind.goes_on(total):
+            step = Step.next(run)
+            run.monitor.enter("data", f"reading the data of iteration {step.iteration}")
+            batches = step.batches(loaders.train, run.device)
+            step.waited = time.perf_counter() - step.begin
+
+            run.monitor.enter("step", f"iteration {step.iteration}")
+            step.loss, step.norm, step.found_inf = train_step(
+                run, batches, step.lr, step.decoupled_lr
             )
-            saver.reached(run.iteration)
-            if run.iteration == settled:
-                for line in memory_report.of(config, model_provider, run.optimizer):
-                    log.note(line)
-            if guard.goes_back(heard):
+            memory.empty_cache(config, run.device, level=2)
+            saver.poll()
+            over = time_is_up(config.run, started) or bool(saver.failed)
+            spiked = guard.spiked(step)  # what all ranks say to these flags is known a step later
+            step.heard = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
+            step.count(run)
+
+            step.auxiliary = run.model.ctx.auxiliary_losses.mean
+            step.values = log.values(step, run.optimizer.params_norm)
+            decision = after_step(step, watchers)
+            if decision.back:  # the run is at a checkpoint again
                 continue
-            profile.step()
-            if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
-                gc.collect()
-            asked = due_after(config, run.iteration, total)
-            decision = decide(asked, heard)
-            keep = due(config.fault.peer_checkpoint, run.iteration)
-            if decision.stop or decision.save or keep:  # ask about this step too: none is skipped
-                now = agreement.close()
-                if guard.goes_back(now, now=True):
-                    continue
-                decision = decide(asked, heard | now)
-            if guard.check_replicas(decision.save or keep):
-                continue
-            if decision.evaluate and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
-            draw_sample(run, loaders, log)
-            for line in overlap.unmeasured():
-                log.note(line)
-            if guard.saves(decision):
+            if decision.evaluate:
+                validate(run, loaders.valid, log)
+            if decision.sample:
+                draw_sample(run, loaders, log)
+            if decision.save:
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
-            elif keep and not guard.skipping:
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry)
+            if decision.copy:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 saver.keep(run.iteration, run.consumed)
-            if decision.evaluate_after_save and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
+            if decision.evaluate_after_save:
+                validate(run, loaders.valid, log)
             if decision.stop:
                 if run.iteration < total:
                     done = f"iteration {run.iteration} of {total}"
@@ -334,7 +327,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor, memory_report.enough():
+            with monitor, memory.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 monitor.action = "measuring what size gradient buckets should have"
                 config = bucket_size.settle(config, grid, device, model_provider, note_of(grid))
@@ -389,8 +382,8 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
-        if loaders.test and config.run.eval_interval and run.iteration == total:
-            log.validation(run.iteration, evaluate(run, loaders.test), loaders.test, name="test")
+        if config.run.eval_interval and run.iteration == total:
+            validate(run, loaders.test, log, name="test")
         log.finished(run.iteration)
 
 

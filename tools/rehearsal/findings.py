@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Where the host may wait in a step: lines that hold these words.
 HOST_MAY_WAIT = {
     # on steps that are written
-    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()"),
+    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()", "auxiliary.item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }

@@ -21,7 +21,9 @@ from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import METHODS, Auto, OverlapMap
 from training.config import Config
+from training.run.log import Log
 from training.run.tune import MARGIN, Projection, choose, tune
+from training.run.watch.step import CONTINUE, Decision, Step
 
 Note = Callable[[str], None]
 
@@ -59,6 +61,19 @@ class Overlap:
         self._noted += len(new)
         lost = "was not measured at the start, so it takes none"
         return [f"overlap: lost: {matmul} {lost}" for matmul in new]
+
+
+class OverlapNotes:
+    """Notes, once each, the matmuls that ran with a shape that was not measured."""
+
+    def __init__(self, overlap: Overlap, log: Log) -> None:
+        self.overlap, self.log = overlap, log
+
+    def after_step(self, step: Step) -> Decision:
+        """Note those of this step."""
+        for line in self.overlap.unmeasured():
+            self.log.note(line)
+        return CONTINUE
 
 
 def settle(

@@ -20,7 +20,6 @@ from training.data.build import Loaders
 from training.data.context_part import context_part
 from training.run.log import Log
 from training.run.state import Run
-from training.run.stop import due
 
 NEW = 32  # tokens of a sample
 GIVEN = 16  # tokens of held-out text before them, where there is no --sample-prompt
@@ -55,9 +54,7 @@ def pick(
 
 
 def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
-    """Print a continuation after every --sample-interval steps."""
-    if not due(run.config.log.sample_interval, run.iteration):
-        return
+    """Print how the model goes on from a prompt."""
     run.monitor.enter("evaluation", f"a sample after iteration {run.iteration}")
     tokenizer, prompt = loaders.tokenizer, prompt_of(run.config, loaders)
     assert tokenizer is not None

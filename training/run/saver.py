@@ -32,6 +32,7 @@ from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
+from training.run.watch.step import CONTINUE, Decision, Step
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")
@@ -160,6 +161,11 @@ class Saver:
         failed = checkpoint.first_error(checkpoint.together(work, world, device))
         if failed is not None:
             raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+
+    def after_step(self, step: Step) -> Decision:
+        """Report to the supervisor that the step is done."""
+        self.reached(step.iteration)
+        return CONTINUE
 
     def reached(self, iteration: int) -> None:
         """Report to the supervisor that this step is done."""

@@ -47,7 +47,7 @@ class Run:
 
 
 class RunSchedule(Protocol):
-    """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
+    """Execute a schedule on micro-batches; return fp64 [3]: losses, tokens, auxiliary.
 
     run_schedule() of pretrain_llama.py is one, CUDA graphs of it are another.
     """

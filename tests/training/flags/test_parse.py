@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from training.flags.parse import UsageError, parse
-from training.run.stop import due_after
+from training.run.watch.intervals import Intervals
+from training.run.watch.step import CONTINUE, Step
 from training.schedule import schedule_of
 
 SMALL = (
@@ -175,8 +176,8 @@ def test_sharding_under_megatrons_names(more, stage):
 def test_off_values_of_megatron():
     config = read("--eval-iters -1 --eval-interval 5 --exit-interval 0 --exit-duration-in-mins 0")
     assert config.run.eval_iters == -1
-    never = due_after(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 4, 10)
-    assert not (never.save or never.evaluate or never.end)
+    never = Intervals(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 10)
+    assert never.after_step(Step(4, 0, 8, 1e-3, None)) == CONTINUE
     notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
     assert "--save-interval has nothing to act on without --save" in notes
     assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes

@@ -13,7 +13,7 @@ step later: with the weights of then, which are one update further where that st
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +22,21 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import gather_bytes
 from training.checkpoint.finite import fault_of
-
-Rerun = Callable[[Any, Any, list[Any], int, str], Any]  # run_schedule of pretrain_llama.py
+from training.data.batch import Batch
+from training.data.dataset import Dataset
+from training.run.state import Run, RunSchedule
 
 WHERE = re.compile(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred (W) of (micro-batch) (\d+) in stage (\d+)")
 WEIGHT, FORWARD, BACKWARD, SUM = range(4)  # in the order in which a step comes to them
 
 
-def find_first(run: Any, dataset: Any, batches: list[Any], rerun: Rerun, during: str) -> list[str]:
+def find_first(
+    run: Run, dataset: Dataset, batches: list[Batch], rerun: RunSchedule, during: str
+) -> list[str]:
     """Run a step's micro-batches again, on every rank; return sentences on what was found.
 
-    run: pretrain_llama.Run. dataset: has describe(sample). The same sentences on every rank.
+    rerun: run_schedule of pretrain_llama.py. The same sentences on every rank.
     """
     watch = _Watch(run, dataset, batches)
     watch.look_at_weights()
@@ -58,7 +61,7 @@ def find_first(run: Any, dataset: Any, batches: list[Any], rerun: Rerun, during:
 class _Watch:
     """What one rank finds: the first of each kind, as ([kind, micro-batch, stage, place], text)."""
 
-    def __init__(self, run: Any, dataset: Any, batches: Sequence[Any]) -> None:
+    def __init__(self, run: Run, dataset: Dataset, batches: Sequence[Batch]) -> None:
         self.run, self.dataset, self.batches = run, dataset, batches
         self.found: list[tuple[list[int], str]] = []
         self._looks = 0
@@ -87,7 +90,7 @@ class _Watch:
     def hooks(self) -> Iterator[None]:
         """Look at every tensor that passes between modules, until the block is left."""
         sink, handles = self.run.sink, []
-        for name, module in self.run.model.named_modules():
+        for name, module in self.run.module.named_modules():
             handles.append(module.register_forward_pre_hook(self._before(name, module)))
             handles.append(module.register_forward_hook(self._after(name, module)))
         ready = sink.register_grad_ready
@@ -97,12 +100,12 @@ class _Watch:
             self._look(sink.main_grad(param), f"the gradient of the weight {name}", BACKWARD)
             ready(param)
 
-        sink.register_grad_ready = looked_at
+        sink.register_grad_ready = looked_at  # type: ignore[method-assign]
         try:
             yield
         finally:
             if "register_grad_ready" in vars(sink) and sink.register_grad_ready is looked_at:
-                sink.register_grad_ready = ready
+                sink.register_grad_ready = ready  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
 

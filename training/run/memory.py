@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report how much memory a rank was measured to hold, beside what the dry run states.
+"""Report how much memory a rank was measured to use, beside what the dry run states.
 
 The dry run's formulas are in estimate/rank_memory.py, for what stays from step to step, and in
 estimate/buffers.py, for the most that a step allocates on top.
@@ -15,11 +15,29 @@ from estimate.model_profile import ModelProvider
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
+from training.run.log import Log
+from training.run.state import Run
+from training.run.watch.step import CONTINUE, Decision, Step
 
 EQUAL = ", equal to the formula"
 
 
-def of(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
+class MemoryReport:
+    """Notes this rank's memory after the second step; by then every buffer has been in use."""
+
+    def __init__(self, run: Run, provider: ModelProvider, log: Log) -> None:
+        self.run, self.provider, self.log = run, provider, log
+        self._at = run.iteration + 2
+
+    def after_step(self, step: Step) -> Decision:
+        """Note it where that step was made."""
+        if step.iteration == self._at:
+            for line in report(self.run.config, self.provider, self.run.optimizer):
+                self.log.note(line)
+        return CONTINUE
+
+
+def report(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank; return one line where all is as the formulas state, else `in_full`."""
     return brief(in_full(config, provider, optimizer))
 
@@ -113,3 +131,13 @@ def enough() -> Iterator[None]:
         raise UsageError(
             f"there is not enough memory: {said[0][:300]} (--dry-run prints what each rank needs)"
         ) from None
+
+
+def empty_cache(config: Config, device: torch.device, level: int) -> None:
+    """Empty CUDA's cache where --empty-unused-memory-level is at least `level`.
+
+    1: before an update, and after the forwards of an evaluation. 2: after an update. Each time the
+    device is waited for, and what is freed is asked for again in the next step.
+    """
+    if config.fault.empty_unused_memory_level >= level and device.type == "cuda":
+        torch.cuda.empty_cache()

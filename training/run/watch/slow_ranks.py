@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from mpu.comm.transport import Handle, Label
 from mpu.grid import Grid
 from training.run.gpu_health import Health, read_health
 from training.run.log import Log
+from training.run.watch.step import CONTINUE, Decision, Step
 
 SHARE = 0.10  # of a step: less is no slow rank
 FLOOR = 0.005  # seconds a step: less is no slow rank either
@@ -154,7 +154,7 @@ def _clocks(rows: Sequence[Row], step: float) -> list[Slow]:
 
 
 class SlowRanks:
-    """Count this rank's steps; where a log line is due, compare all ranks', one line late.
+    """Watches this rank's times; where a log line is due, compares all ranks', one line late.
 
     A finding is a line of the log when it comes, or comes back; its numbers go to the log's files.
     """
@@ -166,14 +166,21 @@ class SlowRanks:
         self._left, self._waited = WARM, dict(grid.waits.seconds)
         self._gathered: tuple[Tensor, Handle] | None = None
         self._young: list[Row] | None = None
-        self._last: tuple[Any, ...] | None = None  # what the window before found
-        self._said: tuple[Any, ...] | None = None
+        self._last: tuple[tuple[int, ...], str] | None = None  # what the window before found
+        self._said: tuple[tuple[int, ...], str] | None = None
 
-    def step(self, begin: float, data: float, due: bool) -> dict[str, float]:
-        """Count a step that ends now; return numbers for the log where a line is due.
+    def after_step(self, step: Step) -> Decision:
+        """Count a step that ends now; where a line of the log is due, add numbers to it."""
+        due = self.log.due(step.iteration)
+        step.values |= self._count(step.begin, step.waited, due)
+        return CONTINUE
 
-        begin: its time.perf_counter(). data: the seconds that it waited for data.
-        """
+    def wait(self) -> None:
+        """Wait for the times that are on their way."""
+        if self._gathered is not None:
+            self._gathered[1].wait()
+
+    def _count(self, begin: float, data: float, due: bool) -> dict[str, float]:
         if self.grid.world_size == 1:
             return {}
         waits, before = dict(self.grid.waits.seconds), self._waited
@@ -224,9 +231,9 @@ class SlowRanks:
     def __enter__(self) -> "SlowRanks":
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None and self._gathered is not None:
-            self._gathered[1].wait()
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        if kind is None:
+            self.wait()
 
 
 def _row(numbers: list[float]) -> Row:

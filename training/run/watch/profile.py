@@ -20,6 +20,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.run.output import say
 from training.run.stop import Agreement
+from training.run.watch.step import CONTINUE, Decision, Step
 
 EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
 VIEWER = "https://pytorch.org/memory_viz"
@@ -114,6 +115,11 @@ class Profile:
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             say(f"memory history: {self._snapshot}; open it at {VIEWER}")
+
+    def after_step(self, step: Step) -> Decision:
+        """Do what step() does."""
+        self.step()
+        return CONTINUE
 
     def step(self) -> None:
         """Count one training step."""

@@ -11,30 +11,47 @@ newest sound checkpoint are made again, and the replicas compared again at the s
 
 import json
 from collections.abc import Callable
-from typing import Any
+
+from torch import Tensor
 
 from mpu.comm.collectives import gather_bytes
 from mpu.zero.replica_check import Difference, ReplicaCheck
-from training.batch_size import global_batch_size
-from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.data.batch import Batch
+from training.data.loader import Loader
+from training.run.log import Log
+from training.run.state import Run
+from training.run.watch.intervals import due
+from training.run.watch.rewind import Rewind
+from training.run.watch.step import BACK, CONTINUE, Decision, Step
+
+TrainStep = Callable[[Run, list[Batch], float, float | None], tuple[Tensor, Tensor, Tensor]]
 
 
 class Replicas:
-    """Checks the replicas of a run. guard: training.run.guard.Guard. step: train_step."""
+    """Compares the replicas of a run every --check-replicas steps, and before each save.
 
-    def __init__(self, guard: Any, step: Callable[..., Any]) -> None:
-        self.guard, self.step = guard, step
-        run = guard.run
+    data: what is trained on. train_step: of pretrain_llama.py.
+    """
+
+    def __init__(
+        self, run: Run, rewind: Rewind, data: Loader, log: Log, train_step: TrainStep
+    ) -> None:
+        self.run, self.rewind, self.data, self.log = run, rewind, data, log
+        self.train_step, self.every = train_step, run.config.fault.check_replicas
         self.exact = run.device.type == "cpu" or run.config.run.deterministic_mode
-        self._check = ReplicaCheck(run.grid, run.optimizer, self.exact)
+        if self.every:
+            self._check = ReplicaCheck(run.grid, run.optimizer, self.exact)
 
-    def check(self) -> bool:
-        """Compare; return whether the run went back. Raises FloatingPointError as the flags say."""
-        guard, run = self.guard, self.guard.run
+    def after_step(self, step: Step) -> Decision:
+        """Compare if it is due or a save follows. Raises FloatingPointError as the flags say."""
+        saves = step.asked.save or step.asked.copy
+        if not self.every or not (saves or due(self.every, step.iteration)):
+            return CONTINUE
+        run = self.run
         run.monitor.action = f"comparing the replicas of iteration {run.iteration}"
         found = self._check.run()
         if not found:
-            return False
+            return CONTINUE
         what = f"replicas differ at iteration {run.iteration}: {told(found)}"
         stop = run.config.fault.on_replica_mismatch == "stop"
         if not (self.exact and run.config.checkpoint.save):
@@ -42,8 +59,8 @@ class Replicas:
             why = f"{what}; the steps since were not made again ({why})"
             if stop:
                 raise FloatingPointError(why)
-            guard.go_back(why)
-            return True
+            self.rewind.go_back(why)
+            return BACK
         again, sides = self._replay(what, found)
         if again:
             raise FloatingPointError(
@@ -54,25 +71,21 @@ class Replicas:
         what += "fault"
         if stop:
             raise FloatingPointError(what)
-        guard.log.note(f"{what}; going on from there")
-        return True
+        self.log.note(f"{what}; going on from there")
+        return BACK
 
     def _replay(self, what: str, found: list[Difference]) -> tuple[list[Difference], str]:
         """Make the steps since the checkpoint again; compare again, and with what was found."""
-        guard, run = self.guard, self.guard.run
-        config, end, first = run.config, run.iteration, found[0]
-        guard.go_back(f"{what}; making the steps again")
-        guard.pass_over(end)
+        run, end, first = self.run, self.run.iteration, found[0]
+        self.rewind.go_back(f"{what}; making the steps again")
+        self.rewind.pass_over(end)
         while run.iteration < end:
-            size = global_batch_size(config, run.consumed)
-            batches = guard.loaders.train.next_global_batch(run.consumed, size)
-            batches = [batch.to(run.device) for batch in batches]
-            rates = (f(config, run.consumed) for f in (learning_rate, decoupled_learning_rate))
-            run.monitor.enter("step", f"making iteration {run.iteration + 1} again")
-            self.step(run, batches, *rates)
-            run.iteration += 1
-            run.consumed += size
-            guard.pass_over(end)
+            step = Step.next(run)
+            batches = step.batches(self.data, run.device)
+            run.monitor.enter("step", f"making iteration {step.iteration} again")
+            self.train_step(run, batches, step.lr, step.decoupled_lr)
+            step.count(run)
+            self.rewind.pass_over(end)
         again = self._check.run()
         if again:
             return again, ""
