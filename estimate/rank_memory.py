@@ -105,9 +105,10 @@ def state(
 
 def state_names(config: Config) -> str:
     """Return the optimizer's kinds of state as words: "AdamW's two"."""
-    count = ("no state", "one", "two", "three", "four")
+    words = {0: "none", 1: "one", 2: "two", 3: "three"}
     rules = rules_of(optimizer_groups(config))
-    return ", ".join(f"{rule.name}'s {count[len(rule.kinds)]}" for rule in rules)
+    counts = [(rule.name, len(rule.kinds)) for rule in rules]
+    return ", ".join(f"{name}'s {words.get(count, count)}" for name, count in counts)
 
 
 def norm_bytes(flats: list[BucketLayout]) -> int:

@@ -168,7 +168,9 @@ class SegmentUpdater(Updater):
         for group in self.groups:
             for segment in group["params"]:
                 state = self._state[segment]
-                weight, new = self.update(segment, segment.grad * factor, state, group)
+                weight, new = self.update(
+                    segment, segment.grad * factor.to(segment.dtype), state, group
+                )
                 segment.copy_(torch.where(skip, segment, weight))
                 for name, values in state.items():
                     values.copy_(torch.where(skip, values, new[name]))
