@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from estimate import activations
 from pretrain_llama import model_provider
@@ -21,6 +22,8 @@ from tools.planner.model import REST, dry_run_bytes, read_model
 from tools.planner.search import Plans
 from training.flags.parse import parse
 
+SVG = "{http://www.w3.org/2000/svg}"
+USE = f"{SVG}use"
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --vocab-size 32000"
@@ -159,9 +162,11 @@ def test_why_names_the_term_and_what_if_the_other_best(
     assert "--why does not know --optimizer-cpu-offload" in capsys.readouterr().err
 
 
-def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
-    root = ElementTree.fromstring(picture.svg(plans))
-    points = [item for item in root.iter() if item.tag.endswith("circle")]
+def test_the_picture_has_a_point_for_each_layout_and_the_step(plans: Plans, tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    picture.draw(plans, path)
+    root = ElementTree.parse(path).getroot()
+    points = [use for g in root.iter(f"{SVG}g") if g.get("id") == "layouts" for use in g.iter(USE)]
     shown = plans.times.step <= 4 * plans.times.step.min()
     assert 0 < len(points) <= shown.sum()
     front = picture.pareto(plans)
@@ -170,19 +175,25 @@ def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
             plans.times.step[f] <= plans.times.step[n] and plans.bytes[f] <= plans.bytes[n]
             for f in front
         )
+    first = path.read_bytes()
+    picture.draw(plans, path)
+    assert path.read_bytes() == first
+    with pytest.raises(ValueError, match=r"a\.pdf: a picture is a \.png or an \.svg"):
+        picture.draw(plans, tmp_path / "a.pdf")
 
 
-def test_the_picture_has_the_steps_timeline(plans: Plans) -> None:
+def test_the_step_has_every_action_of_every_rank(plans: Plans) -> None:
     four = [(n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")]
     n, e = min(four, key=lambda item: item[1].micro_batches)
-    root = ElementTree.fromstring("<svg>" + "".join(picture._step(plans, n, 0)) + "</svg>")
-    boxes = [box.find("title").text for box in root.iter("rect")]  # type: ignore[union-attr]
-    assert boxes.count("the optimizer") == boxes.count("sums of gradients, gathers of weights") == 4
-    for kind in "FBW":
-        own = [text for text in boxes if str(text).startswith(kind)]
-        assert len(own) == e.pp * e.virtual * e.micro_batches
-    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in root.iter("rect")]
-    assert max(ends) == pytest.approx(picture.LEFT + picture.PLOT_W, abs=0.1)
+    axes = Figure().add_axes((0, 0, 1, 1))
+    picture._draw_step(axes, plans, n, picture.drawn_micro_batches(plans, n))
+    boxes = {str(found.get_gid()): found.get_paths() for found in axes.collections}
+    assert len(boxes) == e.pp * len(("F", "B", "W", "sums", "update"))
+    for rank in range(e.pp):
+        for kind in "FBW":
+            assert len(boxes[f"pp{rank}-{kind}"]) == e.virtual * e.micro_batches
+    ends = [path.vertices[:, 0].max() for paths in boxes.values() for path in paths]
+    assert max(ends) == pytest.approx(axes.get_xlim()[1])
 
 
 def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
