@@ -62,10 +62,10 @@ from training.flags.zero_rules import zero_config
 from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, memory
+from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.log import Log
 from training.run.meeting import meet
 from training.run.memory import MemoryReport
-from training.run.overlap import Overlap, OverlapNotes
 from training.run.prepare import prepare
 from training.run.sample import draw_sample
 from training.run.saver import Saver

@@ -12,10 +12,10 @@ from mpu.zero.gradient_check import GradientCheck
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
-from training.run import float8_auto, overlap
+from training.run.autotune import float8, overlap
+from training.run.autotune.overlap import Note, Overlap
 from training.run.log import Log
 from training.run.output import say
-from training.run.overlap import Note, Overlap
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
 from training.run.warm_up import warm_up
@@ -53,7 +53,7 @@ def measure_and_warm_up(
     config, ctx = run.config, run.model.ctx
     run.sink.check = GradientCheck(run.grid, note)
     run.monitor.action = "measuring what is fastest"
-    chosen = float8_auto.settle(run.module, ctx, config, note, saver.float8_choices)
+    chosen = float8.settle(run.module, ctx, config, note, saver.float8_choices)
     saver.float8_choices = chosen
     found = overlap.settle(run.module, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = found.chosen.choices
