@@ -20,8 +20,9 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
 pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. The layer's
-OverlapMethod (mpu/overlap/method.py) gathers and scatters. The layer's Recipe makes the operands:
-what is multiplied, saved and sent.
+OverlapMethod (mpu/overlap/method.py) says how the gather and the scatter travel: start_all_gather
+starts the one, matmul_reduce_scatter the other. The layer's Recipe makes the operands: what is
+multiplied, saved and sent.
 """
 
 from collections.abc import Sequence
@@ -182,8 +183,8 @@ class AllGatherMatmul(torch.autograd.Function):
         operand = layer.operand(x, "x")
         saved_ctx.layer = layer
         saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
-        method = layer.method.of("gather", operand, len(weight))
-        gathering = method.all_gather(operand, layer.on_forward)
+        method, tp = layer.method.of("gather", operand, len(weight)), layer.ctx.tp
+        gathering = method.start_all_gather(operand, tp, layer.on_forward)
         y = gathering.multiply(layer.operand_of_weight("w"), layer.recipe.product)
         gathering.close()
         layer.end_use()
@@ -198,10 +199,11 @@ class AllGatherMatmul(torch.autograd.Function):
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        operand = layer.operand(dy, "dy")
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
-        again = None if deferred else method.all_gather_beside(x, layer.on_backward)
+        again = None if deferred else method.start_all_gather_beside(x, tp, layer.on_backward)
         w = layer.operand_of_weight("wt")
         dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
         layer.end_use()
@@ -209,7 +211,7 @@ class AllGatherMatmul(torch.autograd.Function):
         x = x.detach() if deferred else x  # else the graph lives on, and with it the stage's input
 
         def wgrad() -> None:
-            gathering = again or method.all_gather_beside(x, layer.on_wgrad)
+            gathering = again or method.start_all_gather_beside(x, tp, layer.on_wgrad)
             layer.wgrad(gathering.whole(), kept)
             gathering.close()
 
@@ -269,12 +271,13 @@ class MatmulReduceScatter(torch.autograd.Function):
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        operand = layer.operand(dy, "dy")
         method = layer.method.of("gather", operand, layer.weight.shape[1])
-        gathering = method.all_gather(operand, layer.on_backward)
+        gathering = method.start_all_gather(operand, tp, layer.on_backward)
         kept, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
         if arrived and kept is not operand:  # what wgrad takes arrives beside dgrad
-            arrived = method.all_gather_beside(kept, layer.on_wgrad)
+            arrived = method.start_all_gather_beside(kept, tp, layer.on_wgrad)
         dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
         layer.end_use()
         if arrived is not gathering:
@@ -282,7 +285,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         x = x.detach() if queue.defers() else x
 
         def wgrad() -> None:
-            whole_dy = arrived or method.all_gather_beside(kept, layer.on_wgrad)
+            whole_dy = arrived or method.start_all_gather_beside(kept, tp, layer.on_wgrad)
             layer.wgrad(x, whole_dy.whole())
             whole_dy.close()
 

@@ -13,13 +13,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from estimate import activations
+from estimate.dry_run import memory
 from pretrain_llama import model_provider
 from tools import plan
 from tools.planner import picture, table
 from tools.planner.cluster import FOLDER, ClusterError, read_cluster
 from tools.planner.layout import RECOMPUTE, SCHEDULES, Layout
-from tools.planner.model import REST, dry_run_bytes, read_model
+from tools.planner.model import REST, read_model
 from tools.planner.search import Plans
+from training.config import Config
 from training.flags.parse import parse
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,10 +38,23 @@ def plans() -> Plans:
     return plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
 
 
+def config_of(plans: Plans, n: int) -> Config:
+    rest = REST.replace("--bf16 ", "")  # the command has it
+    return parse([*plans.command(n).split(), *rest.split()], plans.cluster.gpus)
+
+
+def dry_run_bytes(plans: Plans, n: int) -> float:
+    """Return the bytes of a layout's fullest pipeline rank, as --dry-run has them."""
+    config = config_of(plans, n)
+    held = activations.held(config, model_provider)
+    ranks = [memory(config, model_provider, rank, each) for rank, each in enumerate(held)]
+    return max(float(sum(kinds.values())) for kinds in ranks)
+
+
 def agree(plans: Plans, chosen: list[int]) -> None:
     """Hold a layout's bytes, as the table prints them, to --dry-run's own."""
     for n in chosen:
-        told = dry_run_bytes(plans.command(n), plans.cluster.gpus)
+        told = dry_run_bytes(plans, n)
         assert plans.exact(n) == pytest.approx(told, rel=0.02), plans.layouts[n]
 
 
@@ -96,12 +111,11 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
         plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
         own = plan.own_plan(plans, flags)
         device, share, host, host_share, busy = table.edges_of(own, [0])[-1].split()[1:]
-        config = parse([*own.command(0).split(), *REST.split()[1:]], 16)
-        ranks = activations.held(config, model_provider)
+        ranks = activations.held(config_of(own, 0), model_provider)
         kept = 8 * max(rank.in_host for rank in ranks)
         assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
         assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
-        left = own.limit - dry_run_bytes(own.command(0), 16)
+        left = own.limit - dry_run_bytes(own, 0)
         assert float(device) * 1e9 == pytest.approx(left, rel=0.02)
         assert float(share.rstrip("%")) == pytest.approx(100 * left / own.memory, rel=0.02)
         assert busy == f"{own.times.host_share[0]:.0%}" and own.times.host_share[0] > 0.05
