@@ -40,8 +40,11 @@ PACKAGES = [
     "training",
     "training.checkpoint",
     "training.data",
+    "training.faults",
     "training.flags",
     "training.run",
+    "training.run.autotune",
+    "training.run.watch",
 ]
 
 

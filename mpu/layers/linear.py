@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.layers.placement import column_placement
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
 from mpu.param import Placement, divide, parameter
@@ -134,6 +133,25 @@ class _ParallelLinear(nn.Module):
         """Return the sizes and the rank."""
         tp = self.ctx.tp
         return f"{self.in_features} -> {self.out_features}, rank {tp.rank} of {tp.size}"
+
+
+def column_placement(
+    width: int, sections: tuple[int, ...], ctx: LayerContext, pad_to: int = 0
+) -> Placement:
+    """Return the Placement of a [sum(sections), width] weight cut by rows, as embeddings are too.
+
+    pad_to: round the local rows of a single section up to a multiple of this.
+    """
+    tp = ctx.tp
+    if pad_to:
+        (rows,) = sections
+        local = -(-rows // (pad_to * tp.size)) * pad_to
+    else:
+        local = sum(
+            divide("tensor-parallel", n, tp, "output features of a column-parallel layer")
+            for n in sections
+        )
+    return Placement((sum(sections), width), 0, tp, sections, local)
 
 
 class ColumnParallelLinear(_ParallelLinear):
