@@ -135,7 +135,7 @@ def test_another_secret_is_told_at_once_by_both_sides(nodes: Nodes) -> None:
 
 
 class Dripping(threading.Thread):
-    """200 strangers at a port. Each sends a byte every 2 s, and comes again when it is sent away."""
+    """200 strangers at a port. Each sends a byte every 2 s, and comes again if it is sent away."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)

@@ -113,7 +113,11 @@ class Node:
             say(f"{address} calls with another secret: the nodes of a run share one WEFT_SECRET")
 
         if options.nnodes > 1:
-            self._listener = Listener(host, port, secret, self.silence, met, nodes, wrong)
+            try:
+                self._listener = Listener(host, port, secret, self.silence, met, nodes, wrong)
+            except OSError:  # the port is taken
+                self._remove()
+                raise
             self.port = self._listener.port
         self._start()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
@@ -285,5 +289,8 @@ class Node:
         self._send(signal=9)
         self._sock.shutdown(socket.SHUT_WR)  # it waits for the ranks, then ends
         self._process.wait()
+        self._remove()
+
+    def _remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._held)
