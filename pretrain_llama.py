@@ -10,7 +10,6 @@
     WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
-import gc
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
@@ -48,14 +46,14 @@ from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.optim.optimizer import Optimizer
-from mpu.param import PlacementError
+from mpu.param import PlacementError, name_groups
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
 from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.batch_size import global_batch_size, total_iterations
+from training.batch_size import total_iterations
 from training.checkpoint import CheckpointError
 from training.config import Config, UsageError
 from training.data.batch import Batch
@@ -66,45 +64,37 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.flags.zero_rules import zero_config
-from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
-from training.run import bucket_size, cuda_memory, memory_report
-from training.run.guard import Guard
+from training.run import bucket_size, memory
 from training.run.log import Log
 from training.run.measured import settle
 from training.run.meeting import meet
+from training.run.memory import MemoryReport
 from training.run.output import say
-from training.run.overlap import Overlap
+from training.run.overlap import Overlap, OverlapNotes
 from training.run.prepare import prepare
-from training.run.profile import Profile
 from training.run.sample import draw_sample
-from training.run.slow_ranks import SlowRanks
+from training.run.saver import Saver
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
-from training.run.stop import Agreement, StopSignal, decide, due, due_after, time_is_up
-from training.run.supervised import SupervisedSaver
+from training.run.state import Run
+from training.run.stop import Agreement, StopSignal, time_is_up
 from training.run.warm_up import warm_up
-from training.schedule import schedule_of
+from training.run.watch.guard import Guard
+from training.run.watch.intervals import GarbageCollection, Intervals
+from training.run.watch.profile import Profile
+from training.run.watch.replicas import Replicas
+from training.run.watch.rewind import Rewind
+from training.run.watch.slow_ranks import SlowRanks
+from training.run.watch.step import Step, Watcher, after_step
 from training.untrusted import printable
 
 
 @dataclass
-class Run:
-    """Everything one rank holds while it trains."""
+class LlamaRun(Run):
+    """A Run whose model is a Llama, or a fork of it."""
 
-    config: Config
-    grid: Grid
-    device: torch.device
     model: Llama
-    engine: Engine
-    sink: ParamAndGradBuffer
-    optimizer: Optimizer
-    monitor: FailureMonitor
-    iteration: int = 0
-    consumed: int = 0  # samples
-    compute: Callable[..., Tensor] | None = None  # in place of run_schedule (--cuda-graph)
-
-    def __post_init__(self) -> None:
-        self.schedule = cache(partial(schedule_of, self.config))  # by number of micro-batches
 
 
 def train_step(
@@ -127,17 +117,21 @@ def train_step(
     run.monitor.action = f"the update of iteration {step}"
     grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
-    return total[0] / total[1].clamp(min=1), norm, found_inf
+    run.model.ctx.auxiliary_losses.mean = total[2] / total[1].clamp(min=1)
+    return (total[0] + total[2]) / total[1].clamp(min=1), norm, found_inf
 
 
 def run_schedule(
     run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
 ) -> Tensor:
-    """Execute a schedule on micro-batches; return (sum of losses, tokens counted), fp64 [2].
+    """Execute a schedule on micro-batches; return fp64 [3]: (losses, tokens, auxiliary losses).
 
-    Both are zero except on the last stage. Backward starts from the sum of the losses / `tokens`.
+    These are sums over the tokens that count; the first two are zero except on the last stage.
+    Backward starts from the sum of the losses / `tokens`.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
+    auxiliary = run.model.ctx.auxiliary_losses
+    auxiliary.begin(tokens)
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         batch = batches[i]
@@ -151,8 +145,9 @@ def run_schedule(
         return loss.sum() / tokens
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
+    total[2] += auxiliary.take()
     if run.config.fault.empty_unused_memory_level:
-        cuda_memory.empty(run.config, run.device, level=1)
+        memory.empty_cache(run.config, run.device, level=1)
     return total
 
 
@@ -160,15 +155,21 @@ def evaluate(run: Run, loader: Loader) -> float:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
     count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
     for batches in loader.global_batches(count, size):
         batches = [batch.to(run.device) for batch in batches]
         schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
     run.monitor.action = f"the sum of the losses {during}"
-    loss, tokens = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
+    loss, tokens, _ = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
     return loss / max(tokens, 1)
+
+
+def validate(run: Run, loader: Loader | None, log: Log, name: str = "validation") -> None:
+    """Evaluate, where there is held-out data, and log its loss."""
+    if loader is not None:
+        log.validation(run.iteration, evaluate(run, loader), loader, name=name)
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -187,12 +188,13 @@ def model_provider(
     sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
     model = file.Model(sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
+    name_groups(model, file.parameter_group)
     return model
 
 
-def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> Run:
+def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
-    p, o, file = config.parallel, config.optimizer, load_model_file(config.model.model_file)
+    p = config.parallel
     accumulate = accumulate_dtype(config)
     sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
     chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
@@ -210,94 +212,80 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
-        model, sink, grid, file.parameter_group, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2),
-        eps=o.adam_eps, weight_decay=o.weight_decay, clip=o.clip_grad, backend=p.optimizer_backend,
+        model, sink, grid, optimizer_groups(config), clip=config.optimizer.clip_grad,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
-    return Run(config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor)
+    return LlamaRun(
+        config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor
+    )
 
 
 def train(
     run: Run,
     loaders: Loaders,
-    saver: SupervisedSaver,
+    saver: Saver,
     log: Log,
     overlap: Overlap,
     total: int,
     stop_signal: StopSignal,
 ) -> None:
-    """Loop over steps: data, train_step, log, evaluate, save; stop where all ranks agree to."""
-    config, started, agreement = run.config, time.monotonic(), Agreement(run.grid.world)
-    settings, settled = config.run, run.iteration + 2  # by then every buffer has been in use
-    guard = Guard(run, saver, loaders, log, agreement, rerun=run_schedule, step=train_step)
-    stop_signal.begin(speak=run.grid.rank == 0)
-    if settings.manual_gc:
-        gc.disable()
-        gc.collect()
+    """Loop: data, step, log and watchers, evaluate, save; stop where all ranks agree to."""
+    config, started = run.config, time.monotonic()
+    agreement = Agreement(run.grid.world)
+    rewind = Rewind(run, saver, log, agreement)
+    guard = Guard(run, rewind, loaders.train, log, agreement, rerun=run_schedule)
     slow = SlowRanks(run.grid, run.device, log)
-    with Profile(config, run.grid, run.engine, run.sink, agreement, log.note) as profile, slow:
-        while guard.goes_on(total):
-            begin = time.perf_counter()
-            run.monitor.enter("data", f"reading the data of iteration {run.iteration + 1}")
-            size = global_batch_size(config, run.consumed)
-            batches = loaders.train.next_global_batch(run.consumed, size)
-            batches = [batch.to(run.device) for batch in batches]
-            waited = time.perf_counter() - begin
-            lr = learning_rate(config, run.consumed)
-            decoupled = decoupled_learning_rate(config, run.consumed)
-            run.monitor.enter("step", f"iteration {run.iteration + 1}")
-            loss, norm, found_inf = train_step(run, batches, lr, decoupled)
-            cuda_memory.empty(config, run.device, level=2)
-            saver.poll()
-            over = time_is_up(settings, started) or bool(saver.failed)
-            spiked = guard.spiked(loss, norm)
-            heard = agreement.ask(stop_signal.received, over, found_inf, *spiked)  # the step before
-            run.iteration += 1
-            run.consumed += size
-            values = log.values(run.iteration, loss, norm, lr, run.optimizer.params_norm)
-            values |= slow.step(begin, waited, log.due(run.iteration))
-            log.step(
-                iteration=run.iteration,
-                consumed_samples=run.consumed,
-                tokens=size * config.model.seq_length,
-                seconds=time.perf_counter() - begin,
-                data_wait_seconds=waited,
-                **values,
+    profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
+    watchers: list[Watcher] = [  # asked in this order, up to one that goes back
+        slow,  # which rank is slow: numbers for the log
+        log,  # the step's line
+        saver,  # how far the run is, for a supervisor
+        MemoryReport(run, model_provider, log),  # once
+        Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
+        guard,  # signals and time, bad numbers: stops, or goes back
+        profile,
+        Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
+        GarbageCollection(config),
+        OverlapNotes(overlap, log),
+    ]
+    stop_signal.begin(speak=run.grid.rank == 0)
+    with profile, slow:
+        rewind.begin()
+        while rewind.goes_on(total):
+            step = Step.next(run)
+            run.monitor.enter("data", f"reading the data of iteration {step.iteration}")
+            batches = step.batches(loaders.train, run.device)
+            step.waited = time.perf_counter() - step.begin
+
+            run.monitor.enter("step", f"iteration {step.iteration}")
+            step.loss, step.norm, step.found_inf = train_step(
+                run, batches, step.lr, step.decoupled_lr
             )
-            saver.reached(run.iteration)
-            if run.iteration == settled:
-                for line in memory_report.of(config, model_provider, run.optimizer):
-                    log.note(line)
-            if guard.goes_back(heard):
+            memory.empty_cache(config, run.device, level=2)
+            saver.poll()
+            over = time_is_up(config.run, started) or bool(saver.failed)
+            spiked = guard.spiked(step)  # what all ranks say to these flags is known a step later
+            step.heard = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
+            step.count(run)
+
+            step.auxiliary = run.model.ctx.auxiliary_losses.mean
+            step.values = log.values(step, run.optimizer.params_norm)
+            decision = after_step(step, watchers)
+            if decision.back:  # the run is at a checkpoint again
                 continue
-            profile.step()
-            if settings.manual_gc and due(settings.manual_gc_interval, run.iteration):
-                gc.collect()
-            asked = due_after(config, run.iteration, total)
-            decision = decide(asked, heard)
-            keep = due(config.fault.peer_checkpoint, run.iteration)
-            if decision.stop or decision.save or keep:  # ask about this step too: none is skipped
-                now = agreement.close()
-                if guard.goes_back(now, now=True):
-                    continue
-                decision = decide(asked, heard | now)
-            if guard.check_replicas(decision.save or keep):
-                continue
-            if decision.evaluate and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
-            draw_sample(run, loaders, log)
-            for line in overlap.unmeasured():
-                log.note(line)
-            if guard.saves(decision):
+            if decision.evaluate:
+                validate(run, loaders.valid, log)
+            if decision.sample:
+                draw_sample(run, loaders, log)
+            if decision.save:
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                hurry = decision.signal or guard.skipping  # then no older checkpoint is removed
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=hurry)
-            elif keep and not guard.skipping:
+                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry)
+            if decision.copy:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 saver.keep(run.iteration, run.consumed)
-            if decision.evaluate_after_save and loaders.valid:
-                log.validation(run.iteration, evaluate(run, loaders.valid), loaders.valid)
+            if decision.evaluate_after_save:
+                validate(run, loaders.valid, log)
             if decision.stop:
                 if run.iteration < total:
                     done = f"iteration {run.iteration} of {total}"
@@ -339,7 +327,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests, launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor, memory_report.enough():
+            with monitor, memory.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 monitor.action = "measuring what size gradient buckets should have"
                 config = bucket_size.settle(config, grid, device, model_provider, note_of(grid))
@@ -362,7 +350,7 @@ def note_of(grid: Grid) -> Callable[[str], None]:
     return say if grid.rank == 0 else lambda text: None
 
 
-def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
+def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, grid, note = run.config, run.grid, note_of(run.grid)
     for line in [*config.notes, *context_parallel.lines(config)]:
@@ -374,7 +362,7 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     if reason := fused_gpu.without(run.device):
         note(f"without fused operations, so slower: {reason}")
     model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
-    saver = SupervisedSaver(
+    saver = Saver(
         config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip
@@ -394,8 +382,8 @@ def work(run: Run, loaders: Loaders, digests: dict[str, str], stop_signal: StopS
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
-        if loaders.test and config.run.eval_interval and run.iteration == total:
-            log.validation(run.iteration, evaluate(run, loaders.test), loaders.test, name="test")
+        if config.run.eval_interval and run.iteration == total:
+            validate(run, loaders.test, log, name="test")
         log.finished(run.iteration)
 
 

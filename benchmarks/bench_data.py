@@ -161,9 +161,7 @@ def measure_start(tokens: int) -> bool:
         found = []
         for rank in [0, *range(RANKS)]:  # the first builds the index
             command = [sys.executable, "-c", START, str(rank), str(WORLD), *argv]
-            done = subprocess.run(
-                command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
-            )
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
             found.append(json.loads(done.stdout))
     data, whole = (sum(each) for each in zip(*found[1:], strict=True))
     print(f"{tokens:,} tokens in {tokens // 1000:,} documents, world {WORLD}; CPU seconds")

@@ -84,6 +84,9 @@ TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 SP = TP + "--sequence-parallel "
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2 "
 EARLY = "--overlap-grad-reduce --overlap-param-gather "
+CP = "--context-parallel-size 2 --cp-comm-type "
+WIDE = "--hidden-size 256 --ffn-hidden-size 256 --num-query-groups 4 "  # float8 needs multiples
+FLOAT8 = TP + WIDE + "--fp8-format hybrid --fp8-recipe "
 RUNS = {
     "tp2-sp": Run(2, SP),
     "tp2": Run(2, TP),
@@ -97,6 +100,18 @@ RUNS = {
     "recompute": Run(4, SP + PP + "--recompute-granularity full"),
     "tied": Run(2, PP, tied=True),
     "forked": Run(2, SP, forked=True),
+    "cp2-p2p": Run(2, CP + "p2p"),
+    "cp2-a2a": Run(2, CP + "a2a"),
+    "cp2-all-gather": Run(2, CP + "all_gather"),
+    "float8-tensorwise": Run(2, FLOAT8 + "tensorwise"),
+    "float8-rowwise": Run(2, FLOAT8 + "rowwise"),
+    "float8-blockwise": Run(2, FLOAT8 + "blockwise"),
+    "float8-mxfp8": Run(2, FLOAT8 + "mxfp8"),
+    "offload-activations": Run(2, SP + "--cpu-offload-activations --cpu-offloading-num-layers 2"),
+    "offload-optimizer": Run(2, "--zero-stage 1 --optimizer-cpu-offload"),
+    "packed-documents": Run(2, SP + "--reset-position-ids --reset-attention-mask --eod-mask-loss"),
+    "pp2-v-half": Run(2, PP + "--pipeline-schedule v-half"),
+    "zero3-tp2-pp2": Run(8, EARLY + SP + PP + "--zero-stage 3"),
 }
 FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches once
     r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)": "self.down(gated(self.gate_up(x)))",
@@ -105,9 +120,7 @@ FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches
         "    gate, up = gate_up.chunk(2, -1)\n"
         "    return gate.relu().square() * up\n"
     ),
-    r"( +)self\.mlp_norm = (?:Residual)?(RMSNorm\(.*\)\n)": (
-        r"\g<0>" r"\1self.mlp_out_norm = \2"
-    ),
+    r"( +)self\.mlp_norm = (?:Residual)?(RMSNorm\(.*\)\n)": (r"\g<0>" r"\1self.mlp_out_norm = \2"),
     r"return h \+ self\.mlp\((self\.mlp_norm\(h\)|x)\)": (
         r"return h + self.mlp_out_norm(self.mlp(\1))"
     ),
@@ -144,7 +157,7 @@ def compare_all(names: list[str], base: Path, forks: Path, at: Path, told: str) 
     if any(RUNS[name].forked for name in names):
         fork(base, forks / "fork_of_base")
         fork(ROOT, forks / "fork_of_new")
-    print(f"{'run':<17}{'ranks':<7}{'losses, norms':<15}{'checkpoints':<13}resumed from base's")
+    print(f"{'run':<20}{'ranks':<7}{'losses, norms':<15}{'checkpoints':<13}resumed from base's")
     same = {}
     for name in names:
         run = RUNS[name]
@@ -153,7 +166,7 @@ def compare_all(names: list[str], base: Path, forks: Path, at: Path, told: str) 
             script = {side: forks / f"fork_of_{side}" / "pretrain_alpaca.py" for side in script}
         verdicts = compare_run(run, script["base"], script["new"], at / name)
         cells = ["different" if verdict else "same" for verdict in verdicts]
-        print(f"{name:<17}{run.ranks:<7}{cells[0]:<15}{cells[1]:<13}{cells[2]}")
+        print(f"{name:<20}{run.ranks:<7}{cells[0]:<15}{cells[1]:<13}{cells[2]}")
         for line in dict.fromkeys(filter(None, verdicts)):
             print(f"    {line}")
         sys.stdout.flush()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.published_rows import (  # noqa: E402
+from benchmarks.planning.published_rows import (  # noqa: E402
     HOST_SECONDS,
     Run,
     mfu_of,

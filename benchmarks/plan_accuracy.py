@@ -6,12 +6,14 @@
 FOLDER holds the CSV files of published runs (tools/planner/published.py says which columns). The
 constants are fitted again for each line of the table, on rows that the line does not test: models
 of the Playbook on the other model; vTrain in folds of whole (GPUs, hidden, layers) groups; the
-table of several sources one model at a time. Targets stand beside the figures.
+table of several sources one model at a time. Targets stand beside the figures. Times and memory are
+those of `tools/plan.py --predict`, a run alone; below them stand the odds of a stall and of a crash
+and the memory that nanotron reserves (benchmarks/planning), which are no part of a time.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,22 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plan_fit import Values, fit, key, read_rows  # noqa: E402
+from benchmarks.plan_fit import (  # noqa: E402
+    Values,
+    fit,
+    fit_odds,
+    key,
+    read_rows,
+    stalled_runs,
+    step_seconds,
+)
+from benchmarks.planning import odds  # noqa: E402
 from tools.planner.predict import KINDS, Predictions, predict  # noqa: E402
 from tools.planner.published import Row  # noqa: E402
 from tools.planner.runs import stacked  # noqa: E402
 
 Array = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
 FOLDS, SMALL, PEAK = 6, 20, 989.5e12  # SMALL: rows of a cell from which ranks are compared
 APART, DRAWS = 0.14, 400  # by what repeats differ, median of five pairs: the source's README
 
@@ -85,32 +97,34 @@ def full_flops(rows: Sequence[Row]) -> Array:
     )
 
 
-def held_out(rows: Sequence[Row], part: Callable[[Row], str]) -> tuple[Predictions, Array]:
+def folds(rows: Sequence[Row], part: Callable[[Row], str]) -> Iterator[tuple[Places, Places]]:
+    """Yield the places of each part of a profile's rows, and those of its other parts."""
+    for profile in dict.fromkeys(row.profile for row in rows):
+        own = [n for n, row in enumerate(rows) if row.profile == profile]
+        for name in dict.fromkeys(part(rows[n]) for n in own):
+            tested = [n for n in own if part(rows[n]) == name]
+            yield np.array(tested), np.array([n for n in own if part(rows[n]) != name])
+
+
+def held_out(
+    rows: Sequence[Row], part: Callable[[Row], str]
+) -> tuple[Predictions, Array, dict[str, Values]]:
     """Return predictions of each row by constants fitted on the other parts of its profile.
 
-    And the rates of a constant MFU, that of the other parts' median run.
+    And the rates of a constant MFU, that of the other parts' median run, and by part the constants.
     """
     told = {name: np.zeros(len(rows)) for name in KINDS}
-    constant = np.zeros(len(rows))
-    measured = rates(rows)
-    flops = full_flops(rows)
-    for profile in dict.fromkeys(row.profile for row in rows):
-        own = [row for row in rows if row.profile == profile]
-        for name in dict.fromkeys(part(row) for row in own):
-            others = [row for row in own if part(row) != name]
-            at = np.array(
-                [n for n, r in enumerate(rows) if r.profile == profile and part(r) == name]
-            )
-            c: Values = fit(profile, others)
-            found = predict([rows[n] for n in at], {profile: c})
-            for kind, values in told.items():
-                values[at] = getattr(found, kind)
-            mine = np.array(
-                [n for n, r in enumerate(rows) if r.profile == profile and part(r) != name]
-            )
-            good = mine[measured[mine] > 0]
-            constant[at] = np.median((measured * flops)[good]) / flops[at]
-    return Predictions(**told), constant
+    constant, measured, flops = np.zeros(len(rows)), rates(rows), full_flops(rows)
+    fitted: dict[str, Values] = {}
+    for at, others in folds(rows, part):
+        profile = rows[at[0]].profile
+        c = fitted[part(rows[at[0]])] = fit(profile, [rows[n] for n in others])
+        found = predict([rows[n] for n in at], {profile: c})
+        for kind, values in told.items():
+            values[at] = getattr(found, kind)
+        good = others[measured[others] > 0]
+        constant[at] = np.median((measured * flops)[good]) / flops[at]
+    return Predictions(**told), constant, fitted
 
 
 def rules_of_thumb(rows: Sequence[Row], told: Array) -> Array:
@@ -144,32 +158,31 @@ def ceiling(measured: Array) -> str:
 
 
 def playbook(rows: Sequence[Row]) -> None:
-    told, constant = held_out(rows, lambda row: row.model)
+    told, constant, fitted = held_out(rows, lambda row: row.model)
     crashed = np.array([row.crashed for row in rows])
     measured = rates(rows)
     gib = np.array([row.memory for row in rows])
     mfu = measured * full_flops(rows) / PEAK
     ok = (measured > 0) & ~crashed
-    ran = {key(row) for row in rows if not row.crashed}
-    for model in dict.fromkeys(row.model for row in rows):
-        own = np.array([row.model == model for row in rows])
+    for at, others in folds(rows, lambda row: row.model):
+        own = np.zeros(len(rows), dtype=bool)
+        own[at] = True
+        model = rows[at[0]].model
         name = f"Playbook {model}, fitted on the others"
         high, low = ok & own & (mfu >= 0.2), ok & own & (mfu < 0.2)
+        error = np.abs(told.rate / np.where(ok, measured, 1) - 1)
         at_most(f"{name}: MAPE of tokens/s, MFU >= 20 %, {high.sum()} runs",
-                mape(told.rate[high], measured[high]), 0.15)  # fmt: skip
-        at_most(f"{name}: median error below, {low.sum()} runs",
-                float(np.median(np.abs(told.rate[low] / measured[low] - 1))), 0.30)  # fmt: skip
+                float(error[high].mean()), 0.15)  # fmt: skip
+        at_most(f"{name}: median error below, {low.sum()} runs", float(np.median(error[low])), 0.30)
+        line(f"{name}: MAPE below", float(error[low].mean()), "reported", None)
         known = ok & own & ~np.isnan(gib)
         at_most(
             f"{name}: MAPE of memory, {known.sum()} runs", mape(told.gib[known], gib[known]), 0.10
         )
         first = own & np.array([row.record["pp"] == 1 for row in rows])
         at_least(f"{name}: AUC by memory, pp 1", auc(told.gib[first], crashed[first]), 0.95)
-        once = first & ~(crashed & np.array([key(row) in ran for row in rows]))
-        line(f"{name}: the same without crashed runs of which another ran",
-             auc(told.gib[once], crashed[once]), "reported", None)  # fmt: skip
         line(f"{name}: AUC by memory, all", auc(told.gib[own], crashed[own]), "reported", None)
-        at_least(f"{name}: AUC with the other crashes", auc(told.crash[own], crashed[own]), 0.9)
+        beside(name, [rows[n] for n in at], [rows[n] for n in others], fitted[model])
     regrets, correlations = [], []
     print(f"  perfect: of who knows the true rates, where repeats differ by {APART:.0%}")
     for cell in dict.fromkeys(row.group for row in rows):
@@ -181,7 +194,7 @@ def playbook(rows: Sequence[Row]) -> None:
         if len(fine) >= SMALL:
             correlations.append(rank)
         allowed = at[told.fits[at] > 0]
-        pick = allowed[np.argmax((told.rate * (1 - told.crash))[allowed])]
+        pick = allowed[np.argmax(told.rate[allowed])]
         again = [n for n in at if rows[n].record == rows[pick].record]  # its best, if repeated
         regret = 1 - max(float(measured[n]) for n in again) / float(measured[fine].max())
         regrets.append(regret)
@@ -193,6 +206,33 @@ def playbook(rows: Sequence[Row]) -> None:
     at_most("Playbook: regret of the plan picked, median", float(np.median(regrets)), 0.05)
     at_most("Playbook: regret of the plan picked, worst", max(regrets), 0.15)
     against("Playbook", rows, told.rate, constant, measured, ok)
+
+
+def beside(name: str, rows: Sequence[Row], others: Sequence[Row], c: Values) -> None:
+    """Print how well the odds tell the stalls and crashes of rows. c, odds: fitted on others."""
+    found = odds.beside(rows, fit_odds(others, c))
+    crashed = np.array([row.crashed for row in rows])
+    ran = {key(row) for row in rows if not row.crashed}
+    timed = np.array([not row.crashed and row.seconds > 0 for row in rows])
+    ok = [row for row, whether in zip(rows, timed, strict=True) if whether]
+    runs, seconds = stacked([row.record for row in ok]), step_seconds(ok)
+    stalled = stalled_runs(c, runs, seconds)
+    line(f"{name}: of these, runs that stall", int(stalled.sum()), f"of {len(ok)}", None)
+    line(f"{name}: AUC by the odds of a stall", auc(found.stall[timed], stalled), "reported", None)
+    calm = [row for row, stalls in zip(ok, stalled, strict=True) if not stalls]
+    told = predict(calm, {calm[0].profile: c}).rate
+    line(f"{name}: median error of the {len(calm)} that do not stall",
+         float(np.median(np.abs(told / rates(calm) - 1))), "reported", None)  # fmt: skip
+    gib = np.array([row.memory for row in rows])
+    known = timed & ~np.isnan(gib)
+    line(f"{name}: MAPE of memory that nanotron reserves", mape(found.first[known], gib[known]),
+         "reported", None)  # fmt: skip
+    pp1 = np.array([row.record["pp"] == 1 for row in rows])
+    line(f"{name}: AUC by it, pp 1", auc(found.first[pp1], crashed[pp1]), "reported", None)
+    once = pp1 & ~(crashed & np.array([key(row) in ran for row in rows]))
+    line(f"{name}: the same without crashed runs of which another ran",
+         auc(found.first[once], crashed[once]), "reported", None)  # fmt: skip
+    line(f"{name}: AUC by the odds of a crash", auc(found.crash, crashed), "reported", None)
 
 
 def against(name: str, rows: Sequence[Row], told: Array, constant: Array, measured: Array,
@@ -224,7 +264,7 @@ def main(argv: list[str]) -> int:
     ):
         if not own:
             continue
-        told, constant = held_out(own, part)
+        told, constant, _ = held_out(own, part)
         measured = rates(own)
         ok = measured > 0
         at_most(f"{name}: MAPE of step time, {ok.sum()} runs",

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict steps on this machine's cores and hold them to real runs of 30 layouts.
 
-    python benchmarks/plan_cpu.py [--json FILE] [--host FILE] [--only TEXT]
+    python benchmarks/plan_cpu.py [--json FILE] [--only TEXT]
 
-Worlds of 1, 2 and 4 ranks first measure what the cores do (tools/planner/cpu_probe.py), then train
-tiny and small in each layout: the trainer's own model, buckets, optimizer and train_step, on mock
-data, a few steps of each. tools/planner/cpu_time.py predicts each step from the probe alone. The
-table has both; below it are the mean error, and by how much the layout that is predicted to be
-fastest is slower than the best that was measured, for each model and dtype: by the median step, and
-by the fastest, which what else runs on the machine changes least. Ranks beyond the cores share
-them. --host keeps the probe's file.
+Worlds of 1, 2 and 4 ranks first measure what the cores do (planning/cpu_probe.py), then train tiny
+and small in each layout: the trainer's own model, buckets, optimizer and train_step, on mock data,
+a few steps of each. planning/cpu_time.py predicts each step from the probe alone. The table has
+both; below it are the mean error, and by how much the layout that is predicted to be fastest is
+slower than the best that was measured, for each model and dtype: by the median step, and by the
+fastest, which what else runs on the machine changes least. Ranks beyond the cores share them.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,19 +31,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks.planning import cpu_probe  # noqa: E402
+from benchmarks.planning.cpu_host import Host, Product, Rates  # noqa: E402
+from benchmarks.planning.cpu_time import Rank, Told, told  # noqa: E402
 from estimate.model_profile import make_grid  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
 from pretrain_llama import build, train_step  # noqa: E402
-from tools.planner import cpu_probe  # noqa: E402
-from tools.planner.cpu_host import Host, Product, host_of  # noqa: E402
-from tools.planner.cpu_time import Rank, Told, told  # noqa: E402
 from tools.rehearsal.run import loader  # noqa: E402
 from training.config import Config  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.run.malloc import keep_freed_memory  # noqa: E402
+from training.run.device import keep_freed_memory  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(minutes=10)
@@ -208,7 +208,6 @@ def regrets(cases: Sequence[Case], real: Sequence[float], said: Sequence[float])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--host", type=Path, metavar="FILE", help="write the probe's file")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -225,20 +224,15 @@ def main() -> None:
             own = [case for case in cases if case.ranks == ranks]
             seen = world(ranks, own or [CASES[0]._replace(ranks=ranks)], Path(folder))
             if "rates" in seen:
-                rates[str(seen["threads"])] = seen["rates"]
+                rates[seen["threads"]] = Rates(**seen["rates"])
             transfers |= seen.get("transfers", {})
             context |= seen.get("context", {})
             together[ranks] = seen.get("together", 0.0)
             real |= dict(zip(own, seen["steps"], strict=False))
-    content = {
-        "name": "this machine", "cores": cores, "rates": rates, "transfers": transfers,
-        "context": {}, "source": "benchmarks/plan_cpu.py",
-        "sharing": {"4": max(1.0, together[4] / together[2] * cores / 4)} if cores < 4 else {},
-    }  # fmt: skip
-    content["context"] = cpu_probe.context_of(host_of(content), context)
-    if args.host:
-        args.host.write_text(json.dumps(content, indent=1) + "\n")
-    report(cases, [real[case] for case in cases], host_of(content), args.json)
+    sharing = {"4": max(1.0, together[4] / together[2] * cores / 4)} if cores < 4 else {}
+    host = Host(cores, rates, transfers, sharing=sharing)
+    host = replace(host, context=cpu_probe.context_of(host, context))
+    report(cases, [real[case] for case in cases], host, args.json)
     print(f"{time.time() - begin:.0f} s in all")
 
 

@@ -6,8 +6,9 @@
 FOLDER holds the CSV files of published runs. The mean of |log(predicted / measured)|, capped, is
 made small by going through the constants in turn, each in the range that TIME of
 tools/planner/constants.py allows, with a small price for leaving its start. No run has a number of
-its own. --write puts the constants into tools/planner/fitted. benchmarks/plan_accuracy.py fits on a
-part of the runs and tests on the others.
+its own. --write puts the constants into tools/planner/fitted. Of nanotron's runs those that stall
+are left out of the fit of the time; the odds of a stall and of a crash are fitted apart and go into
+benchmarks/planning. benchmarks/plan_accuracy.py fits on a part of the runs and tests on the others.
 """
 
 import argparse
@@ -22,20 +23,12 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.planner import nanotron_memory  # noqa: E402
-from tools.planner.constants import CRASHES, FOLDER, MEMORY, STALL, TIME, defaults  # noqa: E402
-from tools.planner.crashes import CRASH, crash_odds  # noqa: E402
-from tools.planner.known import GIB  # noqa: E402
-from tools.planner.predict import kept  # noqa: E402
+from benchmarks.planning import odds  # noqa: E402
+from tools.planner.constants import FOLDER, MEMORY, TIME, defaults  # noqa: E402
+from tools.planner.predict import TERMS, terms  # noqa: E402
 from tools.planner.published import Row, read_table  # noqa: E402
-from tools.planner.run_memory import TERMS, terms  # noqa: E402
 from tools.planner.runs import Runs, stacked  # noqa: E402
-from tools.planner.step_time import (  # noqa: E402
-    STALL_ODDS,
-    stall_features,
-    stall_seconds,
-    times,
-)
+from tools.planner.step_time import times  # noqa: E402
 
 Values = dict[str, float]
 CAP = 0.5  # a run that is off by more counts as off by this: failures are among the runs
@@ -101,26 +94,51 @@ def fit_time(start: Values, runs: Runs, measured: npt.NDArray[np.float64], keys:
     return found
 
 
-def fit_stalls(c: Values, runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
+def fit_odds(rows: Sequence[Row], c: Values) -> Values:
+    """Return the constants of odds.py. rows: of nanotron; c: the constants of their times."""
+    ok = timed_rows(rows)
+    runs, measured = stacked([row.record for row in ok]), step_seconds(ok)
+    trouble = [row for row in rows if row.crashed and hooked(row)]
+    labels = np.concatenate([stalled_runs(c, runs, measured), np.ones(len(trouble), dtype=bool)])
+    found = fit_stalls(stacked([row.record for row in [*ok, *trouble]]), labels)
+    return fit_crashes(fit_reserved(found, [row for row in ok if not math.isnan(row.memory)]), rows)
+
+
+def fit_stalls(runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
     """Return the log odds of a stall, by logistic regression with a small price for large ones."""
-    many = runs.nodes > 1
-    return {**c, **logistic(STALL_ODDS, stall_features(runs)[many], stalled[many])}
+    several = runs.nodes > 1
+    weights = logistic(list(odds.STALL), odds.stall_features(runs)[several], stalled[several])
+    return {**odds.START, **weights}
+
+
+def fit_reserved(c: Values, rows: Sequence[Row]) -> Values:
+    """Return the two constants of what nanotron's tensors leave out."""
+    runs, measured = stacked([row.record for row in rows]), np.array([row.memory for row in rows])
+    plain = {**c, "reserved_factor": 1.0, "reserved_gib": 0.0}
+    told = odds.reserved(plain, runs, np.array([row.limit for row in rows]))[0]
+
+    def loss(factor: float, more: float) -> float:
+        error = np.abs((factor * told + more) / measured - 1)
+        return float(np.minimum(CAP, error).mean())
+
+    tried = [(factor / 100, more / 20) for factor in range(95, 116) for more in range(21)]
+    factor, more = min(tried, key=lambda pair: loss(*pair))
+    return {**c, "reserved_factor": factor, "reserved_gib": more}
 
 
 def fit_crashes(c: Values, rows: Sequence[Row]) -> Values:
     """Return the shares that crash: those under which what crashed was the most likely."""
     runs = stacked([row.record for row in rows])
     limit = np.array([row.limit for row in rows])
-    gib = kept(rows[0].profile, c, runs, limit)[1]
+    gib = odds.reserved(c, runs, limit)[1]
     ran = {key(row) for row in rows if not row.crashed}
     crashed = np.array([key(row) not in ran for row in rows])
 
     def loss(values: Values) -> float:
-        told = np.clip(crash_odds(values, runs, gib, limit), 1e-4, 1 - 1e-4)
+        told = np.clip(odds.crash_odds(values, runs, gib, limit), 1e-4, 1 - 1e-4)
         return float(-np.log(np.where(crashed, told, 1 - told)).mean())
 
-    start = {**c, "crash_base": 0.05, "crash_memory": 12.0, "crash_stall": 0.5}
-    return descend(loss, start, dict.fromkeys(CRASH, 0.4), moved)
+    return descend(loss, c, dict.fromkeys(odds.CRASH, 0.4), moved)
 
 
 def descend(
@@ -173,11 +191,11 @@ def logistic(
 
 
 def stalled_runs(c: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Tell which runs stall: they miss at least half of a predicted stall."""
-    calm = times({**c, "stall_base": -9.0, **dict.fromkeys(STALL_ODDS[1:], 0.0)}, runs).step
-    extra = measured - calm
+    """Tell which runs stall: what they take more is at least 0.4 of a predicted stall."""
+    alone = times(c, runs).step
+    extra = measured - alone
     return np.asarray(
-        (runs.nodes > 1) & (extra > 0.4 * stall_seconds(c, runs)) & (extra > 0.3 * calm)
+        (runs.nodes > 1) & (extra > 0.4 * odds.stall_seconds(runs)) & (extra > 0.3 * alone)
     )
 
 
@@ -196,43 +214,29 @@ def fit_memory(start: Values, runs: Runs, measured: npt.NDArray[np.float64]) -> 
     return descend(loss, start, step, lambda name, value, by: value * math.exp(by))
 
 
-def fit_left_out(c: Values, runs: Runs, measured: npt.NDArray[np.float64], gpu: float) -> Values:
-    """Return the two constants that nanotron's tensors leave out."""
-    plain = {**c, "left_out": 1.0, "work_gib": 0.0}
-    told = nanotron_memory.memory(plain, runs, np.full(len(runs), gpu))[0]
+def timed_rows(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not row.crashed and not math.isnan(row.seconds)]
 
-    def loss(factor: float, work: float) -> float:
-        error = np.abs((factor * told + work) / measured - 1)
-        return float(np.minimum(CAP, error).mean())
 
-    tried = [(factor / 100, work / 20) for factor in range(95, 116) for work in range(21)]
-    factor, work = min(tried, key=lambda pair: loss(*pair))
-    return {**c, "left_out": factor, "work_gib": work}
+def step_seconds(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+    """Return the measured seconds of steps whose micro-batches are all full."""
+    return np.array([row.seconds / row.filled for row in rows])
 
 
 def fit(name: str, rows: Sequence[Row]) -> Values:
     """Return the constants of a profile fitted on rows."""
     framework, _, device = name.rpartition("_")
-    c = defaults(framework, device)
-    ok = [row for row in rows if not row.crashed and not math.isnan(row.seconds)]
-    runs = stacked([row.record for row in ok])
-    measured = np.array([row.seconds / row.filled for row in ok])
-    keys = KEYS[framework]
+    start, ok = defaults(framework, device), timed_rows(rows)
+    runs, measured, keys = stacked([row.record for row in ok]), step_seconds(ok), KEYS[framework]
+    stalled = np.zeros(len(ok), dtype=bool)
+    c = start
+    for _ in range(2 if framework == "nanotron" else 1):  # what stalls is known better once fitted
+        if framework == "nanotron":
+            stalled = stalled_runs(c, runs, measured)
+        c = fit_time(start, runs[~stalled], measured[~stalled], keys)
     known = np.array([not math.isnan(row.memory) for row in ok])
     gib = np.array([row.memory for row in ok])
-    if framework != "nanotron":
-        c = fit_time(c, runs, measured, keys)
-        return fit_memory(c, runs[known], gib[known]) if known.any() else c
-    stalled = stalled_runs(c, runs, measured)
-    for _ in range(2):  # what stalls is known better once the others are fitted
-        c = fit_time({**defaults(framework, device)}, runs[~stalled], measured[~stalled], keys)
-        stalled = stalled_runs(c, runs, measured)
-    trouble = [row for row in rows if row.crashed and hooked(row)]
-    labels = np.concatenate([stalled, np.ones(len(trouble), dtype=bool)])
-    both = stacked([row.record for row in [*ok, *trouble]])
-    c = fit_stalls(c, both, labels)
-    c = fit_left_out(c, runs[known], gib[known], rows[0].limit * GIB / 1e9)
-    return fit_crashes(c, rows)
+    return fit_memory(c, runs[known], gib[known]) if known.any() else c
 
 
 def hooked(row: Row) -> bool:
@@ -261,19 +265,25 @@ def main(argv: list[str]) -> int:
     for name in sorted({row.profile for row in rows}):
         if args.profile in (None, name):
             own = [row for row in rows if row.profile == name]
-            framework, _, device = name.rpartition("_")
-            c, keys = fit(name, own), [*KEYS[framework]]
-            if framework == "nanotron":
-                keys += [*STALL, *nanotron_memory.FITTED, *CRASHES]
-            elif any(row.memory == row.memory for row in own):
+            c, keys = fit(name, own), [*KEYS[name.rpartition("_")[0]]]
+            if any(row.memory == row.memory for row in own):
                 keys += [*MEMORY]
-            constants = {key: float(f"{c[key]:.4g}") for key in keys}
-            source = f"benchmarks/plan_fit.py, on {len(own)} published runs: docs/planning.md"
-            text = json.dumps({"source": source, "constants": constants}, indent=1)
-            print(name, text)
-            if args.write:
-                (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            path = FOLDER / f"{name}.json" if args.write else None
+            report(name, {key: c[key] for key in keys}, len(own), path)
+            if name == odds.PROFILE:
+                path = odds.FITTED if args.write else None
+                report(f"odds of {name}", fit_odds(own, c), len(own), path)
     return 0
+
+
+def report(name: str, constants: Values, runs: int, path: Path | None) -> None:
+    """Print constants; write them to a file."""
+    source = f"benchmarks/plan_fit.py, on {runs} published runs: docs/planning.md"
+    rounded = {key: float(f"{value:.4g}") for key, value in constants.items()}
+    text = json.dumps({"source": source, "constants": rounded}, indent=1)
+    print(name, text)
+    if path:
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fit_device import is_fitted  # noqa: E402
-from benchmarks.published_rows import (  # noqa: E402
+from benchmarks.planning.published_rows import (  # noqa: E402
     HOST_SECONDS,
     PEAK,
     Run,

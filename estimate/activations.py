@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from estimate.model_profile import ModelProvider
 from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from estimate.simulate import peak_activations
 from estimate.stages import rank_stages
 from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import Schedule
-from mpu.pipeline.simulate import peak_activations
 from training import batch_size
 from training.config import Config
 from training.schedule import micro_batch_counts, own_stages, schedule_of

@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpu.zero.layout import BLOCK, BucketLayout, ParamEntry, automatic_size, make_buckets
+from mpu.zero.layout import (
+    BLOCK,
+    BucketLayout,
+    ParamEntry,
+    Sharing,
+    automatic_size,
+    make_buckets,
+)
 
 FINEST = 16  # times BLOCK and the ranks: elements of the smallest size that is tried
 WORTH = 0.01  # share of a step by which smaller buckets must gain over larger ones
@@ -196,14 +203,14 @@ def candidates(largest: int, ranks: int) -> list[int]:
 
 
 def seconds_of(
-    entries: Sequence[ParamEntry], sizes: Sequence[int], ranks: int, stage: int, time: Timeline,
-    costs: Costs, sums: bool, gathers: bool,
+    entries: Sequence[ParamEntry], sizes: Sequence[int], sharing: Mapping[str, Sharing],
+    time: Timeline, costs: Costs, sums: bool, gathers: bool,
 ) -> list[float]:  # fmt: skip
     """Return what is exposed with each size of a rank's buckets."""
     known: dict[tuple[BucketLayout, ...], float] = {}
     found = []
     for size in sizes:
-        buckets = tuple(make_buckets(entries, size, ranks, stage))
+        buckets = tuple(make_buckets(entries, size, sharing))
         if buckets not in known:
             known[buckets] = exposed(buckets, time, costs, sums, gathers)
         found.append(known[buckets])

@@ -125,12 +125,13 @@ def _walk(
     gradients that live then.
     """
     p, count = config.parallel, max(micro_batch_counts(config))
-    total = sum(flat.length for flat in flats)
+    total = sum(map(_comes, flats))
     done = activations.profile(config, provider, pp_rank).gradients
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
     if not early or (count > 1 and not p.zero_reduce_each_microbatch):
         return [(name, total) for name in done] or [("", total)]
-    short = [flat for flat in flats if not flat.axes]
+    each = p.zero_reduce_each_microbatch
+    short = [flat for flat in flats if not flat.axes and (not each or _comes(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
     # the last bucket of a micro-batch is still being sent while the next one's backward begins
     passes = 2 if p.zero_reduce_each_microbatch and count > 1 else 1
@@ -144,14 +145,19 @@ def _walk(
             last.pop(n * len(short) + bucket_of[name], None)
     live: set[int] = set()
     told, following = list[tuple[str, int]](), 0
-    apart = sum(flat.length for flat in flats if flat.axes)
+    apart = sum(_comes(flat) for flat in flats if flat.axes)
     for at, (name, bucket) in enumerate(order):
         live |= {bucket} if bucket >= 0 else set()
-        told.append((name, apart + sum(short[i % len(short)].length for i in live)))
+        told.append((name, apart + sum(_comes(short[i % len(short)]) for i in live)))
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
             live.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
     return told or [("", apart)]
+
+
+def _comes(flat: BucketLayout) -> int:
+    """Return the elements of a bucket's whole gradients that come and go in a step."""
+    return flat.length if flat.sharing.zero_stage >= 2 else 0
 
 
 def _gathered(config: Config, provider: ModelProvider, flats: list[BucketLayout]) -> int:

@@ -18,7 +18,7 @@ from estimate.traffic import Traffic
 from training import batch_size
 from training.config import Config, ParallelConfig
 from training.data.tokenizer import tokenizer_for
-from training.flags.megatron import DIFFERENCES
+from training.flags.megatron import DIFFERENCES, SOURCE
 
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
@@ -28,7 +28,6 @@ REHEARSAL = (
     "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
-SOURCE = "training/flags/megatron.py"
 STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
 
 
@@ -72,7 +71,7 @@ def _differences(config: Config) -> list[str]:
     given = config.given
     lines = [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES if touched(f)]
     rest = len(DIFFERENCES) - len(lines)
-    return [*lines, f"{rest} more of flags that are not given: DIFFERENCES in {SOURCE}"]
+    return [*lines, f"{rest} more of flags that are not given: [differences] in {SOURCE}"]
 
 
 def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, list[str]]]:
@@ -196,7 +195,7 @@ def _memory(
         "masters": "fp32"
         if rank_memory.accumulate_bytes(config) > config.run.dtype.itemsize
         else "",
-        "moments": "AdamW's two",
+        "moments": rank_memory.state_names(config),
         "norm's index": "where each block of a parameter lies among all ranks' parts",
         "whole gradients": "for a while in a step, until their sum is with its owner",
         "gathered weights": "for a while in a step",

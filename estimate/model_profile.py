@@ -41,6 +41,10 @@ class StagedModel(Protocol):
     def stages(self) -> Sequence[Stage]:
         """Return the stages that the model holds, one for each chunk."""
 
+    @property
+    def ctx(self) -> LayerContext:
+        """Return what its layers were built with."""
+
     def __call__(
         self,
         tokens: Tensor,
@@ -164,7 +168,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
-        order=tuple(p.rank_order.split("-")),
+        order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ state. estimate/buffers.py and estimate/activations.py work out what comes and g
 step, estimate/traffic.py what is sent.
 """
 
+from collections.abc import Mapping
 from math import prod
 
 from estimate.model_profile import (
@@ -15,9 +16,12 @@ from estimate.model_profile import (
     rank_parameters,
 )
 from estimate.stages import rank_stages
+from mpu.grid import DATA
+from mpu.optim.interface import rules_of, state_bytes
 from mpu.zero import layout
-from mpu.zero.layout import BucketLayout
+from mpu.zero.layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
+from training.optimizer import optimizer_groups
 
 NORM_BYTES = 9  # of a block: int64 and bool
 Shapes = dict[str, tuple[int, ...]]
@@ -51,9 +55,18 @@ def gradient_bytes(config: Config) -> int:
     return 2 if config.parallel.main_grads_dtype == "bf16" else accumulate_bytes(config)
 
 
+def sharing(config: Config) -> dict[str, Sharing]:
+    """Return which ranks share a bucket, by the axis that cuts its parameters, as the grid does."""
+    p, ep = config.parallel, config.expert_model_parallel_size
+    stage = p.world_size // p.pipeline_model_parallel_size
+    sizes = {"tp": p.gradient_ranks, "ep": stage // ep if ep else 1}
+    copies = p.num_distributed_optimizer_instances
+    return {cut: sharing_of(cut, sizes[cut], max(1, sizes[cut] // copies), p.zero) for cut in DATA}
+
+
 def level(config: Config) -> int:
-    """Return the ZeRO stage in effect: 0 where a group of sharding ranks has one rank."""
-    return config.parallel.zero if config.parallel.shard_size > 1 else 0
+    """Return the highest ZeRO stage in effect: 0 where no ranks share a bucket."""
+    return max(shared.zero_stage for shared in sharing(config).values())
 
 
 def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[BucketLayout]:
@@ -68,21 +81,30 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     ]
     largest = max(sum(entry.numel for entry in entries) for entries in held)
     size = p.ddp_bucket_size or layout.automatic_size(largest)
-    return layout.make_buckets(held[pp_rank], size, p.gradient_ranks, level(config))
+    return layout.make_buckets(held[pp_rank], size, sharing(config))
 
 
-def state(config: Config, flats: list[BucketLayout]) -> dict[str, int]:
+def state(
+    config: Config, flats: list[BucketLayout], ranks: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    Host memory is included; masters there are separate from the weights whatever their dtype.
+    moments: the optimizer's own state, of whatever kinds. ranks: as layout.memory takes them. Host
+    memory is included; masters there are separate from the weights whatever their dtype.
     """
-    size, p = config.run.dtype.itemsize, config.parallel
-    acc = accumulate_bytes(config)
-    shared = level(config) or min(p.zero, 1)  # a single rank still keeps owner's sums
-    kept = layout.memory(flats, shared, p.shard_size, size, gradient_bytes(config), acc)
+    size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
+    each = state_bytes(optimizer_groups(config), accumulate_dtype(config))
+    kept = layout.memory(flats, size, gradient_bytes(config), acc, state=each, ranks=ranks)
     if offloaded(config):
-        kept["masters"] = kept["moments"] // 2
+        kept["masters"] = sum(flat.own for flat in flats) * acc
     return kept
+
+
+def state_names(config: Config) -> str:
+    """Return the optimizer's kinds of state as words: "AdamW's two"."""
+    count = ("no state", "one", "two", "three", "four")
+    rules = rules_of(optimizer_groups(config))
+    return ", ".join(f"{rule.name}'s {count[len(rule.kinds)]}" for rule in rules)
 
 
 def norm_bytes(flats: list[BucketLayout]) -> int:
@@ -100,11 +122,11 @@ def offloaded(config: Config) -> bool:
 def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
     """Return the bytes that --optimizer-cpu-offload keeps in host memory.
 
-    They are a gradient, a master and two moments of the owned part, and, where weights are
-    narrower, the weights to be copied to the device.
+    They are a gradient, a master and the optimizer's state of the owned part, and, where weights
+    are narrower, the weights to be copied to the device.
     """
     if not offloaded(config):
         return 0
-    acc, size, p = accumulate_bytes(config), config.run.dtype.itemsize, config.parallel
-    own = sum(flat.length for flat in flats) // p.shard_size
-    return own * (4 * acc + (size if size < acc else 0))
+    acc, size = accumulate_bytes(config), config.run.dtype.itemsize
+    own = sum(flat.own for flat in flats)
+    return state(config, flats)["moments"] + own * (2 * acc + (size if size < acc else 0))

@@ -311,6 +311,8 @@ class _Trace:
         self, verb: str, axis: Axis, tensor: Tensor, sent: int, async_op: bool, label: Any
     ) -> None:
         nbytes = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
+        if verb == "all_to_all":  # those of an exchange in equal parts that sends as much
+            nbytes = -(-sent * axis.size // (axis.size - 1))
         chunk, phase = self.at
         name = verb.replace("_", "-")
         self.collectives.append((chunk, Collective(axis.name, name, phase, nbytes)))

@@ -7,8 +7,8 @@ p pipeline ranks, v virtual stages a rank, m micro-batches a step
 from collections.abc import Sequence
 
 from estimate.model_profile import ModelProvider, model_profile
+from estimate.simulate import Costs, simulate
 from mpu.pipeline.layout import Stage
-from mpu.pipeline.simulate import Costs, simulate
 from training.config import Config
 from training.schedule import (
     cut,

@@ -12,6 +12,7 @@ from math import prod
 from estimate import activations, buffers, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
 from mpu.grid import Grid
+from mpu.zero.layout import BucketLayout, Sharing
 from training import batch_size
 from training.config import Config
 from training.schedule import messages
@@ -43,7 +44,8 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
     """Return what a rank sends in a step.
 
     For each micro-batch: the model's collectives in F, B and W, and between stages outputs and
-    gradients of inputs. Once a step: gradients summed over another axis than dp. `_data`: over dp.
+    gradients of inputs. Once a step: gradients summed over extra axes. `_data`: over the ranks that
+    share a bucket, "dp" for all that hold the same part of what tp cuts.
     """
     p, grid = config.parallel, grid_of(config, pp_rank)
     steps = batch_size.micro_batches(config, 0)
@@ -61,7 +63,7 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
 
 
 def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) -> list[Traffic]:
-    """Return the sums of gradients over axes other than dp.
+    """Return the sums of gradients over extra axes.
 
     Norms under sequence parallelism are summed over tp, tied embeddings over embd (row "pp").
     """
@@ -77,7 +79,7 @@ def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) 
 
 
 def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
-    """Return what a rank sends over dp, and over the context-parallel ranks with them.
+    """Return what a rank sends over the ranks that share its buckets.
 
     ZeRO stage 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes that a
     reduce-scatter in bf16 and an all-gather of the sums. From stage 1 on gradients are
@@ -85,37 +87,51 @@ def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic
     several instances of the optimizer all-reduce their sums. Updated weights are all-gathered once
     a step; at stage 3 blocks are gathered when a micro-batch uses them, in a pipeline once a step.
     """
+    flats = rank_memory.flats(config, provider, pp_rank)
+    steps = batch_size.micro_batches(config, 0)
+    gathered = buffers.gathered(config, provider, flats, steps) if config.parallel.zero > 2 else []
+    rows = []
+    for sharing in dict.fromkeys(flat.sharing for flat in flats):
+        mine = [flat for flat in flats if flat.sharing == sharing]
+        used = [flat for flat in gathered if flat.sharing == sharing]
+        rows += _shared(config, sharing, mine, used)
+    return rows
+
+
+def _shared(
+    config: Config, sharing: Sharing, flats: list[BucketLayout], gathered: list[BucketLayout]
+) -> list[Traffic]:
+    """Return what is sent over the ranks of one sharing. gathered: buckets, use by use."""
     p, steps = config.parallel, batch_size.micro_batches(config, 0)
     acc, weight = rank_memory.accumulate_bytes(config), config.run.dtype.itemsize
     wire = 2 if p.grad_reduce_in_bf16 else rank_memory.gradient_bytes(config)
-    flats = rank_memory.flats(config, provider, pp_rank)
+    axis = {"dp_cp": "dp"}.get(sharing.data, sharing.data)
     elements = sum(flat.length for flat in flats)
     last = sum(flat.length for flat in flats if flat.axes)
     if not p.zero:
-        ranks = p.gradient_ranks
-        rows = [Traffic("dp", "all-reduce", 1, elements * acc, ranks)]
+        ranks = sharing.ranks
+        rows = [Traffic(axis, "all-reduce", 1, elements * acc, ranks)]
         if wire < acc:
             rows = [
-                Traffic("dp", "reduce-scatter", 1, elements * wire, ranks),
-                Traffic("dp", "all-gather", 1, elements * acc, ranks),
+                Traffic(axis, "reduce-scatter", 1, elements * wire, ranks),
+                Traffic(axis, "all-gather", 1, elements * acc, ranks),
             ]
         return [row for row in rows if ranks > 1]
-    ranks, copies = p.shard_size, p.num_distributed_optimizer_instances
-    rows = [Traffic("dp", "reduce-scatter", 1, elements * wire, ranks)]
+    ranks, copies = sharing.shard, sharing.ranks // sharing.shard
+    rows = [Traffic(axis, "reduce-scatter", 1, elements * wire, ranks)]
     if p.zero_reduce_each_microbatch:
         rows = [
-            Traffic("dp", "reduce-scatter", steps, (elements - last) * wire, ranks),
-            Traffic("dp", "reduce-scatter", 1, last * wire, ranks),
+            Traffic(axis, "reduce-scatter", steps, (elements - last) * wire, ranks),
+            Traffic(axis, "reduce-scatter", 1, last * wire, ranks),
         ]
-    rows.append(Traffic("dp", "all-reduce", 1, elements // ranks * acc, copies))
+    rows.append(Traffic(axis, "all-reduce", 1, elements // ranks * acc, copies))
     if p.zero < 3:
         wires = sum(flat.wire(weight) for flat in flats)
-        rows.append(Traffic("dp", "all-gather", 1, wires, ranks))
+        rows.append(Traffic(axis, "all-gather", 1, wires, ranks))
     else:
         whole = sum(flat.length for flat in flats if not flat.by_use)
-        rows.append(Traffic("dp", "all-gather", 1, whole * weight, ranks))
-        used = buffers.gathered(config, provider, flats, steps)
-        sizes = Counter(flat.wire(weight) for flat in used)
-        rows += [Traffic("dp", "all-gather", n, size, ranks) for size, n in sizes.items()]
-    rows.append(Traffic("dp", "all-reduce", 1, sum(flat.scales for flat in flats), ranks))
+        rows.append(Traffic(axis, "all-gather", 1, whole * weight, ranks))
+        sizes = Counter(flat.wire(weight) for flat in gathered)
+        rows += [Traffic(axis, "all-gather", n, size, ranks) for size, n in sizes.items()]
+    rows.append(Traffic(axis, "all-reduce", 1, sum(flat.scales for flat in flats), ranks))
     return [row for row in rows if row.size > 1 and row.bytes]

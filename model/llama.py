@@ -389,12 +389,11 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def parameter_group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
-    """Return (weight decay applies, --decoupled-lr applies) for a parameter.
-
-    Decay is for matrices, not norms; the decoupled learning rate for the embedding and the head.
-    """
-    return param.dim() > 1, name in ("embedding.weight", "head.weight")
+def parameter_group(name: str, param: nn.Parameter) -> str:
+    """Return the group of a parameter; training/optimizer.py says what the flags do with each."""
+    if name in ("embedding.weight", "head.weight"):
+        return "embedding"
+    return "matrix" if param.dim() > 1 else "vector"
 
 
 Model, ModelConfig = Llama, LlamaConfig  # as --model-file finds them (model/load.py)

@@ -42,8 +42,8 @@ class ModelFile(Protocol):
     def from_hf_config(self, hf: dict[str, Any]) -> LlamaConfig:
         """Return the inverse of `hf_config`."""
 
-    def parameter_group(self, name: str, param: nn.Parameter) -> tuple[bool, bool]:
-        """Return (weight decay applies, --decoupled-lr applies) for a parameter."""
+    def parameter_group(self, name: str, param: nn.Parameter) -> str:
+        """Return a parameter's group, one of mpu.param.GROUPS."""
 
 
 @cache

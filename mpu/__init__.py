@@ -10,6 +10,7 @@ param         Placement: which part of a tensor a parameter is, and who holds th
 gradients     where layers put weight gradients, and when these are computed
 context       LayerContext, the one object a layer is given
 recompute     activation recomputation
+auxiliary_loss  what a block adds to the loss
 kernels       Triton kernels: matmuls while rows travel between GPUs, what stands between matmuls
 overlap       collectives hidden by the matmul beside them, and which matmul takes which method
 layers        linear, embedding, cross_entropy, rope, fused (RMSNorm, RoPE, SwiGLU); attention and

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 
-from mpu.comm.checksummed import ChecksummedTransport
 from mpu.comm.collectives import by_process_group, group_of
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import Unavailable
@@ -20,13 +19,15 @@ from mpu.grid import Grid
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp and their parts.
+    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp, ep, edp.
 
+    Their parts share memory too.
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
     parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
-    for name in ("tp", "cp", "dp_cp", *parts):
+    experts = ("ep", "edp", "edp_shard", "edp_replicate")
+    for name in ("tp", "cp", "dp_cp", *parts, *experts):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue
@@ -46,15 +47,6 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
         else:
             setattr(grid, name, by_process_group(axis, why_not=space))
     return lines
-
-
-def checksum(grid: Grid) -> list[str]:
-    """Let every message of the grid's axes carry its checksum, by their process groups."""
-    for name in (*grid.AXES, "background"):
-        axis: Axis = getattr(grid, name)
-        if axis.transport is not None:
-            setattr(grid, name, replace(axis, transport=ChecksummedTransport(group_of(axis))))
-    return [f"collectives and messages: {grid.backend}, each with its XXH3 checksum"]
 
 
 def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str]:

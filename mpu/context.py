@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from mpu.auxiliary_loss import AuxiliaryLoss, AuxiliaryLosses
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
@@ -23,6 +24,7 @@ class LayerContext:
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
     core_attention_backend: whose kernels they are, as the flags of these names say.
+    auxiliary_losses: what `auxiliary_loss` adds to.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -36,6 +38,7 @@ class LayerContext:
     cp_comm_type: tuple[str, ...] = ("p2p",)
     norm_backend: str = "weft"
     core_attention_backend: str = "torch"
+    auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect
@@ -71,3 +74,17 @@ class LayerContext:
         """
         place = Placement(shape, axis=self.tp, reduce_axes=self.reduce_axes(region))
         return parameter(place, self.dtype, self.device, self.sink)
+
+    def auxiliary_loss(
+        self, x: Tensor, loss: Tensor, region: Region = Region.SEQUENCE_PARALLEL
+    ) -> Tensor:
+        """Return x, which the block must go on with; add `loss` to the training loss.
+
+        loss: a scalar, the sum over this rank's tokens of the micro-batch; like the main loss it is
+        divided by the tokens of the global batch. region: where it was computed; it is partial over
+        tensor-parallel ranks where a weight's gradient would be.
+        """
+        assert loss.dim() == 0, "an auxiliary loss is a scalar"
+        axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
+        y: Tensor = AuxiliaryLoss.apply(x, loss.to(self.accumulate), self.auxiliary_losses, axes)
+        return y

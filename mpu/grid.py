@@ -8,21 +8,29 @@ of that array, a product axis a plane, its ranks ascending. Further axes:
     dp_cp            product of dp and cp; gradients are summed over it
     dp_cp_shard      ranks of dp_cp that share one instance of the distributed optimizer
     dp_cp_replicate  ranks of dp_cp that hold the same part, one in each instance
+    ep, edp          groups of neighbours among a stage's ranks, over which experts are cut, and the
+                     ranks at the same place in each group, over which experts' gradients are summed
+    edp_shard, edp_replicate    parts of edp, as those of dp_cp
     cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
     tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
 With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
-the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes).
+the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes),
+and so are ep and edp, unless `ep_size` is given.
+
+A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
+axis of a view; the ranks of the second hold the same part of it, so its gradient is summed and its
+state is shared over them (DATA, `Grid.data`).
 
 Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; dp rows [0,2] [1,3]
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +39,32 @@ import torch.distributed as dist
 from mpu.comm.collectives import ProcessGroupTransport, barrier, group_of
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
-from mpu.launch import Launch, bind_loopback
+from mpu.launch import ASK, Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
+DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
 # On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
 # groups have streams of high priority, so that their kernels come first where SMs are scarce.
-URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "pp", "pp_back")
+URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+
+
+def launch_of(world: int) -> Launch:
+    """Return this process's rank in a world of so many, as torch.distributed or the launcher says.
+
+    A world of one needs neither. Raises ValueError where nobody says which rank this is.
+    """
+    if world == 1:
+        return Launch()
+    launch = Launch.from_env()
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return launch if (launch.rank, launch.world) == (rank, size) else Launch(rank, size)
+    if launch.world == 1:
+        raise ValueError(
+            f"a grid of {world} ranks, and nothing says which rank this process is: start with "
+            "torchrun or srun, or give launch=Launch(rank, world)"
+        )
+    return launch
 
 
 def high_priority(timeout: timedelta) -> Any:
@@ -46,25 +74,43 @@ def high_priority(timeout: timedelta) -> Any:
     return options
 
 
+class DataAxes(NamedTuple):
+    """The data-parallel ranks of some parameters: a stage is `cut` x `every`.
+
+    cut: the axis that cuts the parameters, or over which they are replicated. every: the ranks that
+    hold the same part, over which gradients are summed. shard: those of them that share one
+    instance of the distributed optimizer. replicate: those with the same share, one an instance.
+    """
+
+    cut: Axis
+    every: Axis
+    shard: Axis
+    replicate: Axis
+
+
 @dataclass
 class Grid:
     """Every axis of one rank. `Grid(world, tp, cp, pp)` is arithmetic; `connect()` adds groups.
 
+    launch: this process's rank and world, by default what torch.distributed or the launcher says.
+
     query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
-    Raises ValueError where tp x cp x pp do not divide the world, `instances` not dp_cp, or fewer
-    `query_groups` not tp.
+    ep_size: ranks over which experts are cut; 0: the model has none. Raises ValueError where
+    tp x cp x pp do not divide the world, `ep_size` not a stage, `instances` not dp_cp or edp, or
+    fewer `query_groups` not tp.
     """
 
     world_size: int = 1
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
-    launch: Launch = field(default_factory=Launch)
+    launch: Launch = ASK
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
     hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
     order: tuple[str, ...] = ORDER
+    ep_size: int = 0
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -75,6 +121,13 @@ class Grid:
                 f"(= {parts} ranks a model copy)"
             )
         assert sorted(self.order) == sorted(ORDER), self.order
+        if self.launch is ASK:
+            self.launch = launch_of(self.world_size)
+        if self.launch.world != self.world_size:
+            raise ValueError(
+                f"a grid of {self.world_size} ranks, but the launcher started {self.launch.world}: "
+                "give the world's size, or launch=Launch(rank, world)"
+            )
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # of this rank, on every axis
         self.rank = self.launch.rank
@@ -83,34 +136,29 @@ class Grid:
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
         self.cp_a2a, self.cp_p2p = self._parts_of_cp()
-        self.dp_cp = self._axis("dp_cp", "dp", "cp")  # gradients are summed over it
-        self.dp_cp_shard = self.dp_cp
-        self.dp_cp_replicate = Axis("dp_cp_replicate", ranks=(self.rank,))
-        if self.instances > 1:
-            inside, at = self.dp_cp.size // self.instances, self.dp_cp.rank
-            if inside * self.instances != self.dp_cp.size:
+        self.dp_cp = self._axis("dp_cp", "dp", "cp")
+        self.ep, self.edp = self._alone("ep"), self._alone("edp")
+        if self.ep_size:
+            stage = self._axis("stage", "tp", "cp", "dp")
+            if stage.size % self.ep_size:
                 raise ValueError(
-                    f"{self.dp_cp.size} data-parallel ranks do not divide into {self.instances} "
-                    "instances of the optimizer"
+                    f"the {stage.size} ranks of a pipeline stage do not divide into groups of "
+                    f"{self.ep_size} expert-parallel ranks"
                 )
-            first = at - at % inside
-            near = self.dp_cp.ranks[first : first + inside]
-            self.dp_cp_shard = Axis("dp_cp_shard", at % inside, inside, near)
-            far = self.dp_cp.ranks[at % inside :: inside]
-            self.dp_cp_replicate = Axis("dp_cp_replicate", at // inside, self.instances, far)
-        self.tp_kv = Axis("tp_kv", ranks=(self.rank,))
+            self.ep, self.edp = _parts(stage, self.ep_size, "ep", "edp")
+        self.dp_cp_shard, self.dp_cp_replicate = self._instances(self.dp_cp)
+        self.edp_shard, self.edp_replicate = self._instances(self.edp)
+        self.tp_kv = self._alone("tp_kv")
         if 0 < self.query_groups < self.tp.size:
             if self.tp.size % self.query_groups:
                 raise ValueError(
                     f"{self.query_groups} query groups do not divide {self.tp.size} "
                     "tensor-parallel ranks: one must be a multiple of the other"
                 )
-            share, at = self.tp.size // self.query_groups, self.tp.rank
-            first = at - at % share
-            self.tp_kv = Axis("tp_kv", at % share, share, self.tp.ranks[first : first + share])
+            self.tp_kv, _ = _parts(self.tp, self.tp.size // self.query_groups, "tp_kv", "")
         # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
         # names a group by its ranks and by how many groups its maker has made.
-        self.embd = Axis("embd", ranks=(self.rank,))
+        self.embd = self._alone("embd")
         if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
             first, last = self.pp.ranks[0], self.pp.ranks[-1]
             self.embd = Axis("embd", int(self.pp.rank > 0), 2, (first, last))
@@ -145,27 +193,44 @@ class Grid:
         ranks = tuple(row.reshape(-1).tolist())
         return Axis(name, ranks.index(self.rank), len(ranks), ranks)
 
+    def _alone(self, name: str) -> Axis:
+        return Axis(name, ranks=(self.rank,))
+
     def _parts_of_cp(self) -> tuple[Axis, Axis]:
         if self.hierarchical is None:
-            return Axis("cp_a2a", ranks=(self.rank,)), Axis("cp_p2p", ranks=(self.rank,))
+            return self._alone("cp_a2a"), self._alone("cp_p2p")
         near, far = self.hierarchical
         if near * far != self.cp.size or near < 1:
             raise ValueError(
                 f"--hierarchical-context-parallel-sizes {near} {far}: their product must be the "
                 f"context-parallel size {self.cp.size}"
             )
-        at, ranks = self.cp.rank, self.cp.ranks
-        first = at - at % near
-        return (
-            Axis("cp_a2a", at % near, near, ranks[first : first + near]),
-            Axis("cp_p2p", at // near, far, ranks[at % near :: near]),
-        )
+        return _parts(self.cp, near, "cp_a2a", "cp_p2p")
+
+    def _instances(self, data: Axis) -> tuple[Axis, Axis]:
+        """Return the ranks of an axis that share an instance, and those with the same share."""
+        across = f"{data.name}_replicate"
+        if self.instances == 1 or (data is self.edp and not self.ep_size):
+            return data, self._alone(across)
+        if data.size % self.instances:
+            kind = "data" if data is self.dp_cp else "expert-data"
+            raise ValueError(
+                f"{data.size} {kind}-parallel ranks do not divide into {self.instances} "
+                "instances of the optimizer"
+            )
+        return _parts(data, data.size // self.instances, f"{data.name}_shard", across)
+
+    def data(self, cut: str) -> DataAxes:
+        """Return the data-parallel ranks of the parameters that an axis of DATA cuts."""
+        name = DATA[cut]
+        found = (getattr(self, each) for each in (cut, name, f"{name}_shard", f"{name}_replicate"))
+        return DataAxes(*found)
 
     # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
-        "embd", "tp_kv", "cp_a2a", "cp_p2p",
+        "embd", "tp_kv", "cp_a2a", "cp_p2p", "ep", "edp", "edp_shard", "edp_replicate",
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
@@ -276,3 +341,16 @@ class Grid:
             f"TP {self.tp_size} x CP {self.cp_size} x DP {self.dp_size} x PP {self.pp_size} "
             f"= {self.world_size} ranks"
         ) + ("" if self.order == ORDER else f", in the order {'-'.join(self.order)}")
+
+
+def _parts(axis: Axis, near: int, inside: str, across: str) -> tuple[Axis, Axis]:
+    """Cut a row of ranks into groups of `near` neighbours.
+
+    Return this rank's group, and the ranks at the same place in each group.
+    """
+    at, ranks = axis.rank, axis.ranks
+    first = at - at % near
+    return (
+        Axis(inside, at % near, near, ranks[first : first + near]),
+        Axis(across, at // near, axis.size // near, ranks[at % near :: near]),
+    )

@@ -111,6 +111,9 @@ class Launch:
         )
 
 
+ASK = Launch(-1, 0)  # the default of a Grid: ask the launcher
+
+
 def _number(name: str, default: str | None = None) -> int:
     """Read a count from the environment. Raises ValueError."""
     text = os.environ.get(name, default)
@@ -176,13 +179,6 @@ def _content(path: str) -> bytes:
 def launched_by() -> str:
     """Return "torchrun", "supervise" (tools/supervise.py), "srun", or "" for none of them."""
     return next((name for mark, name in MARKS.items() if mark in os.environ), "")
-
-
-def ends_with_this_attempt() -> bool:
-    """Return whether this is torchrun's last start of the ranks, outside of a SLURM job."""
-    e = os.environ
-    count, most = e.get("TORCHELASTIC_RESTART_COUNT"), e.get("TORCHELASTIC_MAX_RESTARTS")
-    return launched_by() == "torchrun" and count == most and "SLURM_JOB_ID" not in e
 
 
 def shares_cores() -> bool:

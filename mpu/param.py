@@ -5,7 +5,7 @@ A Placement is an attribute of the parameter itself. Checkpoints, initial weight
 and the sums of gradients (mpu/zero/reduce.py) all follow from it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -57,7 +57,8 @@ class Placement:
 
     shape: full logical shape, unpadded, sections stacked along dim 0.
     dim: the cut dimension; None where every rank holds all of it.
-    axis: the axis that cuts it or, where dim is None, over which it is replicated.
+    axis: the axis that cuts it or, where dim is None, over which it is replicated: tp, or ep for an
+        expert's. Which ranks sum its gradient and share its state follows from it (mpu.grid.DATA).
     sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
         on its own, so that a checkpoint can name q_proj whatever the layout.
     local_size: rows of this rank along `dim`, padding included; unused where dim is None.
@@ -135,6 +136,37 @@ def parameter(
 def placement_of(param: nn.Parameter) -> Placement:
     """Return the parameter's placement; a plain nn.Parameter is replicated, its gradient whole."""
     return getattr(param, "placement", None) or Placement(tuple(param.shape))
+
+
+# The groups that a model may put a parameter in. The kind says which optimizer and which learning
+# rate are for it, the ending whether weight decay is (training/optimizer.py).
+GROUPS = ("matrix", "matrix_no_decay", "vector", "vector_decay", "embedding", "embedding_no_decay")
+
+
+def name_groups(module: nn.Module, parameter_group: Callable[[str, nn.Parameter], object]) -> None:
+    """Note each parameter's group, as parameter_group(name, param) of the model's file names it.
+
+    It may also return (weight decay applies, the decoupled learning rate applies), as model files
+    did before groups had names. Raises ValueError for anything else.
+    """
+    for name, param in module.named_parameters():
+        group = parameter_group(name, param)
+        if isinstance(group, tuple) and [type(each) for each in group] == [bool, bool]:
+            decay, decoupled = group
+            group = "embedding" if decoupled else "matrix" if param.dim() > 1 else "vector"
+            if decay != (group != "vector"):
+                group += "_decay" if decay else "_no_decay"
+        if group not in GROUPS:
+            raise ValueError(
+                f"parameter_group of the --model-file returns {group!r} for {name}: it must name "
+                f"one of {', '.join(GROUPS)}"
+            )
+        param.group = group  # type: ignore[attr-defined]
+
+
+def group_of(param: nn.Parameter) -> str:
+    """Return the parameter's group; without a name a matrix or a vector, by its dimensions."""
+    return getattr(param, "group", "") or ("matrix" if param.dim() > 1 else "vector")
 
 
 def tie(param: nn.Parameter, axis: Axis) -> None:

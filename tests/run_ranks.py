@@ -34,6 +34,8 @@ from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
 from training.faults import process  # noqa: E402
 from training.faults.hang_watch import HangWatch  # noqa: E402
+from training.run.watch.intervals import Intervals  # noqa: E402
+from training.run.watch.step import Decision, Step  # noqa: E402
 
 train = pretrain_llama.train
 LIMIT = 120.0  # seconds
@@ -62,10 +64,11 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
 
 def sampled(every: int, file: Path) -> None:
     """Let this rank write what it holds after every so many steps, a line each."""
-    due_after = pretrain_llama.due_after
+    after_step = Intervals.after_step
     page = os.sysconf("SC_PAGE_SIZE")
 
-    def sampling(config: Any, iteration: int, total: int) -> Any:
+    def sampling(intervals: Intervals, step: Step) -> Decision:
+        iteration = step.iteration
         if iteration % every == 0:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
             maps = Path("/proc/self/maps").read_text().splitlines()
@@ -74,9 +77,9 @@ def sampled(every: int, file: Path) -> None:
             counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
             with open(file, "a") as out:
                 out.write(json.dumps([iteration, resident, *counts, shared]) + "\n")
-        return due_after(config, iteration, total)
+        return after_step(intervals, step)
 
-    pretrain_llama.due_after = sampling
+    Intervals.after_step = sampling
 
 
 def enter_network(path: str) -> None:

@@ -51,7 +51,6 @@ WAYS = [
     Way(2, f"{EACH} --zero-stage 3 --overlap-param-gather {TP}", 2),
     Way(2, f"--cp-comm-type p2p --zero-stage 1 {PP}", 2),
     Way(2, "--zero-stage 2 --num-distributed-optimizer-instances 2", 2),
-    Way(2, "--cp-comm-type all_gather --checksum-messages"),
 ]
 
 

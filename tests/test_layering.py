@@ -20,17 +20,22 @@ MAY = {
     "mpu/activation_offload.py": (),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
+    "mpu/accelerators.py": (),
     "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native"),
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
     "mpu/grid.py": ("mpu.comm", "mpu.launch"),
     "mpu/connect.py": ("mpu.comm", "mpu.grid"),
-    "mpu/context.py": ("mpu.comm.transport", "mpu.gradients", "mpu.grid", "mpu.param"),
+    "mpu/auxiliary_loss.py": ("mpu.comm",),
+    "mpu/context.py": ("mpu.comm.transport", "mpu.auxiliary_loss", "mpu.gradients", "mpu.grid",
+                       "mpu.param"),
     "mpu/overlap": ("mpu.overlap", "mpu.comm", "mpu.kernels"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.overlap", "mpu.kernels", "mpu.param",
-                   "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native"),
+                   "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native",
+                   "mpu.accelerators"),
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid"),
-    "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid"),
+    "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
+                  "mpu.accelerators"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/untrusted.py": (),
@@ -38,6 +43,7 @@ MAY = {
     "training/batch_size.py": ("training.config",),
     "training/learning_rate.py": ("training.config", "training.batch_size"),
     "training/float8.py": ("training.config", "mpu"),
+    "training/optimizer.py": ("training.config", "mpu"),
     "training/recompute.py": ("training.config", "training.float8", "mpu"),
     "training/data": ("training.data", "training.config", "training.untrusted", "mpu"),
     "training/faults": ("training.faults", "mpu"),
@@ -46,8 +52,9 @@ MAY = {
     "training/flags": ("training.flags", "training.batch_size", "training.schedule",
                        "training.data", "training.checkpoint", "training.config",
                        "training.untrusted", "mpu"),
-    "estimate": ("estimate", "training.config", "training.batch_size", "training.recompute",
-                 "training.schedule", "training.data", "training.flags", "mpu"),
+    "estimate": ("estimate", "training.config", "training.batch_size", "training.optimizer",
+                 "training.recompute", "training.schedule", "training.data", "training.flags",
+                 "mpu"),
     "training/run": ("training", "estimate", "mpu"),
     "pretrain_llama.py": ("training", "estimate", "model", "mpu"),
     "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama"),
@@ -57,19 +64,20 @@ FLOORS = (
     (
         "mpu/kernels",
         "mpu/native.py",
+        "mpu/accelerators.py",
         "mpu/launch.py",
         "mpu/activation_offload.py",
         "mpu/gradients.py",
     ),
     ("mpu/comm", "mpu/recompute.py"),
-    ("mpu/grid.py", "mpu/param.py", "mpu/overlap"),
+    ("mpu/grid.py", "mpu/param.py", "mpu/auxiliary_loss.py", "mpu/overlap"),
     ("mpu/connect.py", "mpu/context.py"),
     ("mpu/layers", "mpu/pipeline", "mpu/zero"),
     ("mpu/optim",),
     ("mpu/__init__.py",),
     ("model",),
     ("training/untrusted.py", "training/config.py"),
-    ("training/batch_size.py", "training/float8.py"),
+    ("training/batch_size.py", "training/float8.py", "training/optimizer.py"),
     ("training/learning_rate.py", "training/recompute.py", "training/schedule.py"),
     ("training/data", "training/checkpoint", "training/faults"),
     ("training/flags",),
@@ -254,6 +262,9 @@ def test_the_rule_catches_a_breach(tmp_path):
     bad.write_text("def f():\n    from training.config import Config\n    return Config\n")
     assert breaches(bad, "mpu/layers/x.py") == ["mpu/layers/x.py imports training.config.Config"]
     assert not breaches(bad, "tools/x.py")
+    bad = tmp_path / "y.py"
+    bad.write_text("def f():\n    from benchmarks.planning import odds\n    return odds\n")
+    assert breaches(bad, "tools/x.py") == ["tools/x.py imports benchmarks.planning.odds"]
 
 
 def test_collectives_argparse_and_environment_stay_in_their_rooms():

@@ -9,8 +9,9 @@ import torch
 
 import pretrain_llama
 from training.config import FaultConfig
-from training.run import guard
-from training.run.stop import Decision, Due, Heard, decide
+from training.run.stop import Heard
+from training.run.watch import guard
+from training.run.watch.step import BACK, CONTINUE, Decision, Step, after_step, combine
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
 # --on-nan stop, the last step, whether the flags make due: exit, save, evaluate; whether there is a
@@ -50,8 +51,7 @@ class AfterAStep(guard.Guard):
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
-        self._judged = -1
-        self._steps.append((0, 0, 1))
+        self._before = Step(0, 0, 1, 1.0, None)
 
 
 class Ends(Exception):
@@ -96,40 +96,37 @@ def by_train(case, monkeypatch):
     run = SimpleNamespace(
         config=config,
         optimizer=SimpleNamespace(params_norm=None),
+        model=SimpleNamespace(ctx=SimpleNamespace(auxiliary_losses=SimpleNamespace(mean=None))),
         iteration=0,
         consumed=0,
         grid=SimpleNamespace(world=None, rank=0),
         engine=None,
         sink=None,
         monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
-        device="cpu",
+        device=torch.device("cpu"),
     )
-    profile = contextlib.nullcontext(SimpleNamespace(step=lambda: None))
-    slow = contextlib.ExitStack()
-    slow.step = lambda *numbers: {}
+    watcher = contextlib.ExitStack()
+    watcher.after_step = lambda step: CONTINUE
     agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
     scalar = torch.tensor(0.0)
     stand_ins = {
         "Guard": AfterAStep,
         "Agreement": lambda world: agreement,
-        "Profile": lambda *about: profile,
-        "SlowRanks": lambda *about: slow,
-        "global_batch_size": lambda *about: 1,
-        "learning_rate": lambda *about: 1.0,
-        "decoupled_learning_rate": lambda *about: 1.0,
+        "Profile": lambda *about: watcher,
+        "SlowRanks": lambda *about: watcher,
         "train_step": lambda *about: (scalar, scalar, scalar),
         "evaluate": lambda run, loader: done.append("evaluate"),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(pretrain_llama, name, stand_in)
-    monkeypatch.setattr(guard, "global_batch_size", lambda *about: 1)
+    of_next = lambda run: Step(run.iteration + 1, run.consumed, 1, 1.0, None)  # noqa: E731
+    monkeypatch.setattr(Step, "next", of_next)
     loader = SimpleNamespace(next_global_batch=batches)
     log = SimpleNamespace(
-        due=lambda iteration: False,
         values=lambda *about: {},
-        step=lambda **numbers: None,
+        after_step=watcher.after_step,
         note=lambda text: None,
-        validation=lambda iteration, loss, loader: None,
+        validation=lambda iteration, loss, loader, name: None,
     )
     signal = SimpleNamespace(
         begin=lambda speak: None,
@@ -141,7 +138,11 @@ def by_train(case, monkeypatch):
             run,
             SimpleNamespace(train=loader, valid=loader if data else None),
             SimpleNamespace(
-                poll=lambda: None, failed=None, save=save, passed_over=set(), reached=lambda i: None
+                poll=lambda: None,
+                failed=None,
+                save=save,
+                passed_over=set(),
+                after_step=watcher.after_step,
             ),
             log,
             SimpleNamespace(unmeasured=lambda: []),
@@ -160,15 +161,51 @@ def test_a_step_is_followed_by_what_the_rules_say(monkeypatch):
         assert by_train(case, monkeypatch) == by_hand(case), case
 
 
-def test_what_is_decided_in_the_plain_cases():
-    nothing = Decision(*[False] * 5)
-    quiet, told, over = Heard(), Heard(signal=True), Heard(over=True)
-    never = Due(end=False, save=False, evaluate=False, can_save=True)
-    assert decide(never, quiet) == nothing
-    assert decide(never, over) == Decision(True, False, True, False, False)
-    both = Due(end=False, save=True, evaluate=True, can_save=True)
-    assert decide(both, quiet) == Decision(False, False, True, True, False)
-    assert decide(both, told) == Decision(True, True, True, False, True)  # saved first
-    nowhere = Due(end=True, save=True, evaluate=False, can_save=False)
-    assert decide(nowhere, quiet) == Decision(True, False, False, False, False)
-    assert quiet | told | over == Heard(True, True, False)
+# what watchers ask for after a step -> what follows it
+RULES = [
+    ({}, {}),
+    ({"save"}, {"save"}),
+    ({"copy"}, {"copy"}),
+    ({"save", "copy"}, {"save"}),  # a copy is for the steps between two saves
+    ({"save", "skipped"}, {"skipped"}),  # the weights are a step older: an older save is as good
+    ({"copy", "skipped"}, {"skipped"}),
+    ({"save", "copy", "skipped"}, {"skipped"}),
+    ({"stop", "save", "skipped"}, {"stop", "save", "skipped"}),  # but the last step is saved
+    ({"stop"}, {"stop"}),  # there is no --save
+    ({"evaluate", "sample", "save"}, {"evaluate", "sample", "save"}),
+    ({"stop", "signal", "save", "evaluate"}, {"stop", "signal", "save", "evaluate_after_save"}),
+    ({"back", "stop", "signal", "save", "copy", "evaluate", "sample"}, {"back"}),
+]
+
+
+def decided(*names):
+    return Decision(**dict.fromkeys(names, True))
+
+
+def test_decisions_are_combined_by_one_rule():
+    """Whoever asks, in whatever order, the same follows."""
+    for asked, follows in RULES:
+        each = [decided(name) for name in sorted(asked)]
+        for decisions in ([decided(*asked)], each, each[::-1], [*each, CONTINUE, *each]):
+            assert combine(decisions) == decided(*follows), asked
+
+
+def test_nobody_looks_at_a_step_that_was_gone_back_on():
+    looked = []
+
+    class Looks:
+        def __init__(self, decision):
+            self.decision = decision
+
+        def after_step(self, step):
+            looked.append(step.asked)
+            return self.decision
+
+    step = Step(1, 0, 8, 1e-3, None)
+    watchers = [Looks(decided("save")), Looks(BACK), Looks(decided("stop"))]
+    assert after_step(step, watchers) == BACK
+    assert looked == [CONTINUE, decided("save")]  # each sees what those before it asked for
+
+
+def test_a_flag_counts_whoever_reports_it():
+    assert Heard() | Heard(signal=True) | Heard(over=True) == Heard(True, True, False)

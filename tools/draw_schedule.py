@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from estimate.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
-from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
 from tools.command_line import Parser, told
 from tools.pictures.schedule import caption, draw, heading
 from tools.pictures.timeline import Summary, rows, summary, usual_peak

@@ -54,7 +54,8 @@ from training.flags.parse import parse
 from training.run.stop import Agreement
 
 MOST_RANKS = 16
-STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp"}  # axes of the trace -> of the document
+# axes of the trace -> of the document
+STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp", "edp_shard": "edp"}
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 

@@ -46,9 +46,7 @@ class Run:
         places = sorted(self.at.items())
         return [(self._place(places, i)[axis == "time"], value) for i, value in points]
 
-    def _place(
-        self, places: list[tuple[int, tuple[float, float]]], i: int
-    ) -> tuple[float, float]:
+    def _place(self, places: list[tuple[int, tuple[float, float]]], i: int) -> tuple[float, float]:
         """Return tokens and hours at an iteration, which may lie between two lines of the log."""
         before, (tokens, seconds) = 0, (0.0, 0.0)
         for end, (more, later) in places:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives, the verbs of an axis: (tensor, axis, async_op) -> (out, handle). No autograd here.
 
+    all_reduce, all_gather, reduce_scatter, all_to_all
+    all_reduce_in_order, sum_in_order, barrier, gather_bytes    made of these
+
 Every verb is the identity at axis size 1, with no process group at all. Gathers and scatters cut
 dim 0, so a shard is contiguous. Reductions are sums; only `all_reduce` takes another op.
 `reduce_scatter` and `all_reduce_in_order` add the ranks' contributions in rank order on CPU
@@ -14,13 +17,14 @@ and sums: a tensor is written once and read in place, and sums are in rank order
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.transport import DONE, Axis, Handle, Label, Transport
+from mpu.comm.transport import DONE, Axis, Handle, Label, Splits, Transport
 
 MAX = dist.ReduceOp.MAX
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
@@ -38,7 +42,7 @@ def all_reduce(
     """Sum x over the axis (or combine it by `op`), in place, in the transport's own order."""
     if axis.size == 1:
         return x, DONE
-    return axis.carrier.all_reduce(x, axis, op, async_op, label)
+    return axis.carrier.all_reduce(x, axis, async_op, op, label)
 
 
 def all_gather(
@@ -54,7 +58,7 @@ def all_gather(
     """
     if axis.size == 1:
         return x, DONE
-    return axis.carrier.all_gather(x, axis, into, async_op, label)
+    return axis.carrier.all_gather(x, axis, async_op, into, label)
 
 
 def reduce_scatter(
@@ -73,7 +77,32 @@ def reduce_scatter(
     if axis.size == 1:
         return x, DONE
     assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
-    return axis.carrier.reduce_scatter(x, axis, into, async_op, label)
+    return axis.carrier.reduce_scatter(x, axis, async_op, into, label)
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    async_op: bool = False,
+    splits: Splits | None = None,
+    label: Label | None = None,
+) -> tuple[Tensor, Handle]:
+    """Send each rank its rows of dim 0; return those that came, from the ranks in order.
+
+        rank 0   a0 a1           rank 0   a0 b0
+        rank 1   b0 b1     ->    rank 1   a1 b1
+
+    splits: how many rows go to and come from each rank; None, on all ranks: [t*n, ...] has n for
+    each. The verb of Ulysses (Jacobs et al. 2023) and of mixtures of experts.
+    """
+    if splits is None:
+        assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
+    else:
+        assert len(splits.input) == len(splits.output) == axis.size, "one split for each rank"
+        assert sum(splits.input) == len(x), "the splits must cover dim 0"
+    if axis.size == 1:
+        return x, DONE
+    return axis.carrier.all_to_all(x, axis, async_op, splits, label)
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
@@ -134,19 +163,16 @@ class ProcessGroupTransport(Transport):
         self.group, self.staged, self.why_not = group, staged, why_not
 
     def all_reduce(
-        self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x in place, in the backend's own order."""
         wire = to_wire(x, axis)
-
-        def call() -> Any:
-            return dist.all_reduce(wire, op=op, group=self.group, async_op=True)
-
+        call = partial(dist.all_reduce, wire, op=op, group=self.group, async_op=True)
         home = _copy_back(wire, x)
         return x, axis.start("all_reduce", x, call, (wire,), home, async_op=async_op, label=label)
 
     def all_gather(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Gather into `into`, or into a new tensor."""
         wire = to_wire(x, axis)
@@ -157,58 +183,56 @@ class ProcessGroupTransport(Transport):
             if result is not out:
                 result.copy_(out)
 
-        def call() -> Any:
-            return _all_gather(out, wire, group=self.group, async_op=True)
-
+        call = partial(_all_gather, out, wire, group=self.group, async_op=True)
         handle = axis.start(
             "all_gather", x, call, (wire, out), finish, async_op=async_op, label=label
         )
         return result, handle
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Use NCCL's verb where dtypes agree; else exchange the slices and add them in order."""
         shape = (x.shape[0] // axis.size, *x.shape[1:])
         wire = to_wire(x, axis)
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
         if x.is_cuda and not self.staged and out.dtype == x.dtype:
-
-            def call() -> Any:
-                return _reduce_scatter(out, wire, group=self.group, async_op=True)
-
+            call = partial(_reduce_scatter, out, wire, group=self.group, async_op=True)
             handle = axis.start(
                 "reduce_scatter", x, call, (wire, out), None, async_op=async_op, label=label
             )
             return out, handle
         parts = torch.empty_like(wire)
-
-        def exchange() -> Any:
-            return dist.all_to_all_single(parts, wire, group=self.group, async_op=True)
+        call = partial(dist.all_to_all_single, parts, wire, group=self.group, async_op=True)
 
         def finish() -> None:
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         keep = (wire, parts)
-        handle = axis.start(
-            "reduce_scatter", x, exchange, keep, finish, async_op=async_op, label=label
-        )
+        handle = axis.start("reduce_scatter", x, call, keep, finish, async_op=async_op, label=label)
         return out, handle
 
-    def pack(self, x: Tensor, axis: Axis) -> Tensor:
-        """Return a point-to-point message as it travels."""
-        return to_wire(x, axis)
+    def all_to_all(
+        self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Exchange by the backend's own verb."""
+        wire = to_wire(x, axis)
+        out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
+        arrived = torch.empty_like(out, device=wire.device) if self.staged else out
+        call = partial(dist.all_to_all_single, arrived, wire, group=self.group, async_op=True)
+        if splits is not None:
+            sizes = dict(output_split_sizes=splits.output, input_split_sizes=splits.input)
+            call = partial(call, **{name: list(rows) for name, rows in sizes.items()})
 
-    def room(self, out: Tensor) -> Tensor:
-        """Return memory in which a message like `out` can arrive: `out` itself where it can."""
-        return torch.empty_like(out, device="cpu") if self.staged else out
+        def finish() -> None:
+            if arrived is not out:
+                out.copy_(arrived)
 
-    def unpack(
-        self, wire: Tensor, out: Tensor, axis: Axis, source: int, label: Label | None
-    ) -> None:
-        """Put a message from the axis' rank `source`, which arrived in `wire`, into `out`."""
-        if wire is not out:
-            out.copy_(wire)
+        keep = (wire, arrived)
+        handle = axis.start(
+            "all_to_all", x, call, keep, finish, async_op=async_op, label=label, splits=splits
+        )
+        return out, handle
 
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:

@@ -6,6 +6,7 @@
     reduce_from_tensor_model_parallel_region     all-reduce      identity        y leaves, no SP
     gather_from_sequence_parallel_region         all-gather      reduce-scatter  x enters under SP
     reduce_scatter_to_sequence_parallel_region   reduce-scatter  all-gather      y leaves under SP
+    differentiable_all_to_all                    all-to-all      all-to-all      tokens to experts
     (operators f and g of Shoeybi et al. 2019, g and g-bar of Korthikanti et al. 2022)
 
 The linear layers fuse these with their matmuls (mpu/layers/linear.py). The embedding calls them,
@@ -14,13 +15,14 @@ trace of the axis.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
-from mpu.comm.transport import Axis, Label
+from mpu.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mpu.comm.transport import Axis, Label, Splits
 
 Verb = Callable[[Tensor, Axis, Label], Tensor]
 
@@ -39,6 +41,10 @@ def _gather(x: Tensor, axis: Axis, label: Label) -> Tensor:
 
 def _scatter(x: Tensor, axis: Axis, label: Label) -> Tensor:
     return reduce_scatter(x, axis, label=label)[0]
+
+
+def _exchange(x: Tensor, axis: Axis, label: Label, splits: Splits | None) -> Tensor:
+    return all_to_all(x, axis, splits=splits, label=label)[0]
 
 
 class _Pair(torch.autograd.Function):
@@ -84,3 +90,12 @@ def gather_from_sequence_parallel_region(x: Tensor, axis: Axis, who: object = No
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis, who: object = None) -> Tensor:
     """Sum partial [s, b, h] over ranks, keep own rows [s/t, b, h]; its gradient is gathered."""
     return _pair(x, axis, _scatter, _gather, who)
+
+
+def differentiable_all_to_all(
+    x: Tensor, axis: Axis, splits: Splits | None = None, who: object = None
+) -> Tensor:
+    """Send each rank its rows of dim 0; their gradients come back by the reversed splits."""
+    back = None if splits is None else splits.reversed
+    there = partial(_exchange, splits=splits)
+    return _pair(x, axis, there, partial(_exchange, splits=back), who)

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.collectives import carrier_of, group_of
+from mpu.comm.collectives import group_of, to_wire
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Handle, Label
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
-    wire = carrier_of(axis).pack(x, axis)
+    wire = to_wire(x, axis)
 
     def call() -> Any:
         return dist.isend(wire, axis.ranks[to], group=group_of(axis))
@@ -41,18 +41,24 @@ def receive(
 ) -> tuple[Tensor, Handle]:
     """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    wire = carrier_of(axis).room(out)
+    wire = _room(out, axis)
 
     def call() -> Any:
         return dist.irecv(wire, axis.ranks[source], group=group_of(axis))
 
     def finish() -> None:
-        carrier_of(axis).unpack(wire, out, axis, source, label)
+        if wire is not out:
+            out.copy_(wire)
 
     handle = axis.start(
         "receive", out, call, (wire,), finish, async_op=True, label=label, peer=axis.ranks[source]
     )
     return out, handle
+
+
+def _room(out: Tensor, axis: Axis) -> Tensor:
+    """Return memory in which a message like `out` can arrive: `out` itself where it can."""
+    return torch.empty_like(out, device="cpu") if axis.staged else out
 
 
 class _Both:
@@ -79,7 +85,7 @@ def exchange(
     peer = axis.ranks[source]
     if isinstance(axis.carrier, MetaTransport):  # shapes do not travel
         return axis.start("send", x, lambda: None, (x,), async_op=True, label=label, peer=peer)
-    wire, out = carrier_of(axis).pack(x, axis), carrier_of(axis).room(into)
+    wire, out = to_wire(x, axis), _room(into, axis)
 
     def call() -> Any:
         send = dist.P2POp(dist.isend, wire, axis.ranks[to], group_of(axis))
@@ -87,7 +93,8 @@ def exchange(
         return _Both(dist.batch_isend_irecv([send, receive]))
 
     def finish() -> None:
-        carrier_of(axis).unpack(out, into, axis, source, label)
+        if out is not into:
+            into.copy_(out)
 
     keep = (wire, out)
     return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and sum through memory that the ranks of an axis share (mpu/comm/symmetric.py).
+"""Gather, sum and exchange through memory that ranks share (mpu/comm/symmetric.py).
 
 Every rank writes its tensor once and reads the others' in place. Sums are in rank order. The
 process group carries GPU tensors, messages and reductions other than sums.
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mpu.comm.collectives import ProcessGroupTransport, sum_of_parts
 from mpu.comm.symmetric import copy
-from mpu.comm.transport import Axis, Handle, Label
+from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.comm.workspace import Turn, Workspace
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
-    """Carries gathers and sums of CPU tensors by a workspace, the rest by the process group.
+    """Carries CPU tensors by a workspace, the rest by the process group.
 
     The workspace may be shared with other axes over the same ranks.
     """
@@ -31,7 +31,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self.workspace = workspace
 
     def all_reduce(
-        self, x: Tensor, axis: Axis, op: Any, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x in place: two ranks add all of it each; more ranks add a piece each.
 
@@ -39,7 +39,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         second phase must be signalled before a later turn begins.
         """
         if op != dist.ReduceOp.SUM or not x.is_contiguous() or x.device.type != "cpu":
-            return super().all_reduce(x, axis, op, async_op, label)
+            return super().all_reduce(x, axis, async_op, op, label)
 
         def read(turn: Turn) -> None:
             parts, n = turn.whole((axis.size, x.numel()), x.dtype), x.numel()
@@ -62,11 +62,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
         return x, self.begin("all_reduce", axis, x, write, read, async_op=later, label=label)
 
     def all_gather(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Write x, then copy the other ranks' parts out."""
         if x.device.type != "cpu":
-            return super().all_gather(x, axis, into, async_op, label)
+            return super().all_gather(x, axis, async_op, into, label)
         n, x = x.shape[0], x.detach()
         shape = (axis.size * n, *x.shape[1:])
         out = into if into is not None else x.new_empty(shape)
@@ -83,13 +83,13 @@ class SharedMemoryTransport(ProcessGroupTransport):
         return out, self.begin("all_gather", axis, x, write, read, async_op=async_op, label=label)
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Write the other ranks' slices of x, the next rank's first; then add the slices that the
         ranks wrote for this one, in rank order.
         """
         if x.device.type != "cpu":
-            return super().reduce_scatter(x, axis, into, async_op, label)
+            return super().reduce_scatter(x, axis, async_op, into, label)
         rank, size = axis.rank, axis.size
         slices = x.detach().unflatten(0, (size, -1))
         own = slices[rank]
@@ -112,6 +112,62 @@ class SharedMemoryTransport(ProcessGroupTransport):
         handle = self.begin("reduce_scatter", axis, x, write, read, async_op=async_op, label=label)
         return out, handle
 
+    def all_to_all(
+        self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Write the rows for other ranks; copy out those that they wrote for this one.
+
+        Uneven splits are compared by all ranks before the call returns, async_op or not.
+        """
+        if x.device.type != "cpu":
+            return super().all_to_all(x, axis, async_op, splits, label)
+        size, rank, x, width = axis.size, axis.rank, x.detach(), tuple(x.shape[1:])
+        if splits is None:
+            every = [[len(x) // size] * size] * size
+        else:
+            every = self._splits_of_all(splits, axis)
+        rows = [sum(row) for row in every]  # that each rank sends
+        part_bytes = max(rows) * torch.Size(width).numel() * x.itemsize
+        own = x.split(every[rank])
+        out = x.new_empty((sum(row[rank] for row in every), *width))
+        into = out.split([row[rank] for row in every])
+
+        def write(turn: Turn) -> None:
+            written = turn.part(rank, tuple(x.shape), x.dtype).split(every[rank])
+            for owner in axis.following:
+                copy(written[owner], own[owner])
+                turn.signal(owner)
+            turn.signal(rank)
+
+        def read(turn: Turn) -> None:
+            for source in axis.following:
+                part = turn.part(source, (rows[source], *width), x.dtype)
+                copy(into[source], part.split(every[source])[rank])
+            into[rank].copy_(own[rank])
+
+        how: Any = dict(async_op=async_op, label=label, part_bytes=part_bytes, splits=splits)
+        return out, self.begin("all_to_all", axis, x, write, read, **how)
+
+    def _splits_of_all(self, splits: Splits, axis: Axis) -> list[list[int]]:
+        """Return how many rows each rank sends to each. Raises ValueError, on all ranks alike,
+        where a rank expects another number of rows than it is sent.
+        """
+        both = torch.tensor(splits, dtype=torch.int64)  # [2, t]
+        turn = self.workspace.begin(both.nbytes)
+        turn.put(both)
+        turn.wait()
+        table = turn.whole((axis.size, 2, axis.size), both.dtype).clone()
+        turn.close()
+        sent, expected = table[:, 0], table[:, 1].t()
+        if len(wrong := (sent != expected).nonzero()):
+            source, to = wrong[0].tolist()
+            raise ValueError(
+                f"all_to_all over {axis.name}: rank {axis.ranks[source]} sends "
+                f"{sent[source, to]} rows to rank {axis.ranks[to]}, which expects "
+                f"{expected[source, to]}"
+            )
+        return sent.tolist()
+
     def begin(
         self,
         verb: str,
@@ -121,12 +177,17 @@ class SharedMemoryTransport(ProcessGroupTransport):
         read: Callable[[Turn], None],
         async_op: bool,
         label: Label | None,
+        part_bytes: int | None = None,
+        splits: Splits | None = None,
     ) -> Handle:
-        """Call write(turn), which signals. The handle waits for all ranks' signals, then reads."""
+        """Call write(turn), which signals. The handle waits for all ranks' signals, then reads.
+
+        part_bytes: of each rank's part, the same on all; None: x's. splits: see Axis.start.
+        """
         turns: list[Turn] = []
 
         def call() -> Turn:
-            turns.append(self.workspace.begin(x.nbytes))
+            turns.append(self.workspace.begin(x.nbytes if part_bytes is None else part_bytes))
             write(turns[0])
             return turns[0]
 
@@ -134,6 +195,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
             read(turns[0])
             turns[0].close()
 
-        handle = axis.start(verb, x, call, (x,), finish, async_op=async_op, label=label)
+        handle = axis.start(
+            verb, x, call, (x,), finish, async_op=async_op, label=label, splits=splits
+        )
         turns[0].complete = handle.wait
         return handle

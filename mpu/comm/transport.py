@@ -39,6 +39,21 @@ class Label(NamedTuple):
     phase: str
 
 
+class Splits(NamedTuple):
+    """Rows of dim 0 in an all-to-all: what this rank sends to each rank, and gets from each.
+
+    A rank's output[i] must be rank i's input for it. Zeros are allowed.
+    """
+
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def reversed(self) -> "Splits":
+        """Return the splits of the exchange that undoes this one."""
+        return Splits(self.output, self.input)
+
+
 class Started(Protocol):
     """A trace's record of one collective that is about to start."""
 
@@ -139,21 +154,27 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(
-        self, x: Tensor, axis: "Axis", op: Any, async_op: bool, label: Label | None
+        self, x: Tensor, axis: "Axis", async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x over the axis, in place, or combine it by another op of torch.distributed."""
 
     @abstractmethod
     def all_gather(
-        self, x: Tensor, axis: "Axis", into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: "Axis", async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Concatenate the ranks' x along dim 0."""
 
     @abstractmethod
     def reduce_scatter(
-        self, x: Tensor, axis: "Axis", into: Tensor | None, async_op: bool, label: Label | None
+        self, x: Tensor, axis: "Axis", async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x over the axis; return this rank's slice of dim 0."""
+
+    @abstractmethod
+    def all_to_all(
+        self, x: Tensor, axis: "Axis", async_op: bool, splits: Splits | None, label: Label | None
+    ) -> tuple[Tensor, Handle]:
+        """Send each rank its rows of dim 0: equal parts, unless `splits` are given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,17 +225,19 @@ class Axis:
         async_op: bool = False,
         label: Label | None = None,
         peer: int | None = None,
+        splits: Splits | None = None,
     ) -> Handle:
         """Issue one collective or message, record it, and wait for it unless `async_op`.
 
         tensor: the input; of a receive, the result. call: start it; returns what Handle waits for.
         keep: tensors that must live until then. finish: what is left to do after the wait. label:
-        who asks, for the trace. peer: of a message, the rank in the world at its other end. Raises
-        CommunicationError.
+        who asks, for the trace. peer: of a message, the rank in the world at its other end. splits:
+        of an uneven all-to-all. Raises CommunicationError.
         """
         event = None
         if self.trace is not None:
-            sent = sent_bytes(verb, tensor, self.size)
+            away = None if splits is None else sum(splits.input) - splits.input[self.rank]
+            sent = sent_bytes(verb, tensor, self.size, away)
             event = self.trace.issued(verb, self, tensor, sent, async_op, label)
         what, waits = f"{verb} over {self.name} (ranks {list(self.ranks)})", self.waits
         wait = None
@@ -233,9 +256,14 @@ class Axis:
         return handle
 
 
-def sent_bytes(verb: str, tensor: Tensor, size: int) -> int:
-    """Return the bytes that a rank sends for a verb on `tensor`, by the ideal algorithm."""
+def sent_bytes(verb: str, tensor: Tensor, size: int, away: int | None = None) -> int:
+    """Return the bytes that a rank sends for a verb on `tensor`, by the ideal algorithm.
+
+    away: of an uneven all-to-all, the rows for other ranks.
+    """
     n = tensor.numel() * tensor.element_size()
+    if away is not None:
+        return n // max(len(tensor), 1) * away
     if verb == "receive":
         return 0
     if verb == "all_gather":

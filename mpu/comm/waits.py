@@ -3,8 +3,8 @@
 
 Every blocking wait of the transports passes through `blocked` (mpu/comm/transport.py): two readings
 of the clock. training/faults/hang_watch.py learns from it who waits for whom, and
-training/run/slow_ranks.py which rank is slow: the one that the others wait for. On NCCL a wait
-blocks the stream, not the host, and counts as none.
+training/run/watch/slow_ranks.py which rank is slow: the one that the others wait for. On NCCL a
+wait blocks the stream, not the host, and counts as none.
 """
 
 import threading

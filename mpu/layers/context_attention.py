@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm.all_to_all import all_to_all
+from mpu.comm.collectives import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.attention.block_attention import block_attention

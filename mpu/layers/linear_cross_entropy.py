@@ -42,8 +42,16 @@ def linear_cross_entropy(
     """Return each token's loss [s, b], in the accumulation dtype, as of head(x).
 
     x: [s/t, b, h] under SP, else [s, b, h]; labels [s, b]. Raises ValueError where the output layer
-    has a recipe of its own: chunks are plain tensors.
+    computes anything else than x W^T (a forward or hooks of its own), which chunks would leave out,
+    or has a recipe of its own: chunks are plain tensors.
     """
+    own = type(head).forward is not ColumnParallelLinear.forward
+    if own or head._forward_hooks or head._forward_pre_hooks:
+        what = f"{type(head).__name__} has a forward" if own else "the output layer has hooks"
+        raise ValueError(
+            f"--fused-linear-cross-entropy: {what} of its own, and the loss in chunks multiplies "
+            "by the weight alone: leave the flag out"
+        )
     if type(head.recipe) is not Recipe:
         raise ValueError(
             "--fused-linear-cross-entropy: the output layer's recipe is "

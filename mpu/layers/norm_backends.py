@@ -20,51 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpu.accelerators import APEX_NORM, TE_KERNELS
 from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu
-
-PACKAGES = {  # name in messages; the extension
-    "apex": ("NVIDIA apex, built with its CUDA extensions,", "fused_layer_norm_cuda"),
-    "te": ("Transformer Engine", "transformer_engine_torch"),
-}
 
 
 def norm_backend(name: str, eps: float) -> Any:
     """Return what has `norm_forward` and `norm_backward`, as mpu/layers/fused_gpu.py has.
 
-    name: "weft", "apex" or "te". Call `missing` first.
+    name: "weft", "apex" or "te". Ask mpu/accelerators.py first.
     """
     if name == "weft":
         return fused_gpu
     return _Apex(eps) if name == "apex" else _TransformerEngine(eps)
-
-
-def missing(name: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return why a backend cannot norm `dtype` on such a device, or "" if it can.
-
-    Imports the backend's package, so call it for the chosen backend only.
-    """
-    return "" if name == "weft" else unusable("--norm-backend", name, "weft", device_type, dtype)
-
-
-def unusable(flag: str, name: str, own: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return why `flag name` cannot be followed, or "". own: the value that needs no package."""
-    package, extension = PACKAGES[name]
-    if device_type != "cuda":
-        return f"{flag} {name} has CUDA kernels only: use {flag} {own} on {device_type}"
-    if dtype == torch.float64:
-        return f"{flag} {name} has no fp64: use {flag} {own}"
-    try:
-        if name == "te":
-            importlib.import_module("transformer_engine.pytorch")  # it loads the extension
-        importlib.import_module(extension)
-    except Exception as error:  # a package that was built for another torch raises anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return (
-            f"{flag} {name} needs {package} which cannot be used here ({why}): install it or use "
-            f"{flag} {own}"
-        )
-    return ""
 
 
 class _Package(ABC):
@@ -110,7 +78,7 @@ class _Package(ABC):
 class _Apex(_Package):
     def __init__(self, eps: float) -> None:
         super().__init__(eps)
-        self.kernels = importlib.import_module(PACKAGES["apex"][1])
+        self.kernels = importlib.import_module(APEX_NORM)
 
     def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y, r = self.kernels.rms_forward_affine(x, tuple(w.shape), w, self.eps)
@@ -126,7 +94,7 @@ class _TransformerEngine(_Package):
     def __init__(self, eps: float) -> None:
         super().__init__(eps)
         self.dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
-        self.kernels = importlib.import_module(PACKAGES["te"][1])
+        self.kernels = importlib.import_module(TE_KERNELS)
 
     def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y, _, r = self.kernels.rmsnorm_fwd(

@@ -1,113 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the AdamW that `--optimizer-backend` names: torch's, or an accelerator that is installed.
+"""AdamW's kernels that `--optimizer-backend` names beside torch's own (mpu/optim/adam.py).
 
-torch's own fused kernel needs nothing else. Our kernel in Triton, and apex's and Transformer
-Engine's FusedAdam, are used where they are installed, and a message says what is missing where they
-are not.
+They are our kernel in Triton, and apex's and Transformer Engine's FusedAdam. They are used where
+they are installed (mpu/accelerators.py).
 """
 
 import importlib
-from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpu.optim.adam import Adam, TorchAdam
-
-# Backends that are not torch's: name in messages, FusedAdam's module, its kernels' module.
-PACKAGES = {
-    "apex": ("NVIDIA apex, built with its CUDA extensions,", "apex.optimizers", "amp_C"),
-    "te": (
-        "Transformer Engine",
-        "transformer_engine.pytorch.optimizers",
-        "transformer_engine_torch",
-    ),
-}
-
-
-def make(
-    backend: str,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weights: Mapping[Tensor, Tensor] | None = None,
-) -> Adam:
-    """Make the AdamW of a backend (torch, triton, apex or te). Call `missing` first.
-
-    weights: what narrower weights a segment is rounded into, for a backend that does that too.
-    Raises ValueError where the masters' dtype is not what the backend updates.
-    """
-    if backend == "torch":
-        return TorchAdam(groups, lr, betas, eps)
-    dtype = groups[0]["params"][0].dtype
-    if dtype != torch.float32:
-        raise ValueError(_needs_fp32(backend, dtype))
-    if backend == "triton":
-        return _Triton(groups, lr, betas, eps, weights or {})
-    return _Fused(PACKAGES[backend][1], groups, lr, betas, eps)
-
-
-def missing(backend: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
-    """Return why a backend cannot update masters of `dtype` on such a device, or "" if it can.
-
-    Imports the backend's package, so call it for the chosen backend only.
-    """
-    if backend == "torch":
-        return ""
-    flag = f"--optimizer-backend {backend}"
-    if device_type != "cuda":
-        return f"{flag} has CUDA kernels only: use --optimizer-backend torch on {device_type}"
-    if dtype != torch.float32:
-        return _needs_fp32(backend, dtype)
-    if backend == "triton":
-        return "" if find_spec("triton") else f"{flag} needs triton, which is not installed"
-    package, module, kernels = PACKAGES[backend]
-    try:
-        _fused_adam(module)
-        importlib.import_module(kernels)
-    except Exception as error:  # a package that was built for another torch raises anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return (
-            f"{flag} needs {package} which cannot be used here ({why}): "
-            "install it or use --optimizer-backend torch"
-        )
-    return ""
+from mpu.accelerators import FUSED_ADAM
+from mpu.optim.interface import Parts, SegmentUpdater, Updater, UpdateRule
 
 
 def _fused_adam(module: str) -> Any:
     return importlib.import_module(module).FusedAdam
 
 
-def _needs_fp32(backend: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"--optimizer-backend {backend} updates fp32 masters only, not {name}: "
-        "use --optimizer-backend torch"
-    )
-
-
-class _Triton(Adam):
+class Triton(SegmentUpdater):
     """mpu/kernels/adamw.py: one launch a segment, which rounds the weights in the same pass."""
 
     rounds = True
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weights: Mapping[Tensor, Tensor],
+        self, rule: UpdateRule, parts: Parts, betas: tuple[float, float], eps: float
     ) -> None:
-        self.groups = [{**group, "lr": lr} for group in groups]
-        self._betas, self._eps, self._weights = betas, eps, weights
-        segments = [segment for group in groups for segment in group["params"]]
-        self._moments = {s: (torch.zeros_like(s), torch.zeros_like(s)) for s in segments}
-        self._steps = torch.zeros((), dtype=torch.float64, device=segments[0].device)
+        super().__init__(rule, parts)
+        self._betas, self._eps, self._weights = betas, eps, parts.rounded
 
     @torch.no_grad()
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
@@ -120,18 +41,8 @@ class _Triton(Adam):
         for group in self.groups:
             rates = Rates(group["lr"], self._betas, self._eps, group["weight_decay"])
             for segment in group["params"]:
-                state = (segment, segment.grad, *self._moments[segment])
+                state = (segment, segment.grad, *self._state[segment].values())
                 adamw(state, self._weights.get(segment), scalars, rates)
-
-    def moments(self, segment: Tensor) -> tuple[Tensor, Tensor]:
-        return self._moments[segment]
-
-    @property
-    def steps(self) -> int:
-        return int(self._steps)
-
-    def set_steps(self, steps: int) -> None:
-        self._steps.fill_(steps)
 
 
 class _Scaler:
@@ -147,7 +58,7 @@ class _Scaler:
         return {self._found_inf.device: self._found_inf}
 
 
-class _Fused(Adam):
+class Fused(Updater):
     """FusedAdam of apex or Transformer Engine, which share their interface, in capturable mode.
 
     In that mode a group's "lr" and "step" are tensors on the device. The kernel multiplies the
@@ -156,20 +67,13 @@ class _Fused(Adam):
     the count is kept here and handed over at every step.
     """
 
-    def __init__(
-        self,
-        module: str,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self.groups = [{**group, "lr": lr} for group in groups]
-        theirs = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
-        self._adam: Any = _fused_adam(module)(
-            theirs, lr=lr, betas=betas, eps=eps, adam_w_mode=True, capturable=True
+    def __init__(self, backend: str, parts: Parts, betas: tuple[float, float], eps: float) -> None:
+        self.groups = [{**group, "lr": 0.0} for group in parts.groups]
+        theirs = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in parts.groups]
+        self._adam: Any = _fused_adam(FUSED_ADAM[backend])(
+            theirs, lr=0.0, betas=betas, eps=eps, adam_w_mode=True, capturable=True
         )
-        device = groups[0]["params"][0].device
+        device = parts.segments[0].device
         self._steps = torch.zeros(1, dtype=torch.int, device=device)
         for group in self._adam.param_groups:
             group["lr"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -182,12 +86,12 @@ class _Fused(Adam):
         self._adam.step(grad_scaler=_Scaler(1.0 / factor, found_inf))
         self._steps += (found_inf != 1).to(torch.int)
 
-    def moments(self, segment: Tensor) -> tuple[Tensor, Tensor]:
+    def state(self, segment: Tensor) -> dict[str, Tensor]:
         state = self._adam.state[segment]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(segment)
             state["exp_avg_sq"] = torch.zeros_like(segment)
-        return state["exp_avg"], state["exp_avg_sq"]
+        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
 
     @property
     def steps(self) -> int:

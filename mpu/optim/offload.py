@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep masters and moments in host memory (`--optimizer-cpu-offload`).
+"""Keep masters and optimizer state in host memory (`--optimizer-cpu-offload`).
 
-Gradients come down, the host's AdamW runs, and new weights go up. The buckets' turns overlap:
+Gradients come down, the host updates, and new weights go up. The buckets' turns overlap:
 
     down stream    gradient 0 | gradient 1 | gradient 2
-    host                        AdamW 0    | AdamW 1    | AdamW 2
+    host                        update 0   | update 1   | update 2
     up stream                                weights 0  | weights 1 | weights 2
 
 The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpu.optim.adam import Adam
+from mpu.optim.interface import Updater
 
 
 class Offload:
     """The host's tensors of every bucket: its gradient, its master, and the master rounded.
 
     gradients, weights: the owned part of each bucket on the device, the same tensors at every step;
-    gradients are in the accumulation dtype, as are the host's. The buckets' AdamW works on the
+    gradients are in the accumulation dtype, as are the host's. The buckets' updaters work on the
     attributes `gradients` and `masters`.
     """
 
@@ -43,11 +43,13 @@ class Offload:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.masters_from_weights()
 
-    def update(self, adams: Sequence[Adam], factor: Tensor, found_inf: Tensor) -> None:
-        """Step adams[i] on bucket i's host tensors for every i, and send the weights up.
+    def update(
+        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Step updaters[i] on bucket i's host tensors for every i, and send the weights up.
 
-        factor, found_inf: as Adam.step takes them, on the device. Work queued on the current stream
-        after this sees the new weights.
+        factor, found_inf: as Updater.step takes them, on the device. Work queued on the current
+        stream after this sees the new weights.
         """
         down, up = self._streams or (None, None)
         arrived = []
@@ -59,10 +61,11 @@ class Offload:
             for gradient, host in zip(self._gradients, self.gradients, strict=True):
                 host.copy_(gradient, non_blocking=True)
                 arrived.append(down.record_event() if down else None)
-        for i, (adam, event) in enumerate(zip(adams, arrived, strict=True)):
+        for i, (here, event) in enumerate(zip(updaters, arrived, strict=True)):
             if event:
                 event.synchronize()
-            adam.step(self._scalars[0], self._scalars[1].float())
+            for updater in here:
+                updater.step(self._scalars[0], self._scalars[1].float())
             with torch.cuda.stream(up):  # gradient i came after every use of the old weights
                 self._send(i)
         if up:

@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update the weights: AdamW on flat buckets, with global norm and clipping (docs/numerics.md).
+"""Update the weights in flat buckets, with global norm and clipping (docs/numerics.md).
 
 Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
-many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and
-moments of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1
-on. After the update whole weights are gathered, in their own dtype, with overlap_param_gather under
-the next forward; at stage 3 they are gathered when they are used.
+many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and state
+of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
+the update whole weights are gathered, in their own dtype, with overlap_param_gather under the next
+forward; at stage 3 they are gathered when they are used.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
-from mpu.comm.transport import Label
 from mpu.grid import Grid
-from mpu.optim.backends import make
+from mpu.optim.interface import Group, Parts, Updater, UpdateRule
 from mpu.optim.offload import Offload
-from mpu.optim.optimizer_state import OptimizerState
-from mpu.param import placement_of
-from mpu.zero.layout import BLOCK, runs
+from mpu.zero.norm import GlobalNorm
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
-NORM = Label("optimizer", "norm")
+
+class Segment(NamedTuple):
+    """A run of parameters of one group that this rank owns: elements [low, high) of a bucket.
+
+    weights: its masters, a leaf tensor with `.grad`. updater: what updates it and has its state.
+    """
+
+    low: int
+    high: int
+    weights: nn.Parameter
+    updater: Updater
 
 
-class Optimizer(OptimizerState):
-    """AdamW (Loshchilov and Hutter 2019) over the parameters of `sink`'s buckets.
+class Optimizer:
+    """Masters, state and update of the parts of `sink`'s buckets that this rank owns.
 
-    group(name, param) -> (weight decay applies, the decoupled learning rate applies). clip: the
-    largest global norm a step uses; 0 turns clipping off. backend: torch, triton, apex or te
-    (mpu/optim/backends.py). cpu_offload: keep masters and moments in host memory.
+    groups: by the names that mpu.param.group_of gives. Groups of one rule are updated together.
+    clip: the largest global norm a step uses; 0 turns clipping off. cpu_offload: keep masters and
+    state in host memory.
     """
 
     def __init__(
@@ -39,14 +46,9 @@ class Optimizer(OptimizerState):
         module: nn.Module,
         sink: ParamAndGradBuffer,
         grid: Grid,
-        group: Callable[[str, nn.Parameter], tuple[bool, bool]],
+        groups: Mapping[str, Group],
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
         clip: float = 1.0,
-        backend: str = "torch",
         cpu_offload: bool = False,
     ) -> None:
         self.sink, self.grid, self.clip = sink, grid, clip
@@ -57,106 +59,64 @@ class Optimizer(OptimizerState):
             grads, self.masters = self.offload.gradients, self.offload.masters
         else:  # masters of the owned part, in the accumulation dtype
             self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
-        self._segment_of = []
+        # what is updated together: all buckets, or with offload each one as its gradients come
+        each = [[i] for i in range(len(grads))] if self.offload else [[*range(len(grads))]]
+        self.segments: list[list[Segment]] = []  # of each bucket
+        self.updaters: list[list[Updater]] = []  # of each of `each`, one a rule
+        for buckets in each:
+            self._add(buckets, grads, groups)
+        self.norm = GlobalNorm(module, sink.buckets, grid)
+
+    def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
+        """Make the updaters of some buckets, and their segments."""
         rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
-        together: list[dict[tuple[bool, bool], list[nn.Parameter]]] = []  # one dict an Adam
-        for bucket, master, grad in zip(sink.buckets, self.masters, grads, strict=True):
-            here = []
-            if self.offload or not together:
-                together.append({})
-            for first, last, kind in runs(bucket.params, bucket.length, group):
+        of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
+        cut: list[list[tuple[int, int, nn.Parameter, UpdateRule]]] = []
+        for i in buckets:
+            bucket, master = self.sink.buckets[i], self.masters[i]
+            cut.append([])
+            for first, last, name in bucket.layout.runs():
                 low, high = max(first, bucket.low), min(last, bucket.high)
                 if low >= high:
                     continue
-                segment = nn.Parameter(master[low - bucket.low : high - bucket.low])
-                segment.grad = grad[low - bucket.low : high - bucket.low]
-                together[-1].setdefault(kind, []).append(segment)
+                own, group = slice(low - bucket.low, high - bucket.low), groups[name]
+                segment = nn.Parameter(master[own])
+                segment.grad = grads[i][own]
                 if bucket.param_shard.dtype != master.dtype:
-                    rounded[segment] = bucket.param_shard[low - bucket.low : high - bucket.low]
-                here.append((low, high, segment))
-            self._segment_of.append(here)
-        self.adams = []
-        for segments in together:
-            groups = [
-                {
-                    "params": found,
-                    "weight_decay": weight_decay if decay else 0.0,
-                    "decoupled": decoupled,
-                }
-                for (decay, decoupled), found in segments.items()
-            ]
-            made = make(backend, groups, lr=lr, betas=betas, eps=eps, weights=rounded)
-            self.adams.append(made)
-        self._adam_of = [self.adams[i if self.offload else 0] for i in range(len(sink.buckets))]
-        self._canonical(module)
-
-    def _canonical(self, module: nn.Module) -> None:
-        """Fix the order in which the norm adds: a parameter's blocks, then parameters by name.
-
-        Names are the same in every layout. A parameter that several ranks hold is counted once.
-        """
-        at: dict[nn.Parameter, list[int]] = {}  # where its blocks are in what `_norm` gathers
-        total = sum(bucket.high - bucket.low for bucket in self.sink.buckets) // BLOCK
-        base = 0
-        for bucket in self.sink.buckets:
-            part = (bucket.high - bucket.low) // BLOCK
-            for _, param, start in bucket.params:
-                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
-                at[param] = [block // part * total + base + block % part for block in blocks]
-            base += part
-        order: list[int] = []
-        counted: list[bool] = []
-        lengths: list[int] = []
-        names: list[str] = []
-        for name, param in module.named_parameters():
-            placement = placement_of(param)
-            if any(axis.rank for axis in placement.copies):
-                continue  # only the axis' first rank counts its copy
-            order += at[param]
-            counted += [placement.first_holder] * len(at[param])
-            lengths.append(len(at[param]))
-            names.append(name)
-        device = self.sink.buckets[0].param_shard.device
-        self._order = torch.tensor(order, device=device)
-        self._counted = torch.tensor(counted, device=device)
-        self._lengths = torch.tensor(lengths, device=device)
-        lists = gather_bytes("\n".join(names).encode(), self.grid.pp, device)
-        every = sorted({name for text in lists for name in text.decode().split("\n")})
-        self._row = torch.tensor([every.index(name) for name in names], device=device)
-        self._rows = len(every)
-
-    def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Return the global 2-norm, in fp64, of flat tensors: the owned part of each bucket.
-
-        Norms of blocks of fixed size are gathered from their owners; their squares are added in
-        order, which gives one number a parameter. These are summed over tp in rank order, then over
-        the whole model's parameters by name. As no block has two parameters, the bits do not depend
-        on how buckets are cut or shared, nor on the pipeline.
-        """
-        blocks = [torch.linalg.vector_norm(t.view(-1, BLOCK), dim=1).double() for t in tensors]
-        every = torch.cat(blocks).to(self._order.device)
-        if self.sink.zero_stage:
-            every = all_gather(every, self.sink.shard, label=NORM)[0]
-        squares = every[self._order].square_().mul_(self._counted)
-        own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
-        rows = own.new_zeros(self._rows)
-        rows[self._row] = sum_in_order(own, self.grid.tp, NORM)
-        return sum_in_order(rows, self.grid.pp, NORM).sum().sqrt()
+                    rounded[segment] = bucket.param_shard[own]
+                found = of_rule.setdefault(group.rule, {}).setdefault(
+                    name,
+                    {
+                        "params": [],
+                        "weight_decay": group.weight_decay,
+                        "decoupled": group.decoupled,
+                    },
+                )
+                found["params"].append(segment)
+                cut[-1].append((low, high, segment, group.rule))
+        made = {
+            rule: rule.updater(Parts([*found.values()], rounded)) for rule, found in of_rule.items()
+        }
+        self.updaters.append([*made.values()])
+        self.segments += [
+            [Segment(low, high, segment, made[rule]) for low, high, segment, rule in here]
+            for here in cut
+        ]
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self._norm([bucket.grad_shard for bucket in self.sink.buckets])
+        return self.norm([bucket.grad_shard for bucket in self.sink.buckets])
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
-        return self._norm(self.masters)
+        return self.norm(self.masters)
 
     def step(
         self, lr: float, decoupled_lr: float | None = None, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
-        decoupled_lr: for the parameters to which `group` applies it; None: lr. scale: multiplies
+        decoupled_lr: for the groups that take it; None: lr. scale: multiplies
         the gradients first (tokens assumed / tokens counted). Where the norm is not finite every
         rank skips the update, since all see the same norm.
         """
@@ -167,14 +127,19 @@ class Optimizer(OptimizerState):
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
-        for group in (group for adam in self.adams for group in adam.groups):
-            group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+        for updater in (updater for some in self.updaters for updater in some):
+            for group in updater.groups:
+                decoupled = group["decoupled"] and decoupled_lr is not None
+                group["lr"] = decoupled_lr if decoupled else lr
         if self.offload:
-            self.offload.update(self.adams, factor, found_inf)
-            self._gather_weights()
-        else:
-            self.adams[0].step(factor, found_inf)
-            self._gather_weights() if self.adams[0].rounds else self.weights_from_masters()
+            self.offload.update(self.updaters, factor, found_inf)
+            self.sink.gather_weights()
+            return norm, found_inf
+        (updaters,) = self.updaters
+        for updater in updaters:
+            updater.step(factor, found_inf)
+        rounded = all(updater.rounds for updater in updaters)
+        self.sink.gather_weights() if rounded else self.weights_from_masters()
         return norm, found_inf
 
     def weights_from_masters(self) -> None:
@@ -184,17 +149,73 @@ class Optimizer(OptimizerState):
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master.dtype != bucket.param_shard.dtype and not self.offload:
                 bucket.param_shard.copy_(master)
-        self._gather_weights()
+        self.sink.gather_weights()
 
-    def _gather_weights(self) -> None:
-        """Gather the weights that are kept whole, without waiting if overlap_param_gather is on."""
-        sink = self.sink
-        sink.requantise()
-        for bucket in reversed(sink.buckets):  # about the order of the next forward
-            if sink.zero_stage and bucket.weights is not None and not bucket.sharded:
-                shard, into = bucket.param_shard, bucket.weights
-                label = Label(bucket, "update")
-                _, bucket.gathering = all_gather(shard, sink.shard, True, into=into, label=label)
-        for bucket in sink.buckets:
-            if bucket.plain or not sink.config.overlap_param_gather:
-                bucket.gathering.wait()
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, after the weights alone were loaded."""
+        for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
+            if master is not bucket.param_shard:
+                master.copy_(bucket.param_shard)
+        self.sink.requantise()
+
+    @property
+    def steps(self) -> int:
+        """Return the number of updates made, without skipped ones. Waits for the device."""
+        return self.updaters[0][0].steps
+
+    def loaded(self, steps: int) -> None:
+        """Go on from loaded state that `steps` updates have made."""
+        for updater in (updater for some in self.updaters for updater in some):
+            updater.set_steps(steps)
+        if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
+            self.offload.masters_from_weights()  # the checkpoint has no masters apart
+        self.sink.requantise()
+
+    def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`."""
+        for bucket in self.sink.buckets:
+            if bucket.sharded:
+                own, first = bucket.param_shard, bucket.low
+                for name, low, high, start in bucket.owned():
+                    yield name, "", low - start, own[low - first : high - first]
+
+    def named_state(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Yield (parameter name, kind, first, values); kind: "master", then those of the rule.
+
+        values: the owned elements [first, first + n) of the flattened local parameter, as a view:
+        writing to it loads the state. There are masters only where weights have another dtype.
+        """
+        for bucket, master, segments in zip(
+            self.sink.buckets, self.masters, self.segments, strict=True
+        ):
+            for name, low, high, start in bucket.owned():
+                if master.dtype != bucket.param_shard.dtype:
+                    yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
+                segment = next(s for s in segments if s.low <= low and high <= s.high)
+                for kind, values in segment.updater.state(segment.weights).items():
+                    yield name, kind, low - start, values[low - segment.low : high - segment.low]
+
+    def held(self) -> dict[str, list[Tensor | None]]:
+        """Return the tensors that this rank keeps from step to step, by kind of memory."""
+        buckets = self.sink.buckets
+        segments = (segment for here in self.segments for segment in here)
+        return {
+            "parameters": [
+                *(t for b in buckets for t in (b.param_shard, b.weights)),
+                *(t for b in buckets if b.float8 is not None for t in b.float8.kept()),
+            ],
+            "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
+            "masters": [*self.masters],
+            "moments": [t for s in segments for t in s.updater.state(s.weights).values()],
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of what `held` returns, each live storage counted once."""
+        self.sink.wait_for_weights()  # rows of float8 then have their memory
+        kinds, seen = self.held(), set[int]()
+        bytes_of = dict.fromkeys(kinds, 0)
+        for kind, tensors in kinds.items():
+            for storage in (t.untyped_storage() for t in tensors if t is not None):
+                bytes_of[kind] += storage.nbytes() * (storage.data_ptr() not in seen)
+                seen.add(storage.data_ptr())
+        return bytes_of

@@ -18,6 +18,7 @@ From ZeRO stage 1 on each rank owns an equal part [low, high) of every bucket. A
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,15 @@ from torch import Tensor, nn
 from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.zero.layout import BucketLayout, gaps
 from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
+
+
+class Float8Weights(Protocol):
+    """The weights of a bucket that travels in float8 (mpu/zero/float8_gather.py)."""
+
+    rows: dict[nn.Parameter, Tensor]  # while they are whole
+
+    def gather(self) -> None: ...
+    def kept(self) -> Iterator[Tensor]: ...
 
 
 @dataclass
@@ -43,9 +53,10 @@ class LiveBytes:
 class ParamAndGradBucket:
     """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
 
-    params: parameters by name. uses: gradients that they give in one micro-batch. main: the
-    main gradients that layers find (GradientSink.main); only open buckets have entries. live:
-    counts the bytes of whole gradients, from stage 2 on.
+    params: parameters by name. uses: gradients that they give in one micro-batch. reduction,
+    reduce_axes: over which ranks their gradients are summed. main: the main gradients that layers
+    find (GradientSink.main); only open buckets have entries. live: counts the bytes of whole
+    gradients, from stage 2 on.
     """
 
     def __init__(
@@ -62,14 +73,11 @@ class ParamAndGradBucket:
         self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
         self.reduction, self.reduce_axes = reduction, reduce_axes
         self._main, self._live = main, live
-        stage, shard = reduction.zero_stage, reduction.shard
-        part = self.length // shard.size
-        self.low = shard.rank * part if stage else 0  # this rank owns [low, high)
-        self.high = self.low + part if stage else self.length
-        by_use = stage == 3 and not reduce_axes and not layout.whole
-        self.sharded = by_use or layout.scales > 0
-        self.coded: tuple[Tensor, ...] = ()  # codes of the owned part, all scales (float8_gather)
-        self.rows: dict[nn.Parameter, Tensor] = {}  # while they are whole
+        self.shard = reduction.shard if reduction.zero_stage else None  # ranks that share it
+        self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
+        self.high = self.low + layout.own
+        self.sharded = layout.sharded
+        self.float8: Float8Weights | None = None  # where the weights travel in float8
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights
         self.users = 0  # sharded: uses that have begun and not ended
@@ -122,11 +130,11 @@ class ParamAndGradBucket:
                 yield name, low, high, start
 
     def begin_step(self, micro_batches: int, each: bool) -> None:
-        """Start a step; each: the bucket is summed after every micro-batch, else after the last.
+        """Start a step; each: buckets are summed after every micro-batch, else after the last.
 
-        A bucket that is summed over extra axes is always summed once a step.
+        Those that are summed over extra axes, or below stage 2, are always summed once a step.
         """
-        each = each and not self.reduce_axes
+        each = each and not self.reduce_axes and self.reduction.zero_stage >= 2
         self.rounds = micro_batches if each else 1
         self.waiting = self.uses * (1 if each else micro_batches)
         self._summed = False

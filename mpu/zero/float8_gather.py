@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather weights in float8 (--fp8-param-gather), which are used in float8 alone.
 
-    requantise    after an update: scales of this rank's parts, the maximum over all ranks of them,
-                  then the codes of its parts
+    requantise    after an update: scales of this rank's parts, their maximum over all ranks, then
+                  the codes of its parts
     gather        a bucket's codes from all ranks, a byte a number, under computation
     wait          its rows: codes and scales side by side, as layers multiply them
 
@@ -11,21 +11,25 @@ keeps its part of the weights in their own dtype, as at stage 3; nobody has them
 is, and how rows are made, the layers say: each weight has `float8_rows` (WeightRows).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpu.comm.collectives import MAX, all_gather, all_reduce
 from mpu.comm.transport import Axis, Handle, Label
+from mpu.grid import DataAxes, Grid
 from mpu.zero.bucket import ParamAndGradBucket
 
 AGREE = Label("optimizer", "float8 scales")
 
 
 class WeightRows(Protocol):
-    """How one weight travels; see mpu/layers/float8/weights.py. shared: over tp, too."""
+    """How one weight travels; see mpu/layers/float8/weights.py.
+
+    shared: the ranks that cut the weight share its scales.
+    """
 
     shared: bool
     count: int
@@ -37,90 +41,126 @@ class WeightRows(Protocol):
 
 
 def of_buckets(
-    buckets: Sequence[ParamAndGradBucket], shard: Axis, tp: Axis, gatherer: Any
-) -> Callable[[], None] | None:
-    """Return what is to be called when weights changed; None where nothing travels in float8.
+    buckets: Sequence[ParamAndGradBucket], grid: Grid, at_once: bool
+) -> list["Float8Gather"]:
+    """Return what makes the codes of weights that travel in float8, one for each axis that cuts.
 
-    gatherer: that of stage 3 (mpu/zero/weights.py), which then gathers in float8; or None.
+    at_once: gather codes when they are made; else for each use (mpu/zero/weights.py).
     """
-    if not any(bucket.layout.scales for bucket in buckets):
-        return None
-    made = Float8Gather(buckets, shard, tp, at_once=gatherer is None)
-    if gatherer is not None:
-        gatherer.float8 = made
-    return made.requantise
+    low = [bucket for bucket in buckets if bucket.layout.scales]
+    cuts = dict.fromkeys(bucket.layout.sharing.cut for bucket in low)
+    return [
+        Float8Gather([b for b in low if b.layout.sharing.cut == cut], grid.data(cut), at_once)
+        for cut in cuts
+    ]
 
 
 class Float8Gather:
-    """The buckets of float8, their codes and scales. at_once: gather when codes are made."""
+    """The buckets of float8 that the same ranks share, and the scales of all their weights."""
 
     def __init__(
-        self, buckets: Sequence[ParamAndGradBucket], shard: Axis, tp: Axis, at_once: bool
+        self, buckets: Sequence[ParamAndGradBucket], axes: DataAxes, at_once: bool
     ) -> None:
-        self.shard, self.tp, self.at_once = shard, tp, at_once
-        self._shared = 0  # scales that ranks of tp share come first
-        self.buckets = [bucket for bucket in buckets if bucket.layout.scales]
-        self._how: dict[str, WeightRows] = {}
-        for bucket in self.buckets:
-            self._how |= {name: param.float8_rows for name, param, _ in bucket.params}  # type: ignore[attr-defined]
-        total, self._at = 0, dict[str, slice]()
-        for name in sorted(self._how, key=lambda name: not self._how[name].shared):
-            self._at[name] = slice(total, total := total + self._how[name].count)
-            if self._how[name].shared:
+        self.shard, self.cut, self.at_once = axes.shard, axes.cut, at_once
+        self._shared = 0  # scales that the ranks of `cut` share come first
+        how: dict[str, WeightRows] = {}
+        for bucket in buckets:
+            how |= {name: param.float8_rows for name, param, _ in bucket.params}  # type: ignore[attr-defined]
+        total, at = 0, dict[str, slice]()
+        for name in sorted(how, key=lambda name: not how[name].shared):
+            at[name] = slice(total, total := total + how[name].count)
+            if how[name].shared:
                 self._shared = total
-        device = self.buckets[0].param_shard.device
+        device = buckets[0].param_shard.device
         self.scales = torch.zeros(total, dtype=torch.uint8, device=device)
-        for bucket in self.buckets:
-            codes = torch.zeros(bucket.high - bucket.low, dtype=torch.uint8, device=device)
-            bucket.coded = codes, self.scales
+        self.buckets: list[Float8Bucket] = []
+        for bucket in buckets:
+            scales = {name: self.scales[at[name]] for name, _, _ in bucket.params}
+            self.buckets.append(Float8Bucket(bucket, self.shard, how, scales))
+            bucket.float8 = self.buckets[-1]
 
     @torch.no_grad()
     def requantise(self) -> None:
         """Make the codes of this rank's parts, after they changed. All ranks do it together."""
         self.scales.zero_()
         for bucket in self.buckets:
-            for name, part, first, _ in self._parts(bucket):
-                self.scales[self._at[name]] = self._how[name].scales(part, first)
+            bucket.make_scales()
         all_reduce(self.scales, self.shard, op=MAX, label=AGREE)
         if self._shared:
-            all_reduce(self.scales[: self._shared], self.tp, op=MAX, label=AGREE)
+            all_reduce(self.scales[: self._shared], self.cut, op=MAX, label=AGREE)
         for bucket in self.buckets:
-            for name, part, first, into in self._parts(bucket):
-                scales = self.scales[self._at[name]]
-                bucket.coded[0][into] = self._how[name].codes(part, first, scales)
+            bucket.make_codes()
         for bucket in reversed(self.buckets if self.at_once else []):
-            self.gather(bucket)
+            bucket.gather()
 
-    def _parts(self, bucket: ParamAndGradBucket) -> Iterator[tuple[str, Tensor, int, slice]]:
+
+class Float8Bucket:
+    """The weights of one bucket in float8.
+
+    codes: of the owned part. scales: of each weight, views of the scales of all buckets. rows: of
+    each weight, while they are whole.
+    """
+
+    def __init__(
+        self,
+        bucket: ParamAndGradBucket,
+        shard: Axis,
+        how: Mapping[str, WeightRows],
+        scales: Mapping[str, Tensor],
+    ) -> None:
+        self.bucket, self.shard, self.how, self.scales = bucket, shard, how, scales
+        own = bucket.param_shard
+        self.codes = torch.zeros(len(own), dtype=torch.uint8, device=own.device)
+        self.rows: dict[nn.Parameter, Tensor] = {}
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that stay from step to step."""
+        yield self.codes
+        yield from self.scales.values()
+
+    def _parts(self) -> Iterator[tuple[str, Tensor, int, slice]]:
         """Yield name, elements and first element of each part, and where its codes stand."""
+        bucket = self.bucket
         for name, low, high, start in bucket.owned():
             into = slice(low - bucket.low, high - bucket.low)
             yield name, bucket.param_shard[into], low - start, into
 
-    def gather(self, bucket: ParamAndGradBucket) -> None:
-        """Start the gather of a bucket's codes; wait for `bucket.gathering` before their use."""
-        bucket.gathering.wait()
-        codes, label = bucket.coded[0], Label(bucket, "gather")
-        bucket.weights = flat = codes.new_empty(bucket.length)
-        _, handle = all_gather(codes, self.shard, True, into=flat, label=label)
-        bucket.gathering = _Arrival(handle, self, bucket)
+    def make_scales(self) -> None:
+        """Write the scales of this rank's parts; the ranks' maximum is the weight's."""
+        for name, part, first, _ in self._parts():
+            self.scales[name].copy_(self.how[name].scales(part, first))
 
-    def fill_rows(self, bucket: ParamAndGradBucket) -> None:
-        """Make the rows of a bucket's weights, in memory of their own; drop the flat codes."""
+    def make_codes(self) -> None:
+        """Make the codes of this rank's parts by the scales that the ranks agreed on."""
+        for name, part, first, into in self._parts():
+            self.codes[into] = self.how[name].codes(part, first, self.scales[name])
+
+    def gather(self) -> None:
+        """Start the gather of the codes; wait for `bucket.gathering` before their use."""
+        bucket = self.bucket
+        bucket.gathering.wait()
+        bucket.weights = flat = self.codes.new_empty(bucket.length)
+        label = Label(bucket, "gather")
+        _, handle = all_gather(self.codes, self.shard, True, into=flat, label=label)
+        bucket.gathering = _Arrival(handle, self)
+
+    def fill_rows(self) -> None:
+        """Make the rows of the weights, in memory of their own; drop the flat codes."""
+        bucket = self.bucket
         assert (flat := bucket.weights) is not None
         bucket.weights, at = flat.new_empty(bucket.layout.rows), 0
         for name, param, start in bucket.params:
-            codes, how = flat[start : start + param.numel()], self._how[name]
+            codes, how = flat[start : start + param.numel()], self.how[name]
             out = bucket.weights[at : (at := at + how.nbytes)]
-            bucket.rows[param] = how.rows(codes, self.scales[self._at[name]], out)
+            self.rows[param] = how.rows(codes, self.scales[name], out)
 
 
 class _Arrival(Handle):
     """The gather of a bucket's codes: after the first wait the bucket has rows."""
 
-    def __init__(self, inner: Handle, gather: Float8Gather, bucket: ParamAndGradBucket) -> None:
+    def __init__(self, inner: Handle, gathered: Float8Bucket) -> None:
         super().__init__()
-        self._inner, self._gather, self._bucket = inner, gather, bucket
+        self._inner, self._gathered = inner, gathered
         self._arrived = False
 
     def wait(self) -> None:
@@ -129,4 +169,4 @@ class _Arrival(Handle):
             self._inner.wait()
             self._arrived = True
             with torch.no_grad():
-                self._gather.fill_rows(self._bucket)
+                self._gathered.fill_rows()

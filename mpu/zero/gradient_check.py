@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold a run's first gradients against what the parameters' placements say.
 
-Several ranks hold a replicated weight: those of tp or, where it is tied, those of embd.
+Several ranks hold a replicated weight: those of tp, of ep or, where it is tied, those of embd.
 
     its Placement says      the ranks' gradients    then
     whole on each rank      agree                   right
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.comm.transport import Axis, Label
-from mpu.grid import Grid
+from mpu.grid import DATA, Grid
 from mpu.param import PlacementError, placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 
@@ -71,7 +71,7 @@ class GradientCheck:
         self._partial: dict[str, Tensor] = {}  # sketches from before the sums
 
     def before_sum(self, bucket: ParamAndGradBucket) -> None:
-        """Keep sketches of gradients that are about to be summed over another axis than dp_cp."""
+        """Keep sketches of gradients that are about to be summed over an extra axis."""
         if bucket.reduce_axes and bucket.grad is not None:
             for name, param, start in bucket.params:
                 self._partial[name] = sketch(bucket.grad[start : start + param.numel()])
@@ -84,7 +84,7 @@ class GradientCheck:
         self.steps += 1
         errors: list[str] = []
         warnings, pending = self._unwritten_lines(), False
-        for axis in (self.grid.tp, self.grid.embd):
+        for axis in (*(self.grid.data(cut).cut for cut in DATA), self.grid.embd):
             held = [e for e in self._held(buckets, axis) if (axis.name, e[0]) not in self._decided]
             if axis.size == 1 or not held:
                 continue

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay a rank's parameters out in flat buckets: how they are shared, and where each stands.
 
-Pure arithmetic, the same on every data-parallel rank. One collective moves a bucket, and the
-data-parallel ranks share it equally. Parameters stand in reverse definition order, which is about
-the order in which backward finishes them, each at a multiple of BLOCK elements. A bucket's length
-is a multiple of BLOCK times the number of ranks, so that a share is whole blocks. A bucket has
+Pure arithmetic, the same on every rank that shares a bucket. One collective moves a bucket. The
+parameters of a bucket are cut over the same axis, so the same ranks hold the same part of them: a
+bucket's gradients are summed over those ranks, which share it equally (Sharing). Parameters stand
+in reverse definition order, which is about the order in which backward finishes them, each at a
+multiple of BLOCK elements. A bucket's length is a multiple of BLOCK times the number of ranks, so
+that a share is whole blocks. A bucket has
 
     stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
     stage 3         parameters of one transformer block, or neighbours outside of any block
@@ -12,14 +14,15 @@ is a multiple of BLOCK times the number of ranks, so that a share is whole block
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mpu.param import placement_of
+from mpu.grid import DATA
+from mpu.param import group_of, placement_of
 
 BLOCK = 1024  # elements; also the unit of the global norm
 SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
@@ -48,12 +51,33 @@ class ZeroConfig:
     keep_unsharded: bool = False
 
 
+class Sharing(NamedTuple):
+    """Which ranks sum a bucket's gradients and share its state.
+
+    cut: the axis that cuts its parameters. data: the axis of the ranks that hold the same part of
+    them (mpu.grid.DATA), over which gradients are summed. ranks: how many these are. shard: how
+    many of them share one instance of the state. zero_stage: in effect; 0 where nobody shares.
+    """
+
+    cut: str = "tp"
+    data: str = DATA["tp"]
+    ranks: int = 1
+    shard: int = 1
+    zero_stage: int = 0
+
+
+def sharing_of(cut: str, ranks: int, shard: int, zero_stage: int) -> Sharing:
+    """Return the sharing of what an axis of the grid cuts; zero_stage: that which is asked for."""
+    return Sharing(cut, DATA[cut], ranks, shard, zero_stage if shard > 1 else 0)
+
+
 class ParamEntry(NamedTuple):
     """One parameter of this rank.
 
-    chunk: its pipeline chunk. axes: those beside dp_cp over which its gradient is summed. rows,
-    scales: bytes of what it becomes, where it travels in float8 (mpu/zero/float8_gather.py).
-    matrix: it has two dimensions.
+    chunk: its pipeline chunk. axes: those over which its gradient is summed before the ranks that
+    share it are. rows, scales: bytes of what it becomes, where it travels in float8
+    (mpu/zero/float8_gather.py). matrix: it has two dimensions. cut: the axis that cuts it. group:
+    the group that the model puts it in, for the optimizer.
     """
 
     name: str
@@ -63,6 +87,8 @@ class ParamEntry(NamedTuple):
     rows: int = 0
     scales: int = 0
     matrix: bool = False
+    cut: str = "tp"
+    group: str = ""
 
 
 def entries_of(
@@ -74,7 +100,8 @@ def entries_of(
     """
     found = []
     for name, param in named:
-        axes = tuple(axis.name for axis in placement_of(param).reduce_axes if axis.size > 1)
+        place = placement_of(param)
+        axes = tuple(axis.name for axis in place.reduce_axes if axis.size > 1)
         how = getattr(param, "float8_rows", None)
         rows, scales = (how.nbytes, how.count) if how else (0, 0)
         chunk, matrix = chunk_of(name), param.dim() > 1
@@ -87,6 +114,8 @@ def entries_of(
                 rows=rows,
                 scales=scales,
                 matrix=matrix,
+                cut=place.axis.name,
+                group=group_of(param),
             )
         )
     return found
@@ -95,8 +124,9 @@ def entries_of(
 class BucketLayout(NamedTuple):
     """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
 
-    rows, scales: sums of its parameters'; 0 unless it travels in float8. whole: its weights stay
-    whole at stage 3.
+    axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
+    its parameters'; 0 unless it travels in float8. whole: its weights stay whole at stage 3.
+    groups: those of its parameters.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -105,6 +135,13 @@ class BucketLayout(NamedTuple):
     rows: int = 0
     scales: int = 0
     whole: bool = False
+    sharing: Sharing = Sharing()
+    groups: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> int:
+        """Return the elements that a rank owns: its share, at stage 0 all."""
+        return self.length // self.sharing.shard if self.sharing.zero_stage else self.length
 
     def wire(self, size: int) -> int:
         """Return the bytes of its weights on the wire; size: of an element that is not float8."""
@@ -112,8 +149,24 @@ class BucketLayout(NamedTuple):
 
     @property
     def by_use(self) -> bool:
-        """Return whether its weights are gathered for each use at stage 3."""
-        return not self.axes and not self.whole
+        """Return whether its weights are gathered for each use."""
+        return self.sharing.zero_stage == 3 and not self.axes and not self.whole
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether a rank keeps its share of the weights alone."""
+        return self.by_use or self.scales > 0
+
+    def runs(self) -> list[tuple[int, int, str]]:
+        """Return [low, high) and group of each run of parameters of one group, padding included."""
+        found: list[tuple[int, int, str]] = []
+        for (_, start, _), group in zip(self.params, self.groups, strict=True):
+            if found and found[-1][2] == group:
+                continue
+            if found:
+                found[-1] = (found[-1][0], start, found[-1][2])
+            found.append((start, self.length, group))
+        return found
 
 
 def automatic_size(largest: int) -> int:
@@ -129,31 +182,33 @@ def block_of(name: str) -> str:
 
 
 def make_buckets(
-    entries: Sequence[ParamEntry], size: int, ranks: int, zero_stage: int = 0
+    entries: Sequence[ParamEntry], size: int, sharing: Mapping[str, Sharing]
 ) -> list[BucketLayout]:
     """Put parameters, given in definition order, into buckets, in the order of their sums.
 
-    size: elements a bucket, about. ranks: the data-parallel ranks, over all of which a bucket is
-    padded to whole blocks. At stage 0, and where gradients are summed over another axis, weights
-    do not travel in float8.
+    size: elements a bucket, about. sharing: by the axis that cuts a parameter; a bucket is padded
+    to whole blocks for each rank of it. At stage 0, and where gradients are summed over another
+    axis, weights do not travel in float8.
     """
-    by_block = zero_stage == 3
+    stage = {cut: shared.zero_stage for cut, shared in sharing.items()}
     plain = [entry._replace(rows=0, scales=0) for entry in entries]
     pairs = zip(entries, plain, strict=True)
-    entries = [low if low.axes or not zero_stage else entry for entry, low in pairs]
+    entries = [low if low.axes or not stage[low.cut] else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
-    apart: dict[tuple[str, ...], list[ParamEntry]] = {}
-    latest: dict[str, list[ParamEntry]] = {}  # the group that a kind of parameters adds to
-    whole = whole_beside(entries) if by_block else set()
+    apart: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
+    latest: dict[tuple[str, str], list[ParamEntry]] = {}  # the group that a kind adds to
+    whole = whole_beside([entry for entry in entries if stage[entry.cut] == 3])
     ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
     for entry in ordered:
         if entry.axes:
-            apart.setdefault(entry.axes, []).append(entry)
+            apart.setdefault((entry.axes, entry.cut), []).append(entry)
             continue
-        kind = "whole" if entry.name in whole else "rows" if entry.scales and not by_block else ""
+        by_block = stage[entry.cut] == 3
+        how = "whole" if entry.name in whole else "rows" if entry.scales and not by_block else ""
+        kind = how, entry.cut
         group = latest.get(kind, [])
         other = group and group[-1].chunk != entry.chunk
-        if by_block and kind != "whole":
+        if by_block and how != "whole":
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
             latest[kind] = []
@@ -161,8 +216,8 @@ def make_buckets(
         latest[kind].append(entry)
     at = {entry.name: i for i, entry in enumerate(ordered)}
     groups.sort(key=lambda group: at[group[-1].name])  # a bucket leaves with its last parameter
-    laid = [_layout_of(group, ranks, group[0].name in whole) for group in groups]
-    return laid + [_layout_of(apart[axes], ranks) for axes in sorted(apart, key=_tp_last)]
+    groups += [apart[key] for key in sorted(apart, key=lambda key: (_tp_last(key[0]), key[1]))]
+    return [_layout_of(group, sharing[group[0].cut], group[0].name in whole) for group in groups]
 
 
 def whole_beside(entries: Sequence[ParamEntry]) -> set[str]:
@@ -187,15 +242,24 @@ def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
     return "tp" in axes, axes
 
 
-def _layout_of(group: Sequence[ParamEntry], ranks: int, whole: bool = False) -> BucketLayout:
+def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, whole: bool) -> BucketLayout:
     offset, params = 0, []
     for entry in group:
         params.append((entry.name, offset, entry.numel))
         offset += -(-entry.numel // BLOCK) * BLOCK
-    grain = BLOCK * ranks
+    grain = BLOCK * sharing.ranks
     rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
     length, axes = -(-offset // grain) * grain, group[0].axes
-    return BucketLayout(tuple(params), length, axes, rows, scales, whole)
+    return BucketLayout(
+        tuple(params),
+        length,
+        axes,
+        rows=rows,
+        scales=scales,
+        whole=whole,
+        sharing=sharing,
+        groups=tuple(entry.group for entry in group),
+    )
 
 
 def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
@@ -207,59 +271,56 @@ def gaps(layout: BucketLayout) -> list[tuple[int, int]]:
 
 def memory(
     layouts: Sequence[BucketLayout],
-    zero_stage: int,
-    ranks: int,
     weight: int,
     gradient: int,
     accumulate: int,
+    state: Mapping[str, int],
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
-    ranks: how many share a bucket. weight, gradient, accumulate: bytes of an element of a weight,
-    of a main gradient, and of a sum, master or moment. With L elements in all and share = L/ranks:
+    weight, gradient, accumulate: bytes of an element of a weight, of a main gradient, and of a sum
+    or master. state: bytes that the optimizer keeps for an element, s, by group. ranks: the rank
+    among those that share a bucket, by the axis that cuts it; None: the one with most state. With L
+    elements in a bucket and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
         gradients     L gradient  L gradient            share accumulate   share accumulate
         masters       L acc.      share accumulate, where a weight is narrower than that
-        moments       2 L acc.    2 share accumulate
+        moments       L s         share s
 
-    Where main gradients are narrower, stage 1 also has share accumulate of sums. At stage 3 buckets
-    that are summed over another axis keep whole weights (docs/design.md says why). Weights that
-    travel in float8 are kept as at stage 3, with a byte more for each element of the share, the
-    bytes of all scales and, at stages 1 and 2, of all rows.
+    Where main gradients are narrower, stages 0 and 1 also have the sums: L or share accumulate. At
+    stage 3 buckets that are summed over another axis keep whole weights (docs/design.md says why).
+    Weights that travel in float8 are kept as at stage 3, with a byte more for each element of the
+    share, the bytes of all scales and, at stages 1 and 2, of all rows.
     """
-    elements = sum(layout.length for layout in layouts)
-    own = elements // ranks if zero_stage else elements
-    kept = sum(layout.length for layout in layouts if layout.axes or layout.whole)
-    low = sum(layout.length for layout in layouts if layout.scales)
-    kept = kept if zero_stage == 3 else elements - low
-    parameters = own + kept - kept // ranks
-    gradients = own * accumulate if zero_stage >= 2 else elements * gradient
-    if zero_stage == 1 and gradient < accumulate:
-        gradients += own * accumulate
-    coded = low // ranks + sum(layout.scales for layout in layouts)
-    coded += sum(layout.rows for layout in layouts) if zero_stage < 3 else 0
-    return {
-        "parameters": parameters * weight + coded,
-        "gradients": gradients,
-        "masters": own * accumulate if weight < accumulate else 0,
-        "moments": 2 * own * accumulate,
-    }
+    kept = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    for layout in layouts:
+        own, stage = layout.own, layout.sharing.zero_stage
+        kept["parameters"] += (own if layout.sharded else layout.length) * weight
+        if layout.scales:
+            kept["parameters"] += own + layout.scales + (layout.rows if stage < 3 else 0)
+        kept["gradients"] += own * accumulate if stage >= 2 else layout.length * gradient
+        if stage < 2 and gradient < accumulate:
+            kept["gradients"] += own * accumulate
+        kept["masters"] += own * accumulate if weight < accumulate else 0
+    kept["moments"] = _state_bytes(layouts, state, ranks)
+    return kept
 
 
-def runs(
-    params: list[tuple[str, nn.Parameter, int]],
-    length: int,
-    group: Callable[[str, nn.Parameter], tuple[bool, bool]],
-) -> list[tuple[int, int, tuple[bool, bool]]]:
-    """Return (low, high, group) of each run of a bucket's parameters in the same group."""
-    found: list[tuple[int, int, tuple[bool, bool]]] = []
-    for name, param, start in params:
-        kind = group(name, param)
-        if found and found[-1][2] == kind:
-            continue
-        if found:
-            found[-1] = (found[-1][0], start, found[-1][2])
-        found.append((start, length, kind))
-    return found
+def _state_bytes(
+    layouts: Sequence[BucketLayout], state: Mapping[str, int], ranks: Mapping[str, int] | None
+) -> int:
+    if len(set(state.values())) == 1:  # then all ranks have the same
+        return sum(layout.own for layout in layouts) * max(state.values())
+    shares: dict[str, list[int]] = {}  # of each rank that shares buckets, by the axis
+    for layout in layouts:
+        own = layout.own
+        share = shares.setdefault(layout.sharing.cut, [0] * (layout.length // own))
+        for low, high, group in layout.runs():
+            for i in range(low // own, -(-high // own)):
+                share[i] += (min(high, (i + 1) * own) - max(low, i * own)) * state[group]
+    if ranks is None:
+        return sum(map(max, shares.values()))
+    return sum(share[ranks[cut] if len(share) > 1 else 0] for cut, share in shares.items())

@@ -16,15 +16,22 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from mpu.comm.collectives import gather_bytes
-from mpu.comm.transport import Axis
+from mpu.comm.collectives import all_gather, gather_bytes
+from mpu.comm.transport import Axis, Label
 from mpu.gradients import GradientSink
-from mpu.grid import Grid
+from mpu.grid import DATA, Grid
 from mpu.param import Placement, PlacementError, placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
-from mpu.zero.float8_gather import of_buckets
+from mpu.zero.float8_gather import Float8Gather, of_buckets
 from mpu.zero.gradient_check import GradientCheck, unregistered
-from mpu.zero.layout import ZeroConfig, automatic_size, entries_of, make_buckets
+from mpu.zero.layout import (
+    Sharing,
+    ZeroConfig,
+    automatic_size,
+    entries_of,
+    make_buckets,
+    sharing_of,
+)
 from mpu.zero.reduce import Reduction
 from mpu.zero.weights import Gatherer, fill
 
@@ -32,32 +39,43 @@ from mpu.zero.weights import Gatherer, fill
 class ParamAndGradBuffer(GradientSink):
     """The gradient sink of a training run, and the holder of its weights.
 
-    dtype: the dtype of the sums. Gradients are summed over grid.dp_cp_shard and then, where the
-    optimizer has several instances, over grid.dp_cp_replicate. The bits of the weights depend only
-    on these axes, reduce_each_micro_batch and the dtypes (docs/numerics.md).
+    dtype: the dtype of the sums. The axis that cuts a parameter decides the ranks that hold the
+    same part of it (Grid.data): gradients are summed over their `shard` and then, where the
+    optimizer has several instances, over `replicate`. The bits of the weights depend only on these
+    axes, reduce_each_micro_batch and the dtypes (docs/numerics.md). zero_stage: the highest in
+    effect for a bucket.
     """
 
     def __init__(
         self, grid: Grid, dtype: torch.dtype = torch.float32, config: ZeroConfig | None = None
     ) -> None:
         super().__init__(dtype)
-        self.grid, self.shard = grid, grid.dp_cp_shard
+        self.grid = grid
         self.config = config = config or ZeroConfig()
-        self.zero_stage = stage = config.zero_stage if self.shard.size > 1 else 0
-        self.each = config.reduce_each_micro_batch and stage >= 2
         main, wire = config.main_grads_dtype or dtype, config.grad_reduce_dtype
-        self.reduction = Reduction(stage, grid.dp_cp_shard, grid.dp_cp_replicate, dtype, main, wire)
+        self._sharing: dict[str, Sharing] = {}  # by the axis that cuts a parameter
+        self._reduction: dict[str, Reduction] = {}
+        for cut in DATA:
+            _, every, shard, replicate = grid.data(cut)
+            shared = sharing_of(cut, every.size, shard.size, config.zero_stage)
+            self._sharing[cut] = shared
+            self._reduction[cut] = Reduction(
+                shared.zero_stage, shard, replicate, dtype, main, wire
+            )
+        self.zero_stage = max(shared.zero_stage for shared in self._sharing.values())
+        self.each = config.reduce_each_micro_batch and self.zero_stage >= 2
         self.buckets: list[ParamAndGradBucket] = []
         self.live = LiveBytes()  # bytes of whole gradients, at stages 2 and 3
         self.check: GradientCheck | None = None  # in a run's first step
         self.gatherer: Gatherer | None = None
-        if stage == 3:
-            self.gatherer = Gatherer(self.shard, config.overlap_param_gather, config.keep_unsharded)
-        self.requantise: Callable[[], None] = lambda: None  # to be called when weights changed
+        if self.zero_stage == 3:
+            self.gatherer = Gatherer(config.overlap_param_gather, config.keep_unsharded)
+        self.float8: list[Float8Gather] = []  # one for each set of ranks that share buckets
         self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
         self._apart: dict[nn.Parameter, Tensor] = {}  # see add_rows
-        self._next = 0  # index of the bucket that leaves next
+        self._early: list[ParamAndGradBucket] = []  # those that may leave during backward
+        self._next = 0  # index of the one of them that leaves next
         self._last: ParamAndGradBucket | None = None  # the bucket that left last
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,22 +117,24 @@ class ParamAndGradBuffer(GradientSink):
             device = next(iter(params.values())).device
             every = gather_bytes(own, self.grid.pp, device)
             self.bucket_size = automatic_size(max(map(int, every)))
-        ranks, stage = self.grid.dp_cp.size, self.zero_stage
-        for layout in make_buckets(entries, self.bucket_size, ranks, stage):
+        for layout in make_buckets(entries, self.bucket_size, self._sharing):
             held = [params[name] for name, _, _ in layout.params]
             bucket = ParamAndGradBucket(
                 layout,
                 params,
                 sum(self._uses[param] for param in held),
-                reduction=self.reduction,
+                reduction=self._reduction[layout.sharing.cut],
                 reduce_axes=axes[layout.axes],
                 main=self.main,
                 live=self.live,
             )
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(held, bucket)
-        again = of_buckets(self.buckets, self.shard, self.grid.tp, self.gatherer)
-        self.requantise = again or self.requantise
+        stage = 2 if self.each else 0
+        self._early = [
+            b for b in self.buckets if not b.reduce_axes and b.reduction.zero_stage >= stage
+        ]
+        self.float8 = of_buckets(self.buckets, self.grid, at_once=self.gatherer is None)
 
     def fill(self) -> Iterator[set[str]]:
         """Yield the names of parameters that may be written until the next names are asked for.
@@ -124,6 +144,32 @@ class ParamAndGradBuffer(GradientSink):
         yield self.unsharded_names()
         yield from fill(self.buckets)
         self.requantise()
+
+    def requantise(self) -> None:
+        """Make the codes of weights that travel in float8, after the weights have changed."""
+        for gather in self.float8:
+            gather.requantise()
+
+    def gather_weights(self) -> None:
+        """Gather the weights that are kept whole, after an update.
+
+        With overlap_param_gather this does not wait for them.
+        """
+        self.requantise()
+        for bucket in reversed(self.buckets):  # about the order of the next forward
+            if bucket.shard is not None and not bucket.sharded:
+                own, into, label = bucket.param_shard, bucket.weights, Label(bucket, "update")
+                _, bucket.gathering = all_gather(own, bucket.shard, True, into=into, label=label)
+        for bucket in self.buckets:
+            if bucket.plain or not self.config.overlap_param_gather:
+                bucket.gathering.wait()
+
+    def holders(self, param: nn.Parameter) -> Axis:
+        """Return the data-parallel ranks that keep the same elements of a parameter's state."""
+        bucket = self._bucket_of[param]
+        if bucket.shard is not None:
+            return bucket.reduction.replicate
+        return self.grid.data(bucket.layout.sharing.cut).every
 
     def unsharded_names(self) -> set[str]:
         """Return the names of the parameters whose weights this rank keeps whole."""
@@ -135,7 +181,7 @@ class ParamAndGradBuffer(GradientSink):
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
         bucket.gathering.wait()
-        return bucket.rows.get(param, param)
+        return param if bucket.float8 is None else bucket.float8.rows.get(param, param)
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Return whether the weight is whole only between `acquire` and `end_use`."""
@@ -184,15 +230,15 @@ class ParamAndGradBuffer(GradientSink):
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Count the use, and start the sums of ready buckets, in one order on every rank."""
         self._bucket_of[param].register_grad_ready()
-        while (self.config.overlap_grad_reduce or self.each) and self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
+        while (self.config.overlap_grad_reduce or self.each) and self._next < len(self._early):
+            bucket = self._early[self._next]
             if not bucket.is_ready:
                 return
             self._leave(bucket)
             if not self.config.overlap_grad_reduce:
                 bucket.wait()
             self._next += 1
-            if bucket.rounds and self._next == sum(not b.reduce_axes for b in self.buckets):
+            if bucket.rounds and self._next == len(self._early):
                 self._next = 0  # the next micro-batch
 
     def note_replay(self, written: Collection[nn.Parameter]) -> None:

@@ -2,10 +2,10 @@
 """Compare what several ranks must hold bit for bit, to find a bit that flipped in one of them.
 
     held                                     by the ranks of
-    whole weights (stages 0 to 2)            dp_cp
-    sharded weights (stage 3)                dp_cp_replicate: one in each optimizer instance
-    masters and moments, stage 0             dp_cp
-    masters and moments, later stages        dp_cp_replicate
+    whole weights (stages 0 to 2)            dp_cp; edp, where ep cuts them
+    sharded weights (stage 3)                dp_cp_replicate: one in each optimizer instance; edp's
+    masters and moments, stage 0             as whole weights
+    masters and moments, later stages        as sharded weights
     weights replicated over tp (norms)       tp too, with their masters and moments
     tied embeddings                          embd too, the same
 
@@ -26,9 +26,12 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.comm.transport import Axis, Label
-from mpu.grid import Grid
+from mpu.grid import DATA, Grid
 from mpu.param import placement_of
 
+REPLICATED = (
+    "dp_cp", "dp_cp_replicate", "edp", "edp_replicate", "tp", "ep", "embd"
+)  # axes whose ranks hold the same, in the order of their collectives  # fmt: skip
 CHUNK = 1 << 22  # words summed at a time on a device
 
 
@@ -83,30 +86,27 @@ class ReplicaCheck:
         sink, grid = self.optimizer.sink, self.grid
         sink.wait_for_weights()
         params = {name: p for bucket in sink.buckets for name, p, _ in bucket.params}
-        shared = grid.dp_cp_replicate if sink.zero_stage else grid.dp_cp
         found = [
-            (name, "weight", param.data, grid.dp_cp)
+            (name, "weight", param.data, grid.data(bucket.layout.sharing.cut).every)
             for bucket in sink.buckets
             if not bucket.sharded
             for name, param, _ in bucket.params
         ]
-        found += [(name, "weight", values, shared) for name, _, _, values in self._sharded()]
-        found += [(name, kind, v, shared) for name, kind, _, v in self.optimizer.named_state()]
+        shared = [(name, "weight", v) for name, _, _, v in self.optimizer.named_weights()]
+        shared += [(name, kind, v) for name, kind, _, v in self.optimizer.named_state()]
+        found += [(name, kind, v, sink.holders(params[name])) for name, kind, v in shared]
         for name, kind, values, data in found:
             axes = [data, *self._holders(params[name])]
             several = tuple(axis for axis in axes if axis.size > 1)
             if several:
                 yield name, kind, values, several
 
-    def _sharded(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        yield from self.optimizer.named_weights()
-
     def _holders(self, param: Any) -> list[Axis]:
         """Return the axes over which others hold the same parameter: this grid's, connected."""
         place = placement_of(param)
         summed = {axis.name for axis in place.reduce_axes}
         names = [axis.name for axis in place.holders]
-        exact = [name for name in names if self.exact or name in summed or name != "tp"]
+        exact = [name for name in names if self.exact or name in summed or name not in DATA]
         return [getattr(self.grid, name) for name in exact]
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class ReplicaCheck:
         label = Label(self, "replica check")
         device = self.optimizer.sink.buckets[0].param_shard.device
         rows, seen = self.hashes(), []
-        for name in ("dp_cp", "dp_cp_replicate", "tp", "embd"):
+        for name in REPLICATED:
             axis: Axis = getattr(self.grid, name)
             if axis.size == 1 or name not in rows:
                 continue

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mpu.comm.collectives import all_gather
-from mpu.comm.transport import Axis, Label
+from mpu.comm.transport import Label
 from mpu.zero.bucket import ParamAndGradBucket
-from mpu.zero.float8_gather import Float8Gather
 
 
 class Gatherer:
@@ -27,9 +26,8 @@ class Gatherer:
     peak: the most bytes of whole weights at once.
     """
 
-    def __init__(self, axis: Axis, ahead: bool, keep: bool) -> None:
-        self.axis, self.ahead, self.keep = axis, ahead, keep
-        self.float8: Float8Gather | None = None
+    def __init__(self, ahead: bool, keep: bool) -> None:
+        self.ahead, self.keep = ahead, keep
         self.unsharded: list[ParamAndGradBucket] = []
         self.peak = 0
         self._current: ParamAndGradBucket | None = None
@@ -80,13 +78,14 @@ class Gatherer:
 
     def unshard(self, bucket: ParamAndGradBucket) -> None:
         """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use."""
-        if self.float8 and bucket.coded:
-            self.float8.gather(bucket)
+        if bucket.float8 is not None:
+            bucket.float8.gather()
         else:
+            assert bucket.shard is not None
             weights = bucket.param_shard.new_empty(bucket.length)
             bucket.view_params_in(weights)
-            shard, label = bucket.param_shard, Label(bucket, "gather")
-            _, bucket.gathering = all_gather(shard, self.axis, True, into=weights, label=label)
+            own, label = bucket.param_shard, Label(bucket, "gather")
+            _, bucket.gathering = all_gather(own, bucket.shard, True, into=weights, label=label)
         self.unsharded.append(bucket)
         live = sum(b.layout.rows or b.length * b.param_shard.itemsize for b in self.unsharded)
         self.peak = max(self.peak, live)
@@ -118,7 +117,8 @@ def _hide(bucket: ParamAndGradBucket) -> None:
     """Free the whole weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None
-    bucket.rows.clear()
+    if bucket.float8 is not None:
+        bucket.float8.rows.clear()
     nothing = bucket.param_shard.new_full((1,), torch.nan)
     for _, param, _ in bucket.params:
         param.data = nothing.expand(param.shape)

@@ -19,7 +19,7 @@ def answer(asked):
                 "bound_by": "matmul",
                 "bound_seconds": 0.1,
                 "exposed_seconds": {"tp": 0.01 if ring else 0.02, "world": 1e-6},
-            }
+            },
         }
 
     return report

@@ -16,7 +16,6 @@ from tests.chaos.fault import (
 from tests.chaos.makers import (
     Make,
     at,
-    damaged_message,
     everywhere,
     fill_small_disk,
     full_checkpoint_disk,
@@ -239,9 +238,6 @@ FLIPS = [
     )
 ]  # fmt: skip
 FLIPS += [
-    Kind("flip: message with a checksum", damaged_message,
-         Promise(says="a message was damaged on its way: rank {rank}'s", who="one"), share=4,
-         flags="--checksum-messages"),
     Kind("flip: gradient before the sum", spoil("gradient sums", "gradient", "flip"), UNFOUND,
          layouts=("tp 2", "pp 2", "dp 2")),
     Kind("flip: layer's output", spoil("layer", "output", "flip"), UNFOUND),

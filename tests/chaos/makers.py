@@ -82,12 +82,6 @@ def nothing(rng: random.Random, layout: Layout, rank: int, step: int) -> list[di
     return []
 
 
-def damaged_message(rng: random.Random, layout: Layout, rank: int, step: int) -> Any:
-    """Flip a bit of a message as torch is given it: between stages, or of a collective."""
-    point = "sent" if layout.pp > 1 else rng.choice(["gathered", "exchanged"])
-    return spoil(point, "message", "flip")(rng, layout, rank, step)
-
-
 def everywhere(point: str, how: str) -> Make:
     """Strike at the same call on every rank."""
 

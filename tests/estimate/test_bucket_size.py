@@ -21,8 +21,10 @@ from estimate.bucket_size import (
 from mpu.comm.transport import Handle, Transport
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
-from mpu.zero.layout import BucketLayout, ParamEntry, ZeroConfig, make_buckets
+from mpu.zero.layout import BucketLayout, ParamEntry, Sharing, ZeroConfig, make_buckets
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 K = 1024
@@ -33,8 +35,9 @@ TIME = Timeline(
     forward=4.0,
     backward=4.0,
 )
-EACH = make_buckets(ENTRIES, 1, 1)  # a bucket a parameter
-ONE = make_buckets(ENTRIES, 1 << 30, 1)
+ALONE = {"tp": Sharing()}
+EACH = make_buckets(ENTRIES, 1, ALONE)  # a bucket a parameter
+ONE = make_buckets(ENTRIES, 1 << 30, ALONE)
 
 
 def cost(seconds: float, start: float = 0.0) -> Cost:
@@ -76,7 +79,7 @@ def test_sums_of_two_collectives_by_hand() -> None:
 
 def test_what_is_summed_over_another_axis_leaves_last() -> None:
     entries = [ENTRIES[0]._replace(axes=("tp",)), *ENTRIES[1:]]
-    buckets = make_buckets(entries, 1, 1)
+    buckets = make_buckets(entries, 1, ALONE)
     assert [bucket.params[0][0] for bucket in buckets] == ["d", "c", "b", "a"]
     # b: 3 to 3.5; a, though ready at 4 as the others' last, leaves at 4
     assert sums_of(buckets, [cost(0.5)], True) == pytest.approx(0.5)
@@ -117,7 +120,8 @@ def test_slow_starts_ask_for_large_buckets_and_slow_links_for_small_ones() -> No
 
     def chosen(start: float, each: float) -> int:
         costs = Costs((Cost(start, each / (16 * 64 * K)),), None)
-        found = seconds_of(entries, sizes, 2, 0, time, costs, sums=True, gathers=False)
+        shared = {"tp": Sharing(ranks=2)}
+        found = seconds_of(entries, sizes, shared, time, costs, sums=True, gathers=False)
         return choose(sizes, found, 1.5)
 
     fast, slow, costly = chosen(1e-5, 0.5), chosen(1e-5, 4.0), chosen(0.2, 0.5)
@@ -153,14 +157,17 @@ class Timed(Transport):
 
         return Handle(SimpleNamespace(wait=wait, is_completed=lambda: clock.now >= over))
 
-    def all_reduce(self, x, axis, op, async_op, label):
+    def all_reduce(self, x, axis, async_op, op, label):
         raise AssertionError("not in a bucket's step")
 
-    def all_gather(self, x, axis, into, async_op, label):
+    def all_gather(self, x, axis, async_op, into, label):
         return into, self._start(self.gather, into.numel())
 
-    def reduce_scatter(self, x, axis, into, async_op, label):
+    def reduce_scatter(self, x, axis, async_op, into, label):
         return into, self._start(self.scatter, x.numel())
+
+    def all_to_all(self, x, axis, async_op, splits, label):
+        raise AssertionError("not in a bucket's step")
 
 
 def step(
@@ -174,7 +181,7 @@ def step(
     module = nn.Module()
     module.layers = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in sizes])
     sink.attach(module)
-    optimizer = Optimizer(module, sink, grid, lambda name, param: (False, False))
+    optimizer = Optimizer(module, sink, grid, {"vector": Group(AdamW())})
     names = [name for name, _ in module.named_parameters()]
     count = len(names)
     time = Timeline(
@@ -195,7 +202,7 @@ def step(
     sink.finish_grad_sync()
     sums = clock.now - time.backward
     began = clock.now = clock.free = 100.0
-    optimizer._gather_weights()
+    optimizer.sink.gather_weights()
     late = clock.now - began
     for name, param in module.named_parameters():
         clock.now = max(clock.now, began + time.used[name] + late)

@@ -6,10 +6,9 @@ import torch
 
 import pretrain_llama
 from estimate import buffers, rank_memory
-from mpu.optim.held import memory
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
-from training.run import memory_report
+from training.run import memory as memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 CASES = {
@@ -46,7 +45,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int]]:
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     for step in range(3):  # the first learns in which order blocks are used
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
-    found = memory(run.optimizer)
+    found = run.optimizer.memory()
     found |= memory_report.transient(run.sink)
     flats = rank_memory.flats(config, pretrain_llama.model_provider, grid.pp.rank)
     said = rank_memory.state(config, flats)

@@ -167,7 +167,7 @@ def test_memory_by_hand(more, world, rank, sizes):
 
 def test_memory_on_the_host():
     """A gradient, a master and two moments in fp32, and bf16 weights on their way up."""
-    flats = rank_memory.flats(read("", 4), model_provider)
+    flats = rank_memory.flats(read("--zero-stage 1", 4), model_provider)
     offload = "--optimizer-cpu-offload --zero-stage 1"
     assert rank_memory.host_bytes(read(f"{offload} --bf16", 4), flats) == 29 * K * (4 * 4 + 2)
     assert rank_memory.host_bytes(read(f"{offload}", 4), flats) == 29 * K * 4 * 4

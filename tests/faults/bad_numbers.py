@@ -5,8 +5,7 @@ A fault of tests/faults/fault_injection.py with "how": "spoil" has two more keys
 the element:
 
     "what"   "weight", "moment" or "own weight" (a ZeRO 3 rank's part), at the point "step";
-             "gradient" at "gradient sums"; "output" of the function at "forward" or "layer";
-             "message", what torch sends, at "sent", "gathered" or "exchanged"
+             "gradient" at "gradient sums"; "output" of the function at "forward" or "layer"
     "value"  "flip" one of its 32 bits, "small flip" one that is not of its exponent, "nan", "inf",
              or a number that multiplies the whole tensor
     "named"  only parameters in whose name this stands
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-SENT: list[Tensor] = []  # kept alive until they are gone
 
 
 def places(what: str, run: Any) -> Iterator[tuple[str, Tensor]]:
@@ -64,14 +61,6 @@ def spoil(
         with torch.no_grad():
             told(f"output, {write(out, value, rng)}")
         return out
-    if what == "message":
-        place = max(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
-        SENT.append(args[place].clone())
-        data = SENT[-1].view(-1).view(torch.uint8)
-        at, bit = rng.randrange(data.numel()), rng.randrange(8)
-        data[at] ^= 1 << bit
-        told(f"byte {at} of {data.numel()}, bit {bit}")
-        return inner(*args[:place], SENT[-1], *args[place + 1 :], **kwargs)
     found = [(n, v) for n, v in places(what, args[0]) if fault.get("named", "") in n and v.numel()]
     name, values = rng.choice(found)
     with torch.no_grad():

@@ -92,9 +92,6 @@ POINTS = {
     "committing": (saving, "_commit"),
     "staging": (stage.Staging, "copy"),
     "staged": (stage.Background, "start"),
-    "sent": (torch.distributed, "isend"),
-    "gathered": (torch.distributed, "all_gather"),
-    "exchanged": (torch.distributed, "all_to_all_single"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
 }

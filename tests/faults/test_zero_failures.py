@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import pretrain_llama
-from model.llama import parameter_group
 from tests.faults.small_run import STEPS, Ranks, check_blame, fault_during
 from tests.launcher import Launcher, Result
 from tests.model.twin import config_of, micro_batches
 from tests.saved import check_equal, tensors
 from training.faults.monitor import FailureMonitor
+from training.optimizer import optimizer_groups
 
 LATER = pytest.mark.prove
 FLAGS = "--num-workers 0 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -138,7 +138,8 @@ def train(comm: Any, case: dict, steps: list[int], spoil: Any = None, value: flo
     run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
     if case.get("offload"):  # on a CPU the flag alone does nothing
         how = dict(clip=case["clip"], cpu_offload=True)
-        run.optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, parameter_group, **how)
+        groups = optimizer_groups(run.config)
+        run.optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, groups, **how)
     found, kept = [], True
     for step in steps:
         before, updates = state(run), run.optimizer.steps

@@ -100,7 +100,7 @@ def without_results():
 
 def compile_share(worker: int, workers: int, sizes=SIZES, really: bool = True) -> tuple[int, int]:
     """Compile one process's share; return (kernels of all cases, those of this share)."""
-    from tools.gpucheck.alone import as_rank, compiling
+    from tests.gpu.alone import as_rank, compiling
 
     with without_results(), compiling(worker, workers, really=really) as seen:
         for size in sizes:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_llama
-from model.llama import hf_names, parameter_group
+from model.llama import hf_names
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
@@ -38,6 +38,7 @@ from training.config import (
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
+from training.optimizer import optimizer_groups
 from training.run.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -169,10 +170,9 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     elif config.parallel.tp_comm_overlap != "none":
         use_overlap(run.model, OverlapMap(config.parallel.tp_comm_overlap))
     if case.get("offload"):  # on a CPU pretrain_llama.py leaves it out, as there is nothing to gain
-        o = config.optimizer
         run.optimizer = pretrain_llama.Optimizer(
-            run.model, run.sink, grid, parameter_group, cpu_offload=True, clip=o.clip_grad,
-            betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, weight_decay=o.weight_decay,
+            run.model, run.sink, grid, optimizer_groups(config), cpu_offload=True,
+            clip=config.optimizer.clip_grad,
         )  # fmt: skip
     losses, norms = [], []
     for step in range(steps):
@@ -194,7 +194,8 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
             local = sums[name].narrow(piece.dim, piece.local, piece.size)
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
     weights = {n: w.float().numpy() for n, w in gathered_weights.items()}
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 
 
 def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
@@ -202,8 +203,8 @@ def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
     found = {}
     for bucket in sink.buckets:
         flat = getattr(bucket, kind)
-        if sink.zero_stage:  # at stage 0 each is the whole
-            flat = all_gather(flat, sink.shard)[0]
+        if bucket.shard is not None:  # at stage 0 each is the whole
+            flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape)
     return found
@@ -268,6 +269,7 @@ class Twin:
         positions = batch["position_ids"]
         positions = torch.arange(s).expand(b, s) if positions is None else positions
         look = torch.ones(s, s, dtype=torch.bool).tril()[None]
+        auxiliary = 0.0
         if batch["document_ids"] is not None:
             look = look & (batch["document_ids"][:, :, None] == batch["document_ids"][:, None])
         for i in range(self.layers):
@@ -290,12 +292,17 @@ class Twin:
             x = self.norm(h, at + "post_attention_layernorm.weight")
             gate, up = (x @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
             h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t()
+            auxiliary += self.auxiliary(h)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         logits = self.norm(h, "model.norm.weight") @ head.t()
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         mask = batch["loss_mask"]
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
-        return (loss * mask).sum() / mask.sum()
+        return ((loss * mask).sum() + auxiliary) / mask.sum()
+
+    def auxiliary(self, h: torch.Tensor) -> torch.Tensor | float:
+        """Return what a block adds to the loss, summed over the tokens: nothing."""
+        return 0.0
 
     def train(
         self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None

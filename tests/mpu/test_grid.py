@@ -39,11 +39,11 @@ def test_ranks_in_a_row_share_a_key_value_head():
     rows = [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
     assert [g.tp_kv.ranks for g in grids] == rows
     assert [g.tp_kv.rank for g in grids] == [0, 1] * 4
-    assert Grid(4, 4, query_groups=1).tp_kv.ranks == (0, 1, 2, 3)
+    assert Grid(4, 4, launch=Launch(0, 4), query_groups=1).tp_kv.ranks == (0, 1, 2, 3)
     for groups in (0, 4, 8):
-        assert Grid(4, 4, query_groups=groups).tp_kv.size == 1
+        assert Grid(4, 4, launch=Launch(0, 4), query_groups=groups).tp_kv.size == 1
     with pytest.raises(ValueError, match="3 query groups do not divide 4 tensor-parallel ranks"):
-        Grid(4, 4, query_groups=3)
+        Grid(4, 4, launch=Launch(0, 4), query_groups=3)
 
 
 def test_another_order_of_the_axes():
@@ -186,3 +186,20 @@ def test_a_group_is_not_bound_to_a_device(monkeypatch):
     grid = Grid(2, 2, launch=Launch(0, 2))
     grid.connect(torch.device("cuda"), None, timedelta(seconds=1))
     assert grid.backend == "nccl" and given and "device_id" not in given
+
+
+def test_a_grid_takes_its_rank_from_the_launcher(monkeypatch):
+    """Without `launch` a grid is no longer rank 0 in every process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert Grid().rank == 0 and Grid(1).tp.size == 1
+    with pytest.raises(ValueError, match="nothing says which rank"):
+        Grid(2, 2)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    grid = Grid(4, 2)
+    assert grid.rank == 3 and grid.tp.rank == 1 and grid.dp.rank == 1
+    with pytest.raises(ValueError, match="a grid of 2 ranks, but the launcher started 4"):
+        Grid(2, 2)
+    assert Grid(1).rank == 0  # one process's own grid, in any world
+    assert Grid(2, 2, launch=Launch(1, 2)).tp.rank == 1

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from estimate.simulate import Costs, simulate
 from mpu.grid import Grid
 from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import NAMES, build
-from mpu.pipeline.simulate import Costs, simulate
 from tools.explain import explain, main, tiny
 from tools.explainer.formulas import DOCUMENT, evaluate, read_formulas, symbols
 from tools.explainer.text import columns, sums

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A collective's label says whose it is; `make explain` reads no names of local variables."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pretrain_llama
 from mpu.comm.transport import Label
 from mpu.pipeline.engine import Parcel
-from tests.renamed_locals import CASES, RENAMED, explained
 from tools.explain import micro_batches, tiny
 from tools.explainer.trace import Actions
 from training.run.stop import Agreement
@@ -106,21 +101,3 @@ def test_no_local_variable_is_read():
             source = file.read_text()
             names = "co_name" in source and file.name != "hang_watch.py"  # it reports stacks
             assert "f_locals" not in source and not names, file
-
-
-@pytest.mark.prove
-def test_locals_may_be_renamed(world):
-    """Two processes import the product with every local renamed, and explain the same steps."""
-    expected = world(2).run(explained)[0]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    script = [sys.executable, "-m", "tests.renamed_locals", str(store.port)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*script, str(rank)], cwd=ROOT, env=env) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert int(store.get("renamed")) > RENAMED
-    for i, text in enumerate(expected):
-        assert store.get(f"text {i}").decode() == text, CASES[i]

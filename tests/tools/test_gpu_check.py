@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mpu.layers.attention import core as attention
+from tests.gpu import measure_step
+from tests.gpu.prediction import compare, launches_by_op, load
 from tools import gpu_check
-from tools.gpucheck import first
-from tools.gpucheck.prediction import compare, launches_by_op, load
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = """--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --num-layers 2
@@ -73,8 +73,8 @@ def test_on_a_gpu_the_five_calls_run_in_order_each_prepared_before_its_time(call
     scripts = [" ".join(Path(word).name for word in command[1:]) for command in ran]
     where = [
         next(n for n, text in enumerate(scripts) if needle in text)
-        for needle in ("first.py", "overlap.py", "overlap_cases.py", "test_overlap_kernels.py",
-                       "memcheck", "racecheck", "test_nccl.py")
+        for needle in ("measure_step.py", "time_overlap.py", "overlap_cases.py",
+                       "test_overlap_kernels.py", "memcheck", "racecheck", "test_nccl.py")
     ]  # fmt: skip
     assert code == 0 and where == sorted(where)
     assert ran[where[4]][:3] == ["/usr/bin/compute-sanitizer", "--tool", "memcheck"]
@@ -178,8 +178,8 @@ def test_launches_are_counted_where_a_kernel_was_launched():
 
     copy = event("aten::copy_", 1)
     events = [event("aten::to", 0, [copy]), copy, event("aten::mm", 2), event("cudaLaunchKernel")]
-    assert first.launches(events, cuda=True) == Counter({"aten::copy_": 1, "aten::mm": 2})
-    assert first.launches(events, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
+    assert measure_step.launches(events, cuda=True) == Counter({"aten::copy_": 1, "aten::mm": 2})
+    assert measure_step.launches(events, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
 
 
 def test_the_first_part_measures_a_step_of_the_program(tmp_path, capsys, monkeypatch):
@@ -188,7 +188,7 @@ def test_the_first_part_measures_a_step_of_the_program(tmp_path, capsys, monkeyp
     made = tmp_path / "prediction.json"
     made.write_text(json.dumps(PREDICTED))
     out = tmp_path / "first.json"
-    assert first.main([str(out), str(made), "--", *TINY]) == 0
+    assert measure_step.main([str(out), str(made), "--", *TINY]) == 0
     seen, said = json.loads(out.read_text()), capsys.readouterr().out
     assert seen["launches"]["aten::copy_"] > 1 and seen["step_seconds"] > 0
     assert seen["attention"] == ["flash attention of the CPU"]
@@ -197,11 +197,11 @@ def test_the_first_part_measures_a_step_of_the_program(tmp_path, capsys, monkeyp
 
 def test_a_step_that_waits_for_the_device_fails_the_check(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
-        first, "build", lambda flags: (SimpleNamespace(device=torch.device("cpu")), [])
+        measure_step, "build", lambda flags: (SimpleNamespace(device=torch.device("cpu")), [])
     )
     seen = {"waits": "called a synchronizing CUDA operation", "attention": [], "launches": {}}
-    monkeypatch.setattr(first, "measure", lambda run, batches: {**seen, "table": ""})
-    assert first.main([str(tmp_path / "out.json")]) == 1
+    monkeypatch.setattr(measure_step, "measure", lambda run, batches: {**seen, "table": ""})
+    assert measure_step.main([str(tmp_path / "out.json")]) == 1
     assert "waits in a step: called a synchronizing" in capsys.readouterr().out
 
 
@@ -210,10 +210,9 @@ def test_a_step_that_waits_for_the_device_fails_the_check(monkeypatch, tmp_path,
 
 def test_kernels_are_counted_shared_out_and_compiled_without_a_gpu(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton", reason="this platform has no triton")
-    from tests.gpu import overlap_cases
-    from tools.gpucheck import overlap
-    from tools.gpucheck.alone import compiling
-    from tools.gpucheck.hog import clock, hog_kernel
+    from tests.gpu import overlap_cases, time_overlap
+    from tests.gpu.alone import compiling
+    from tests.gpu.hog import clock, hog_kernel
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     some = overlap_cases.every(2)[:6]
@@ -221,8 +220,8 @@ def test_kernels_are_counted_shared_out_and_compiled_without_a_gpu(monkeypatch, 
     count, mine = overlap_cases.compile_share(0, 1, sizes=(2,), really=False)
     assert count > 6 and mine == 0 and not list(tmp_path.rglob("*.cubin"))
     with compiling(really=False) as seen:
-        for shape in overlap.SMALL.values():
-            overlap.operations(*shape, torch.device("cpu"))
+        for shape in time_overlap.SMALL.values():
+            time_overlap.operations(*shape, torch.device("cpu"))
     names = {name.split("[")[0].split("(")[0] for name in seen.keys}
     assert names >= {"all_gather_matmul_kernel", "matmul_scatter_kernel", "reduce_kernel"}
     with compiling() as seen:
@@ -235,8 +234,8 @@ def test_kernels_are_counted_shared_out_and_compiled_without_a_gpu(monkeypatch, 
 
 def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton", reason="this platform has no triton")
-    from tools.gpucheck.alone import compiling
-    from tools.gpucheck.hog import clock, hog_kernel
+    from tests.gpu.alone import compiling
+    from tests.gpu.hog import clock, hog_kernel
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     shares = []

@@ -14,7 +14,7 @@ from training.checkpoint.files import check_file
 from training.checkpoint.finite import check_tensors
 from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
-from training.checkpoint.pieces import KINDS
+from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import TRASH, UNFINISHED, step_directories
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
@@ -124,8 +124,7 @@ def show(found: Checkpoint, tensors: bool) -> Iterator[str]:
     weights: list[dict[str, Any]] = []
     optimizer: list[dict[str, Any]] = []
     for name, entry in found.index.items():
-        is_state = name.endswith(tuple(f".{kind}" for kind in KINDS))
-        (optimizer if is_state else weights).append(entry)
+        (optimizer if is_state(name, found.index) else weights).append(entry)
     if isinstance(found, HuggingFaceDirectory):
         rows = [("Hugging Face's", f"saved {saved_at(found.directory)}")]
     else:

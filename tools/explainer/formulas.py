@@ -187,7 +187,11 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
     whole = [flat.length for flat in flats if flat.whole]
     tied = buffers.both_ends(config, model_provider, pp_rank)
-    shared = [(flat.length, {name for name, *_ in flat.params}) for flat in flats if flat.by_use]
+    shared = [
+        (flat.length, {name for name, *_ in flat.params})
+        for flat in flats
+        if not flat.axes and not flat.whole
+    ]
     layers = [n for n, names in shared if any(map(block_of, names))]
     again = [n for n, names in shared if names & {*tied}]
     others = [n for n, names in shared if not any(map(block_of, names)) and not names & {*tied}]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpu.comm.transport import Axis, Label
 from mpu.pipeline.engine import Parcel
-from pretrain_llama import Run
+from pretrain_llama import LlamaRun
 from tools.explainer.ops import (
     ADDS,
     COPIES,
@@ -126,7 +126,7 @@ class Explainer:
         self.finishing: list[Seen] = []  # collectives that are being waited for, outermost first
         self._called_at: dict[str, str] = {}  # layer -> where it last called a collective
 
-    def know(self, run: Run) -> None:
+    def know(self, run: LlamaRun) -> None:
         """Follow the layers of a run, and count its gradients as they are done."""
         self.layers, self.buckets = Layers(run.model, run.engine.queue), Buckets(run)
 

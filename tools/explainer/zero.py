@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpu.zero.layout import block_of
-from pretrain_llama import Run
+from pretrain_llama import LlamaRun
 
 WIDTH = 150
 ZERO_SIZES = [
@@ -22,7 +22,7 @@ ZERO_SIZES = [
 class Buckets:
     """The buckets of a run, and which gradients are done since `begin`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LlamaRun) -> None:
         self.sink, done = run.sink, run.sink.register_grad_ready
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
@@ -64,7 +64,7 @@ class Buckets:
         if leaving + 1 == len(buckets) or buckets[leaving].reduce_axes:
             return ""
         then, rounds = buckets[leaving + 1], self._micro_batches
-        if self.sink.each and not then.reduce_axes:
+        if self.sink.each and not then.reduce_axes and then.reduction.zero_stage >= 2:
             rounds += 1 - then.rounds
         names = [
             name.removesuffix(".weight")
@@ -85,15 +85,18 @@ class Buckets:
 
     def held(self) -> list[str]:
         """Return lines: what each bucket that is sent holds, and which part this rank owns."""
-        lines, shard = [], self.sink.shard
+        lines, many = [], len({bucket.layout.sharing for bucket in self.sink.buckets}) > 1
         for i, bucket in enumerate(self.sink.buckets):
-            if self.sink.grid.dp_cp.size == 1 and not bucket.reduce_axes:
+            sharing, shard = bucket.layout.sharing, bucket.shard
+            if sharing.ranks == 1 and not bucket.reduce_axes:
                 continue
             text = f"  bucket {i} holds the gradients of {self.contents(i)}"
-            if self.sink.zero_stage:
+            if shard is not None:
                 text = f"  bucket {i}: {self.contents(i)}; {bucket.length:,} numbers, rank "
                 text += f"{shard.rank} of {shard.size} owns [{bucket.low:,}, {bucket.high:,})"
-            if self.sink.zero_stage == 3:
+            if many:
+                text += f"; summed over {sharing.data}"
+            if sharing.zero_stage == 3:
                 text += "; weights "
                 text += "gathered for use" if bucket.sharded else "whole, gathered after updates"
             lines += wrap(text, WIDTH, subsequent_indent="    ")

@@ -16,7 +16,7 @@ from mpu.comm.collectives import all_gather
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
-from pretrain_llama import Run, run_schedule, train_step
+from pretrain_llama import LlamaRun, run_schedule, train_step
 from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
@@ -107,7 +107,7 @@ class Report:
         self.errors[kind] = max(value, self.errors.get(kind, 0.0))
 
 
-def rectangles(run: Run) -> Iterator[tuple[str, nn.Parameter, Piece]]:
+def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
     """Yield (name, parameter, piece) of all that this rank holds."""
     table = load_model_file(run.config.model.model_file).hf_names(run.model)
     for name, param in unique_parameters(run.model):
@@ -115,7 +115,7 @@ def rectangles(run: Run) -> Iterator[tuple[str, nn.Parameter, Piece]]:
             yield name, param, piece
 
 
-def whole(run: Run, kind: str) -> dict[str, Tensor]:
+def whole(run: LlamaRun, kind: str) -> dict[str, Tensor]:
     """Return the rank's weights ("param_shard") or gradients ("grad_shard"), by name.
 
     From ZeRO stage 1 on they are gathered from their owners.
@@ -124,14 +124,14 @@ def whole(run: Run, kind: str) -> dict[str, Tensor]:
     run.sink.wait_for_weights()
     for bucket in run.sink.buckets:
         flat = getattr(bucket, kind)
-        if run.sink.zero_stage:
-            flat = all_gather(flat, run.sink.shard)[0]
+        if bucket.shard is not None:
+            flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:
             found[name] = flat[start : start + param.numel()].view(param.shape).clone()
     return found
 
 
-def pieces(run: Run, kind: str) -> dict[str, tuple[Piece, Tensor]]:
+def pieces(run: LlamaRun, kind: str) -> dict[str, tuple[Piece, Tensor]]:
     """Return {canonical name: (piece, values)} of this rank's weights or gradients."""
     values = whole(run, kind)
     return {
@@ -146,7 +146,7 @@ def cut(full: Tensor, piece: Piece) -> Tensor:
 
 
 @torch.no_grad()
-def put(run: Run, full: Mapping[str, Tensor]) -> None:
+def put(run: LlamaRun, full: Mapping[str, Tensor]) -> None:
     """Write whole tensors, by canonical name, into this rank's weights."""
     for names in run.sink.fill():
         for name, param, piece in rectangles(run):
@@ -158,7 +158,7 @@ def put(run: Run, full: Mapping[str, Tensor]) -> None:
     run.optimizer.masters_from_weights()
 
 
-def batches_of(run: Run, step: int) -> list[Batch]:
+def batches_of(run: LlamaRun, step: int) -> list[Batch]:
     """Return this rank's micro-batches of a step: k of data rank r is rows (k D + r) b on."""
     m, b = run.config.model, run.config.batch
     assert m.vocab_size is not None
@@ -187,7 +187,7 @@ def batches_of(run: Run, step: int) -> list[Batch]:
     return made
 
 
-def forward(run: Run) -> tuple[float, dict[str, list[float]]]:
+def forward(run: LlamaRun) -> tuple[float, dict[str, list[float]]]:
     """Run a forward pass of step 0's batch; return this rank's loss and its modules' outputs.
 
     Each is [sum of magnitudes, sum of squares]: what ranks hold of a tensor that is cut adds up.
@@ -215,7 +215,7 @@ def forward(run: Run) -> tuple[float, dict[str, list[float]]]:
     return (total[0] / total[1]).item() if total[1] else 0.0, seen
 
 
-def step(run: Run, number: int) -> tuple[float, float]:
+def step(run: LlamaRun, number: int) -> tuple[float, float]:
     """Train a step; return the loss and the gradient's norm."""
     loss, norm, _ = train_step(run, batches_of(run, number), run.config.optimizer.lr)
     run.iteration += 1

@@ -15,7 +15,7 @@ from model.llama import Llama
 from model.load import load_model_file
 from mpu.context import LayerContext
 from mpu.param import Piece, placement_of, unique_parameters
-from pretrain_llama import Run, model_provider
+from pretrain_llama import LlamaRun, model_provider
 from training.config import Config
 
 STEP = 1e-6  # of each weight, in the differences
@@ -47,7 +47,7 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     return [("names", line) for line in found]
 
 
-def draws(run: Run, before: Outputs, again: Callable[[], tuple[float, Outputs]]) -> list[str]:
+def draws(run: LlamaRun, before: Outputs, again: Callable[[], tuple[float, Outputs]]) -> list[str]:
     """Return a sentence where a forward pass draws random numbers or depends on the one before.
 
     before: the outputs of a first pass; again: makes another one of the same batch.

@@ -32,9 +32,8 @@ from estimate.traffic import traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
-from mpu.optim.held import memory
 from mpu.zero.gradient_check import GradientCheck
-from pretrain_llama import Run, build, model_provider
+from pretrain_llama import LlamaRun, build, model_provider
 from tools.forks.case import (
     Case,
     Desk,
@@ -58,7 +57,9 @@ FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so 
 ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
 CPU = torch.device("cpu")
 SCALARS = {"norm", "loss sum", "gradient check"}  # phases that the plan leaves out
-PLANNED_AS = {"pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp"}
+PLANNED_AS = {
+    "pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp", "edp_shard": "edp",
+}  # fmt: skip
 
 
 class Sent:
@@ -82,7 +83,7 @@ class Sent:
             self.bytes[PLANNED_AS.get(axis.name, axis.name)] += sent
 
 
-def saver_of(run: Run) -> Saver:
+def saver_of(run: LlamaRun) -> Saver:
     """Return what saves and loads the run, as pretrain_llama.work makes it."""
     file = load_model_file(run.config.model.model_file)
     return Saver(
@@ -95,7 +96,7 @@ def saver_of(run: Run) -> Saver:
 @contextmanager
 def started(
     desk: Desk, case: Case, rank: int, store: Any, limit: float
-) -> Iterator[tuple[Run, Sent]]:
+) -> Iterator[tuple[LlamaRun, Sent]]:
     """Connect the ranks of a case, build the run, and leave the group at the end."""
     config = desk.config(case)
     grid = make_grid(config, Launch(rank, case.ranks, rank, case.ranks))
@@ -136,7 +137,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
     return asdict(report)
 
 
-def ask_one_rank(desk: Desk, case: Case, run: Run, report: Report) -> None:
+def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     """Compute what other layouts are held against, and what one rank alone can tell."""
     initial = {name: values.clone() for name, (_, values) in pieces(run, "param_shard").items()}
     start = {}
@@ -174,14 +175,14 @@ def ask_one_rank(desk: Desk, case: Case, run: Run, report: Report) -> None:
     decode(run, report)
 
 
-def decode(run: Run, report: Report) -> None:
+def decode(run: LlamaRun, report: Report) -> None:
     """Hold decode against forward."""
     error, line = decodes(run.model, batches_of(run, 0)[0].tokens)
     report.error("decode", error)
     report.findings += [("decode", "", line)] if line else []
 
 
-def compare(run: Run, oracle: Oracle, report: Report, sent: Sent) -> None:
+def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> None:
     """Hold initial weights, a forward pass, two steps and the plan of the run against one rank's.
 
     Raises PlacementError where the run's own check of the first gradients finds a mistake.
@@ -236,7 +237,7 @@ def compare(run: Run, oracle: Oracle, report: Report, sent: Sent) -> None:
         report.findings.append(("plan", "", line))
 
 
-def go_on(run: Run, oracle: Oracle, report: Report) -> None:
+def go_on(run: LlamaRun, oracle: Oracle, report: Report) -> None:
     """Hold loaded weights, and one more step, against one rank's."""
     weights_differ(run, oracle, report, ("start", "two"), "load")
     loss, _ = step(run, 2)
@@ -254,7 +255,7 @@ def losses_differ(report: Report, loss: float, want: float, which: str) -> None:
 
 
 def weights_differ(
-    run: Run, oracle: Oracle, report: Report, kinds: tuple[str, str], why: str = "update"
+    run: LlamaRun, oracle: Oracle, report: Report, kinds: tuple[str, str], why: str = "update"
 ) -> None:
     """Compare weights, relative to how far one rank's have moved."""
     before, after = (oracle.tensors[kind] for kind in kinds)
@@ -284,12 +285,12 @@ def how(name: str, got: Tensor, want: Tensor, error: float) -> str:
     return f"{text} differs by {error:.2g} of its norm"
 
 
-def plan(run: Run, sent: Sent, report: Report) -> None:
+def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
     """Hold what the run keeps and sends against what the dry run states."""
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
     said = rank_memory.state(config, flats)
-    for kind, found in memory(run.optimizer).items():
+    for kind, found in run.optimizer.memory().items():
         if found != said[kind]:
             line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
             report.findings.append(("plan", "", line))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
-from mpu.pipeline.simulate import Span, Timeline
 from tools.pictures.timeline import Summary, Wait, held, rows, summary, usual_peak, waits
 
 # Distinct under the common colour blindnesses, also in the lighter shades of later chunks.

@@ -68,21 +68,6 @@ TIME = {
     "jitter": Constant(0.02, 1e-4, 0.1, "share by which each doubling of the nodes slows a step"),
     "matmul.float8": Constant(0.5, 0.2, 0.75, "share of the float8 peak that long matmuls reach"),
 }
-STALL = {
-    "stall_base": Constant(-8.0, -9, 9, "log odds of a stall: one node"),
-    "stall_nodes": Constant(0.0, -9, 9, "more for each 16 nodes"),
-    "stall_dp": Constant(0.0, -9, 9, "more for each doubling of dp on 64 nodes, in a pipeline"),
-    "stall_pp": Constant(0.0, -9, 9, "more in a pipeline"),
-    "stall_hooks": Constant(0.0, -9, 9, "more where hooks sum the gradients (no ZeRO), pp 1"),
-    "stall_hooks_pp": Constant(0.0, -9, 9, "the same in a pipeline of over 8 micro-batches"),
-    "stall_crossing": Constant(
-        0.0, -9, 9, "more in a pipeline, for each node that a tp group adds"
-    ),
-    "stall_near": Constant(0.0, -9, 9, "more in a pipeline whose first rank is nearly full"),
-    "stall_message": Constant(0.25, 0, 2, "seconds of each message of a run that stalls"),
-    "stall_tensor": Constant(0.7, 0, 3, "seconds of each micro-batch if its tp crosses nodes"),
-    "stall_sum": Constant(0.8, 0, 5, "seconds of each step's sum of gradients"),
-}
 FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     # attention_ramp: tokens of a sequence at which attention reaches half of its share
     "tile_m": 128.0, "tile_n": 128.0, "ramp": 64.0, "kernel_seconds": 3e-6,
@@ -95,12 +80,12 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
     # h / tp and of f / tp; of each score of an unfused attention; of each logit. Of each number: to
     # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight. What
-    # backward needs, where it differs from MEMORY: TERMS of run_memory.py.
+    # backward needs, where it differs from MEMORY: TERMS of predict.py.
     "nanotron": dict(
         hidden_bytes=20, inner_bytes=20, ffn_bytes=12, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=60, accumulate_bytes=10, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         sum_whole=1.0, update_whole=16,  # norm, clip and zero of float32 gradients
-        left_out=1.0, work_gib=0.1,
+        work_gib=0.1,
         network_step=5e-4,  # where a fit starts: from 5e-5 it ends in a worse place
     ),
     "megatron-deepspeed": dict(
@@ -137,10 +122,6 @@ MEMORY = {
     "weight_bytes": 6.0, "state_bytes": 12.0, "act_hidden": 11.0, "act_ffn": 3.0, "act_scores": 0.0,
     "logit_memory": 13.0, "work_gib": 1.5,
 }  # fmt: skip
-CRASHES = {  # nothing but memory, where nothing was fitted
-    "crash_base": 0.0, "crash_memory": 12.0, "crash_middle": 0.0, "crash_idle": 0.98,
-    "crash_stall": 0.0,
-}  # fmt: skip
 NANOTRON = {  # what no other program shows: a host that waits beside messages of nodes
     "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
@@ -162,11 +143,10 @@ def device_constants(name: str) -> dict[str, float]:
 
 def defaults(framework: str, device: str) -> dict[str, float]:
     """Return the constants with which the fit of a profile starts."""
-    fitted = {name: constant.start for name, constant in {**TIME, **STALL}.items()}
+    fitted = {name: constant.start for name, constant in TIME.items()}
     return {
         **FIXED,
         **MEMORY,
-        **CRASHES,
         **fitted,
         **(NANOTRON if framework != "nanotron" else {}),
         **FRAMEWORKS[framework],
@@ -200,7 +180,7 @@ def read_fitted(path: Path) -> dict[str, float]:
     if not isinstance(content, dict) or not isinstance(content.get("constants"), dict):
         raise ProfileError(f"{path}: must be an object with constants")
     constants: Mapping[str, object] = content["constants"]
-    allowed = {*TIME, *STALL, *MEMORY, *CRASHES, "left_out"}
+    allowed = {*TIME, *MEMORY}
     for key, value in constants.items():
         if key not in allowed:
             raise ProfileError(f"{path}: constants has {key}, which nothing reads")

@@ -50,8 +50,7 @@ def svg(plans: Plans) -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="24" font-size="16" font-weight="bold">{escape(plans.model.name)} on '
         f"{plans.cluster.gpus:,} GPUs</text>",
-        f'<text x="{LEFT}" y="43" fill="{QUIET}">{fits}; the line: none is faster with less'
-        "</text>",
+        f'<text x="{LEFT}" y="43" fill="{QUIET}">{fits}; the line: none is faster with less</text>',
         *_axes(low, high, most),
         f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{limit:.1f}" y2="{limit:.1f}" '
         f'stroke="{LIMIT}" stroke-dasharray="5 4"/>',

@@ -1,49 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict every row of a CSV of published runs: step time, rate, memory, whether it fits."""
+"""Predict every row of a CSV of published runs: step time, rate, memory, whether it fits.
+
+The time is that of a run alone (step_time.py) and the memory is told from sizes: what each rank
+keeps, and what it has in flight. Waits of a cluster, and why runs of other programs crash, are not
+part of it. Layouts of this repository have --dry-run's memory instead (rank_bytes.py).
+"""
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from tools.planner import nanotron_memory
 from tools.planner.constants import profile
-from tools.planner.crashes import crash_odds
-from tools.planner.known import GIB
-from tools.planner.published import Row, Table
-from tools.planner.run_memory import memory
-from tools.planner.runs import Array, Runs, stacked
+from tools.planner.published import GIB, Row, Table
+from tools.planner.runs import SCHEDULES, Array, Runs, stacked
 from tools.planner.step_time import times
 
 COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
-    "predicted_crash", "predicted_reason",
+    "predicted_reason",
 )  # fmt: skip
 POOL = 0.9  # share of a GPU's memory that a run can count on: the allocator's pool breaks up
+TERMS = {  # each times its constant is a part of a rank's memory
+    "weight_bytes": "bytes of a number that every data-parallel rank keeps below ZeRO stage 3",
+    "state_bytes": "bytes of a number that ZeRO shares",
+    "act_hidden": "values of 2 bytes that a layer saves for backward, in units of h / tp a token",
+    "act_ffn": "the same, in units of f / tp",
+    "act_scores": "bytes of an unfused attention's scores, each",
+    "logit_memory": "bytes of a logit",
+    "work_gib": "GiB of context, libraries and buffers",
+}
+
+
+def terms(r: Runs) -> Array:
+    """Return [runs, pipeline ranks, TERMS]: GiB of each term for a constant of 1."""
+    layers = r.by_rank(r.cut)
+    number = np.arange(layers.shape[1])[None, :]
+    pp, tp = r.pp[:, None], r.tp[:, None]
+    home = (number == (r.head % r.pp)[:, None]).astype(float)
+    first = (number == 0).astype(float)
+    both = (r.tied > 0)[:, None] * home * first
+    ends = (r.vocab * r.hidden)[:, None] * (home + first - both)
+    numbers = (layers * r.layer_weights[:, None] + ends) / tp
+    shard = (r.dp * r.cp)[:, None]
+    kept = numbers / np.where(r.zero[:, None] >= 3, shard, 1)
+    shared = numbers / np.where(r.zero[:, None] >= 1, shard, 1)
+    t = (r.micro_batch * r.sequence / r.cp)[:, None]
+    h, f = r.hidden[:, None], r.ffn[:, None]
+    waiting = np.minimum(np.clip(pp - number, 1, None), r.micro_batches[:, None])
+    virtual = r.virtual[:, None]
+    interleaved = np.minimum(pp * (1 + (pp - 1) / (pp * virtual)), r.micro_batches[:, None])
+    waiting = np.where(virtual > 1, interleaved, waiting)
+    twice = r.schedule[:, None] == SCHEDULES.index("zb-2p")
+    waiting = np.where(twice, np.minimum(2 * waiting, r.micro_batches[:, None]), waiting)
+    again = r.recompute[:, None] > 0
+    flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are whole
+    whole = 2 * t * h
+    inputs = np.where(again, whole / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
+    one = np.ones_like(numbers)
+    columns = [
+        kept, shared, flight * whole / tp, flight * 2 * t * f / tp,
+        flight * t * r.sequence[:, None] * r.heads[:, None] / tp,
+        home * t * r.vocab[:, None] / tp, one * GIB,
+    ]  # fmt: skip
+    every = np.stack(columns, 2) / GIB
+    every[:, :, 2] += np.where(again, layers * waiting * inputs / GIB * 0.1, 0.0)
+    return np.where((number < pp)[:, :, None], every, 0.0)
+
+
+def memory(c: Mapping[str, float], r: Runs) -> Array:
+    """Return the GiB of each run's fullest rank, at a step's fullest moment."""
+    return np.asarray((terms(r) @ np.array([c[name] for name in TERMS])).max(1))
 
 
 @dataclass(frozen=True)
 class Predictions:
     """What is predicted of rows, in their order.
 
-    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank, or of the one that
-    a table tells. fits: that memory is enough on all ranks, and no pipeline rank is idle. crash:
-    share of such runs that crash. mfu: of the bfloat16 peak, attention counted as the run computes
-    it.
+    seconds: of a step. rate: tokens a second and GPU. gib: of the fullest rank. fits: that this is
+    at most POOL of a GPU's, and that no pipeline rank is idle. mfu: of the bfloat16 peak, attention
+    counted as the run computes it.
     """
 
     seconds: Array
     rate: Array
     gib: Array
     fits: Array
-    crash: Array
     mfu: Array
 
 
-KINDS = ("seconds", "rate", "gib", "fits", "crash", "mfu")
+KINDS = tuple(field.name for field in fields(Predictions))
 
 
 def predict(
@@ -54,33 +102,20 @@ def predict(
     for name in dict.fromkeys(row.profile for row in rows):
         c = (constants or {}).get(name) or profile(name)
         at = np.array([n for n, row in enumerate(rows) if row.profile == name])
-        own = [rows[n] for n in at]
-        runs = stacked([row.record for row in own])
-        filled = np.array([row.filled for row in own])
-        limit = np.array([row.limit for row in own])
-        seconds = times(c, runs).step * filled
-        gib, most, enough = kept(name, c, runs, limit)
+        runs = stacked([rows[n].record for n in at])
+        filled = np.array([rows[n].filled for n in at])
+        limit = np.array([rows[n].limit for n in at])
+        seconds, gib = times(c, runs).step * filled, memory(c, runs)
         values["seconds"][at] = seconds
         values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
         values["mfu"][at] = values["rate"][at] * runs.flops / c["peak"]
         values["gib"][at] = gib
-        values["fits"][at] = enough & (runs.idle == 0)
-        values["crash"][at] = crash_odds(c, runs, most, limit)
+        values["fits"][at] = (gib <= POOL * limit) & (runs.idle == 0)
     return Predictions(**values)
 
 
-def kept(
-    name: str, c: Mapping[str, float], runs: Runs, limit: Array
-) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """Return GiB as a profile's table has them, GiB of the fullest rank, whether all ranks fit."""
-    if name.startswith("nanotron_"):
-        return nanotron_memory.memory(c, runs, limit * GIB / 1e9)  # a GPU of 80 GB has 80 GiB
-    gib = memory(c, runs)
-    return gib, gib, gib <= POOL * limit
-
-
 def write(path: Path, table: Table, told: Predictions) -> None:
-    """Write the table as it stood with COLUMNS at the end of each line.
+    """Write the table's lines, each with COLUMNS at its end.
 
     A line that is no run, or whose numbers give no finite prediction, has a reason instead.
     """
@@ -95,5 +130,5 @@ def write(path: Path, table: Table, told: Predictions) -> None:
             cells = [""] * (len(COLUMNS) - 1)
             if n is not None:
                 cells = [f"{told.seconds[n]:.6g}", f"{told.rate[n]:.6g}", f"{told.gib[n]:.4g}",
-                         "yes" if told.fits[n] else "no", f"{told.crash[n]:.3f}"]  # fmt: skip
+                         "yes" if told.fits[n] else "no"]  # fmt: skip
             out.writerow([*(line[column] for column in table.columns), *cells, reason])

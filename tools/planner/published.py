@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read published runs from CSV: three formats, told by their header, and what each row left out.
+"""Read published runs from CSV: three formats, told apart by their header.
 
 The formats are those of the Ultra-Scale Playbook's table, of vTrain's data, and of a table with a
-row for each run of several sources. Other rows of the same columns are read as well: other models,
-more GPUs, values left out where the others tell them, runs that crashed.
+row for each run of several sources. Rows may leave out what other columns or a model's name give.
 """
 
 import csv
@@ -14,53 +13,127 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.planner.csv_line import Line, RowError
-from tools.planner.known import (
-    DEVICES,
-    GIB,
-    GPT_VOCABULARY,
-    LLAMA,
-    NAMED,
-    NETWORK,
-    PLAYBOOK,
-    PLAYBOOK_NODE,
-    PLAYBOOK_SEQUENCE,
-    PLAYBOOK_UNTIED,
-    PLAYBOOK_VOCABULARY,
-    SCHEDULES,
-)
 from tools.planner.runs import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
+
+PLAYBOOK = {  # layers, hidden, heads, ffn: the table's own FLOPs confirm them to 1 %
+    "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192),
+    "8B": (32, 4096, 32, 14336), "80B": (80, 8192, 64, 28672),
+}  # fmt: skip
+LLAMA = {  # other sizes by name: the Llama papers
+    "7B": (32, 4096, 32, 11008), "13B": (40, 5120, 40, 13824), "33B": (60, 6656, 52, 17920),
+    "65B": (80, 8192, 64, 22016), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248),
+}  # fmt: skip
+PLAYBOOK_UNTIED = 10_000  # an MLP from which nanotron's scaling script unties the output layer
+PLAYBOOK_NODE, PLAYBOOK_VOCABULARY, PLAYBOOK_SEQUENCE = 8, 131072, 4096
+GPT_VOCABULARY = 50304  # GPT-2's 50,257, padded: vTrain's, and where a table names none
+GIB = 2.0**30
+MOST = 1 << 30  # of a count
+DEEPEST = 4096  # stages of a pipeline
+NAMED = {  # layers, hidden, heads, kv heads, ffn, vocabulary: where a row names a model alone
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256), "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
+    "llama2-7b": (32, 4096, 32, 32, 11008, 32000), "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
+    "gpt3-175b": (96, 12288, 96, 96, 49152, 51200),
+}  # fmt: skip
+SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-2p"}
+NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # Gb/s a GPU, unless said
+DEVICES = {  # what a row calls a GPU: the device file, GPUs that NVLink joins, GB of memory
+    "gb300": ("b200", 72, 288.0), "gb200": ("b200", 72, 186.0), "b300": ("b200", 8, 288.0),
+    "b200": ("b200", 8, 180.0), "gh200": ("h200", 1, 96.0), "h200": ("h200", 8, 141.0),
+    "h100": ("h100", 8, 80.0), "h800": ("h100", 8, 80.0), "a100": ("a100", 8, 80.0),
+    "a800": ("a100", 8, 80.0),
+}  # fmt: skip
+
+
+class RowError(ValueError):
+    """A row that cannot be read: the text names the file, the line, the column and the value."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a CSV, asked for by column."""
+
+    file: str
+    number: int
+    values: dict[str, str]
+
+    def wrong(self, column: str, rule: str) -> RowError:
+        """Return the error of a column: its value and the rule."""
+        value = self.values.get(column)
+        return RowError(f"{self.file}, line {self.number}, {column}: {value!r} {rule}")
+
+    def text(self, column: str) -> str:
+        value = (self.values.get(column) or "").strip()
+        return "" if value.lower() in ("nan", "none", "-", "na", "n/a") else value
+
+    def number_of(self, column: str, default: float = math.nan) -> float:
+        """Return a column's number, or the default where it is empty. Raises RowError."""
+        value = self.text(column)
+        if not value:
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            raise self.wrong(column, "is no number") from None
+        if not math.isfinite(number) or number < 0:
+            raise self.wrong(column, "must be a finite number of at least 0")
+        return number
+
+    def measured(self, column: str, default: float = math.nan) -> float:
+        """Return a measured number: NaN where it is none, as no prediction needs it."""
+        try:
+            return self.number_of(column, default)
+        except RowError:
+            return math.nan
+
+    def deep(self, column: str, default: float = math.nan) -> int:
+        """Return a pipeline's ranks. Raises RowError, also where there are more than DEEPEST."""
+        stages = self.count(column, default)
+        if stages > DEEPEST:
+            raise self.wrong(column, f"must be at most {DEEPEST:,}")
+        return stages
+
+    def count(self, column: str, default: float = math.nan) -> int:
+        """Return a column's whole number of at least 1. Raises RowError, also where it is empty."""
+        number = self.number_of(column, default)
+        if math.isnan(number):
+            raise self.wrong(column, "is needed, and the other columns do not tell it")
+        if number != int(number) or number < 1:
+            raise self.wrong(column, "must be a whole number of at least 1")
+        if number > MOST:
+            raise self.wrong(column, f"must be at most {MOST:,}")
+        return int(number)
 
 
 @dataclass(frozen=True)
 class Row:
     """A published run.
 
-    line: of the file. profile: the fitted constants that its framework and device have.
-    group: runs that a fold keeps together. record: Runs' fields. seconds: measured, of a step, or
-    NaN. memory: measured, GiB, or NaN. crashed: as published. limit: GiB of a GPU. filled: share of
-    the micro-batches' sequences that the batch has. source: which table.
+    source: the table. profile: the framework and device whose constants predict it. group: runs
+    that a fold keeps together. record: the fields of Runs. filled: share of the micro-batches'
+    sequences that the batch fills. limit: GiB of a GPU. Measured: seconds of a step and GiB of
+    memory, NaN where there is none; crashed.
     """
 
-    line: int
     source: str
     profile: str
     model: str
     group: str
     record: dict[str, Any]
     seconds: float
-    memory: float
-    crashed: bool
     limit: float
-    filled: float
+    filled: float = 1.0
+    memory: float = math.nan
+    crashed: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV as it was read: its columns, its lines as they stood, and the runs they are.
+    """A CSV as it was read: its columns, its lines, and the runs that they describe.
 
-    places: the line, counted from 0, of each run. reasons: of lines that are no run, the reason.
+    places: the line of each run, counted from 0. reasons: by line, why it is no run.
     """
 
     columns: list[str]
@@ -120,7 +193,7 @@ def _format(path: Path, columns: Sequence[str]) -> Callable[[Line], Row]:
 def playbook_cut(
     layers: int, hidden: int, ffn: int, vocab: int, pp: int
 ) -> tuple[list[int], int, bool]:
-    """Return nanotron's layers a stage, the stage with the output layer, and whether one is idle.
+    """Return nanotron's layers a stage, the stage of the output layer, and whether one is idle.
 
     A block goes to the next rank once the cost so far exceeds the rank's share; the head costs too
     (nanotron, src/nanotron/models/base.py). The blocks: embedding, layers, norm, head, cast, loss.
@@ -138,6 +211,17 @@ def playbook_cut(
         if so_far > total * (rank + 1) / pp and rank < pp - 1:
             rank += 1
     return cut, home, last < pp - 1
+
+
+def _record(
+    *, layers: int, heads: int, tp: int, pp: int, cut: list[int], **more: Any
+) -> dict[str, Any]:
+    """Return the fields of Runs: those given, and what most tables leave out."""
+    plain = {
+        "kv_heads": heads, "cp": 1, "virtual": 1, "causal": 1, "recompute": 0, "float8": 0,
+        "schedule": 0, "head": len(cut) - 1, "idle": layers < pp,
+    }  # fmt: skip
+    return {**plain, "layers": layers, "heads": heads, "tp": tp, "pp": pp, "cut": cut, **more}
 
 
 def _sizes(line: Line) -> tuple[int, int, int, int]:
@@ -164,18 +248,14 @@ def _playbook(line: Line) -> Row:
     status = line.text("status").lower()
     model = line.text("model").upper()
     gpus = tp * pp * dp
-    record: dict[str, Any] = {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn,
-        "vocab": PLAYBOOK_VOCABULARY, "sequence": PLAYBOOK_SEQUENCE, "gated": 1,
-        "tied": ffn < PLAYBOOK_UNTIED,
-        "causal": 1, "tp": tp, "cp": 1, "dp": dp, "pp": pp, "virtual": 1, "micro_batch": mbs,
-        "micro_batches": accumulated, "zero": line.number_of("zero", 0), "recompute": 0,
-        "sequence_parallel": 1, "float8": 0, "schedule": 0, "node": PLAYBOOK_NODE,
-        "network": NETWORK["h100"] / 8 * 1e9, "head": head, "idle": idle,
-        "cut": cut,
-    }  # fmt: skip
+    record = _record(
+        layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=PLAYBOOK_VOCABULARY,
+        sequence=PLAYBOOK_SEQUENCE, gated=1, tied=ffn < PLAYBOOK_UNTIED, tp=tp, dp=dp, pp=pp,
+        micro_batch=mbs, micro_batches=accumulated, zero=line.number_of("zero", 0),
+        sequence_parallel=1, node=PLAYBOOK_NODE, network=NETWORK["h100"] / 8 * 1e9, head=head,
+        idle=idle, cut=cut,
+    )  # fmt: skip
     return Row(
-        line=line.number,
         source="ultrascale",
         profile="nanotron_h100",
         model=model,
@@ -185,7 +265,6 @@ def _playbook(line: Line) -> Row:
         memory=line.measured("mem_gb"),
         crashed="crash" in status or "oom" in status or "fail" in status,
         limit=80e9 / GIB,
-        filled=1.0,
     )
 
 
@@ -199,27 +278,21 @@ def _vtrain(line: Line) -> Row:
     heads = line.count("attention heads", max(1, hidden // 128))
     micro = line.count("micro batch")
     batch = line.count("global batch")
-    record: dict[str, Any] = {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": 4 * hidden,
-        "vocab": GPT_VOCABULARY, "sequence": line.count("sequence length", 2048), "gated": 0,
-        "tied": 1, "causal": 0, "tp": tp, "cp": 1, "dp": dp, "pp": pp, "virtual": 1,
-        "micro_batch": micro, "micro_batches": max(1, math.ceil(batch / (micro * dp))), "zero": 0,
-        "recompute": 1, "sequence_parallel": 0, "float8": 0, "schedule": 0, "node": 8,
-        "network": NETWORK["a100"] / 8 * 1e9, "head": pp - 1, "idle": layers < pp,
-        "cut": even_cut(layers, pp),
-    }  # fmt: skip
+    record = _record(
+        layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=GPT_VOCABULARY,
+        sequence=line.count("sequence length", 2048), gated=0, tied=1, causal=0, tp=tp, dp=dp,
+        pp=pp, micro_batch=micro, micro_batches=max(1, math.ceil(batch / (micro * dp))), zero=0,
+        recompute=1, sequence_parallel=0, node=8, network=NETWORK["a100"] / 8 * 1e9,
+        cut=even_cut(layers, pp),
+    )  # fmt: skip
     return Row(
-        line=line.number,
         source="vtrain",
         profile="megatron-deepspeed_a100",
         model=f"{hidden}x{layers}",
         group=f"{gpus} GPUs hidden {hidden} layers {layers}",
         record=record,
         seconds=line.measured("iteration time (ms)") / 1e3,
-        memory=math.nan,
-        crashed=False,
         limit=80e9 / GIB,
-        filled=1.0,
     )
 
 
@@ -283,24 +356,21 @@ def _several(line: Line) -> Row:
         cut[0], cut[-1] = cut[0] - 1, cut[-1] - 1
     precision = line.text("precision").lower()
     sequence = line.count("seq")
-    record: dict[str, Any] = {
-        "layers": layers, "hidden": hidden, "heads": heads,
-        "kv_heads": line.count("kv_heads", known[3] if same else heads), "ffn": ffn,
-        "vocab": line.count("vocab", known[5] if same else GPT_VOCABULARY), "sequence": sequence,
-        "gated": llama or "mixtral" in line.text("model").lower(),
-        "tied": tied, "causal": 1, "tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual": virtual,
-        "micro_batch": mbs, "micro_batches": accumulated,
-        "zero": line.number_of("zero", 3 if framework == "fsdp" else 1),
-        "recompute": line.text("recompute").lower() == "full",
-        "sequence_parallel": line.text("sp") != "0" and tp > 1,
-        "float8": "8" in precision, "schedule": ORDER.index(schedule), "node": node,
-        "network": line.number_of("net_gbps_per_gpu", NETWORK[device]) / 8 * 1e9,
-        "head": pp * virtual - 1, "idle": layers < pp, "cut": cut,
-    }  # fmt: skip
+    record = _record(
+        layers=layers, hidden=hidden, heads=heads,
+        kv_heads=line.count("kv_heads", known[3] if same else heads), ffn=ffn,
+        vocab=line.count("vocab", known[5] if same else GPT_VOCABULARY), sequence=sequence,
+        gated=llama or "mixtral" in line.text("model").lower(), tied=tied, tp=tp, cp=cp, dp=dp,
+        pp=pp, virtual=virtual, micro_batch=mbs, micro_batches=accumulated,
+        zero=line.number_of("zero", 3 if framework == "fsdp" else 1),
+        recompute=line.text("recompute").lower() == "full",
+        sequence_parallel=line.text("sp") != "0" and tp > 1, float8="8" in precision,
+        schedule=ORDER.index(schedule), node=node,
+        network=line.number_of("net_gbps_per_gpu", NETWORK[device]) / 8 * 1e9, cut=cut,
+    )  # fmt: skip
     rate = line.measured("tokens_s_gpu") * gpus
     seconds = line.measured("step_time_s", batch * sequence / rate if rate else math.nan)
     return Row(
-        line=line.number,
         source=framework,
         profile=f"{framework}_{device}",
         model=line.text("model"),
@@ -308,7 +378,6 @@ def _several(line: Line) -> Row:
         record=record,
         seconds=seconds,
         memory=line.measured("mem_gib"),
-        crashed=False,
         limit=line.number_of("gpu_mem_gb", memory) * 1e9 / GIB,
         filled=batch / (mbs * dp * accumulated),
     )

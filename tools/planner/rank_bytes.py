@@ -195,8 +195,15 @@ def _in_flight(e: Layout) -> int:
     return {"zb-h1": e.pp, "zb-v": 2 * e.pp, "v-half": 2 * ((e.pp + 2) // 2)}.get(e.schedule, 0)
 
 
-def exactly(model: Model, each: Layout) -> list[Kinds]:
-    """Return the bytes of each pipeline rank, as --dry-run tells them but for buckets' padding.
+class Exact(NamedTuple):
+    """The bytes of a pipeline rank: on the device by kind, and what it keeps in host memory."""
+
+    kinds: Kinds
+    in_host: float
+
+
+def exactly(model: Model, each: Layout) -> list[Exact]:
+    """Return the bytes of each pipeline rank, as --dry-run has them but for buckets' padding.
 
     A pipeline is told of one data-parallel rank, and its state is shared among all by arithmetic.
     """
@@ -221,17 +228,18 @@ def exactly(model: Model, each: Layout) -> list[Kinds]:
         first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
         numbers = own.layer * sum(len(s.layers) for s in stages)
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
-        told.append({
+        kinds: Kinds = {
             "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
             "moments": 8 * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
             "tied look-ups": 4 * own.embedding * (tied and first * last),
             "activations": kept.activations, "logits": kept.logits,
             "working memory": kept.working, "offloaded": kept.under_way,
-        })  # fmt: skip
+        }  # fmt: skip
+        told.append(Exact(kinds, kept.in_host))
     return told
 
 
-def _alone(config: Config) -> Kinds:
+def _alone(config: Config) -> Exact:
     """Return the bytes of a rank without a pipeline: on a line in the number of layers."""
     p, layers = config.parallel, config.model.num_layers
     whole = Stage(0, layers, embedding=True, loss=True)
@@ -243,7 +251,7 @@ def _alone(config: Config) -> Kinds:
     names = list[str]()
 
     def of(count: int, again: int) -> Array:
-        """Return [moments, kinds], and fill names."""
+        """Return [moments, kinds and what is in host memory], and fill names."""
         block = p.recompute_method == "block"
         own = replace(p, ddp_bucket_size=size)
         own = replace(own, recompute_num_layers=again) if block else own
@@ -252,7 +260,7 @@ def _alone(config: Config) -> Kinds:
         (held,) = activations.held(asked, PROVIDER)
         every = memories(asked, PROVIDER, 0, held)
         names[:] = every[0]
-        return np.array([[float(kinds[name]) for name in names] for kinds in every])
+        return np.array([[*(float(kinds[n]) for n in names), held.in_host] for kinds in every])
 
     if layers <= SOME + 1 or (p.zero >= 2 and one < size):  # layers that share a bucket: no line
         told = of(layers, again)
@@ -263,7 +271,8 @@ def _alone(config: Config) -> Kinds:
         base = of(SOME, 1)
         plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
         told = base + (layers - again - SOME + 1) * plain + (again - 1) * more
-    return dict(zip(names, map(float, told[told.sum(1).argmax()]), strict=True))
+    *kinds, in_host = map(float, told[told.sum(1).argmax()])
+    return Exact(dict(zip(names, kinds, strict=True)), in_host)
 
 
 def _numbers(config: Config, layers: int) -> int:

@@ -1,16 +1,285 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank the orders in which a layout's ranks may count along the axes, on a cluster's links."""
+"""Rank the orders in which ranks may count along the axes, by what crosses which level of links.
+
+`across` is a pure function of the order, the sizes of the axes, the levels and what each rank
+sends; `ledger` reads the latter from the formulas of docs/parallelism.md, which are exact. In a
+ring each rank of a group sends to the next one, the ranks in ascending order; a verb that goes in
+pairs sends an equal part to every other rank. On gloo a reduce-scatter does (docs/numerics.md).
+
+Ranks count along the axes of an order, the fastest first: --rank-order tp-cp-dp-pp.
+"""
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from estimate.dry_run import aligned, in_units
 from mpu.grid import ORDER
-from tools.planner.cluster import Cluster
-from tools.planner.link_bytes import Choice, Sizes, choices, ledger
+from tools.explainer.formulas import apply, read_formulas
+from tools.planner.cluster import Cluster, Level
 from tools.planner.model import REST, Model
+from training import batch_size
 from training.config import Config
 from training.flags.parse import parse
+from training.schedule import own_stages
+
+NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
+WORTH = 0.01  # share of the time by which another order must be faster
+Ranks = npt.NDArray[np.intp]
+
+
+class Flow(NamedTuple):
+    """What every rank at `pp_rank` sends over an axis in a step. to: of a message, its pp rank.
+
+    calls: collectives, or messages. sent: bytes, all calls together.
+    """
+
+    axis: str
+    verb: str
+    pp_rank: int
+    calls: int
+    sent: int
+    to: int = -1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the axes, and of their parts, as mpu/grid.py takes them."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    instances: int = 1
+    sharing: int = 1  # ranks of tp that share a key/value head
+    near: int = 1  # of cp: --hierarchical-context-parallel-sizes
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @classmethod
+    def of(cls, config: Config) -> "Sizes":
+        """Return a run's."""
+        p, groups = config.parallel, config.model.num_query_groups
+        tp = p.tensor_model_parallel_size
+        return cls(
+            tp=tp,
+            cp=p.context_parallel_size,
+            dp=p.data_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            instances=p.num_distributed_optimizer_instances,
+            sharing=max(1, tp // groups) if groups else 1,
+            near=(p.hierarchical_context_parallel_sizes or (1,))[0],
+        )
+
+
+def ledger(config: Config) -> list[Flow]:
+    """Return what the ranks of a run send in a step, its scalars too."""
+    p, formulas, found = config.parallel, read_formulas(), list[Flow]()
+    steps, stages = batch_size.micro_batches(config, 0), range(p.pipeline_model_parallel_size)
+    several = p.num_distributed_optimizer_instances > 1
+    holder = {stage: rank for rank in stages for stage in own_stages(config, rank)}
+    for rank in stages:
+        messages = calls_of_messages = 0
+        for row, calls, sent in apply(config, formulas, rank):
+            if (row.axis, row.verb) == ("pp", "send"):
+                messages, calls_of_messages = messages + sent, calls_of_messages + calls
+            elif sent:
+                # the document has one name for the ranks of an instance, S, and for all, D
+                inside = several and row.axis == "dp_cp" and "S" in row.bytes
+                axis = "dp_cp_shard" if inside else row.axis
+                found.append(Flow(axis, row.verb, rank, calls, sent))
+        goes = Counter(
+            holder[stage + step]
+            for stage in own_stages(config, rank)
+            for step in (-1, 1)
+            if holder.get(stage + step, rank) != rank
+        )
+        for to, n in goes.items():
+            sent = messages * steps * n // calls_of_messages
+            found.append(Flow("pp", "send", rank, steps * n, sent, to))
+    return found
+
+
+def array_of(order: Sequence[str], sizes: Sizes) -> Ranks:
+    """Return the ranks of the world by their places along ORDER's axes."""
+    nesting = list(order)[::-1]
+    ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in nesting])
+    return ranks.transpose([nesting.index(name) for name in ORDER])
+
+
+def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
+    """Return the groups of an axis, [groups, ranks], each ascending, as mpu/grid.py makes them."""
+    nesting = list(order)[::-1]
+
+    def rows(*names: str) -> Ranks:
+        kept = [i for i, name in enumerate(nesting) if name not in names]
+        inner = [i for i, name in enumerate(nesting) if name in names]
+        ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in nesting])
+        count = prod(getattr(sizes, name) for name in names)
+        return ranks.transpose(kept + inner).reshape(-1, count)
+
+    def inside(found: Ranks, size: int) -> Ranks:
+        return found.reshape(-1, size)
+
+    def between(found: Ranks, size: int) -> Ranks:
+        apart = found.reshape(len(found), -1, size).transpose(0, 2, 1)
+        return apart.reshape(-1, found.shape[1] // size)
+
+    both = sizes.dp * sizes.cp
+    if axis in ORDER:
+        return rows(axis)
+    if axis == "world":
+        return rows(*ORDER)
+    if axis == "dp_cp":
+        return rows("dp", "cp")
+    if axis == "dp_cp_shard":
+        return inside(rows("dp", "cp"), both // sizes.instances)
+    if axis == "dp_cp_replicate":
+        return between(rows("dp", "cp"), both // sizes.instances)
+    if axis == "tp_kv":
+        return inside(rows("tp"), sizes.sharing)
+    if axis == "cp_a2a":
+        return inside(rows("cp"), sizes.near)
+    if axis == "cp_p2p":
+        return between(rows("cp"), sizes.near)
+    assert axis == "embd", axis
+    return rows("pp")[:, [0, -1]]
+
+
+def level_of(levels: Sequence[Level], one: Ranks, other: Ranks) -> Ranks:
+    """Return the number of the innermost level that joins each pair of ranks."""
+    found = np.full(np.broadcast_shapes(one.shape, other.shape), len(levels) - 1)
+    for n in range(len(levels) - 1, -1, -1):
+        block = levels[n].gpus
+        if block:
+            found = np.where(one // block == other // block, n, found)
+    return found
+
+
+class Pairs(NamedTuple):
+    """Bytes from ranks to ranks, pair by pair."""
+
+    source: Ranks
+    target: Ranks
+    sent: npt.NDArray[np.float64]
+
+
+def pairs(
+    axis: str, order: Sequence[str], sizes: Sizes, flows: Sequence[Flow],
+    spread: Collection[str] = NCCL,
+) -> Pairs:  # fmt: skip
+    """Return who sends whom how many bytes of an axis. spread: the verbs that go in pairs."""
+    found = groups(axis, order, sizes)
+    places = array_of(order, sizes).reshape(-1, sizes.pp)  # [others, pp]
+    at = np.empty(sizes.world, dtype=np.intp)
+    at[places] = np.arange(sizes.pp)
+    n = found.shape[1]
+    parts: list[Pairs] = []
+    for ways in (True, False):  # to all others in the group, or to the next
+        mine = [f for f in flows if f.axis == axis and f.to < 0 and (f.verb in spread) == ways]
+        by_stage = np.zeros(sizes.pp)
+        for flow in mine:
+            by_stage[flow.pp_rank] += flow.sent
+        if n == 1 or not by_stage.any():
+            continue
+        for step in range(1, n if ways else 2):
+            target = np.roll(found, -step, axis=1)
+            share = by_stage[at[found]] / (n - 1 if ways else 1)
+            parts.append(Pairs(found.ravel(), target.ravel(), share.ravel()))
+    for flow in flows:
+        if flow.axis == axis and flow.to >= 0:
+            source, target = places[:, flow.pp_rank], places[:, flow.to]
+            parts.append(Pairs(source, target, np.full(len(source), float(flow.sent))))
+    if not parts:
+        nobody = np.zeros(0, dtype=np.intp)
+        return Pairs(nobody, nobody, np.zeros(0))
+    return Pairs(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
+
+
+def across(
+    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow],
+    spread: Collection[str] = NCCL,
+) -> dict[str, list[int]]:  # fmt: skip
+    """Return {axis: bytes of a step over each level's links, of all ranks together}."""
+    told = {}
+    for axis in dict.fromkeys(flow.axis for flow in flows):
+        sent = pairs(axis, order, sizes, flows, spread)
+        at = level_of(levels, sent.source, sent.target)
+        sums = np.bincount(at, weights=sent.sent, minlength=len(levels))
+        told[axis] = [round(each) for each in sums]
+    return told
+
+
+def seconds(
+    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow],
+    spread: Collection[str] = NCCL,
+) -> dict[str, float]:  # fmt: skip
+    """Return {axis: seconds that its bytes of a step need}, each axis alone, nothing hidden.
+
+    On each level the block below that sends or receives most decides; its ranks share its links.
+    Each call waits for its steps over the outermost level that the axis crosses: those of a ring,
+    or of a binary tree for an all-reduce.
+    """
+    told = {}
+    for axis in dict.fromkeys(flow.axis for flow in flows):
+        sent = pairs(axis, order, sizes, flows, spread)
+        at, worst, outer, below = level_of(levels, sent.source, sent.target), 0.0, 0, 1
+        for n, level in enumerate(levels):
+            here = at == n
+            if here.any():
+                outer = n
+                homes = (sent.source[here] // below, sent.target[here] // below)
+                most = max(np.bincount(home, weights=sent.sent[here]).max() for home in homes)
+                worst = max(worst, float(most) / (level.share * min(below, sizes.world)))
+            below = level.gpus or sizes.world
+        size, steps = groups(axis, order, sizes).shape[1], Counter[int]()
+        for flow in flows:
+            if flow.axis == axis:
+                tree = 2 * (size - 1).bit_length()  # up and down
+                rounds = {"send": 1, "all_reduce": tree}.get(flow.verb, size - 1)
+                steps[flow.pp_rank] += flow.calls * rounds
+        told[axis] = worst + max(steps.values()) * levels[outer].latency
+    return told
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An order, the bytes of a step over each level by axis, and the seconds of each axis."""
+
+    order: tuple[str, ...]
+    bytes: Mapping[str, list[int]]
+    seconds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def distinct(sizes: Sizes) -> list[tuple[str, ...]]:
+    """Return the orders that differ in the axes of several ranks, the usual one first."""
+    cut = [name for name in ORDER if getattr(sizes, name) > 1]
+    rest = [name for name in ORDER if name not in cut]
+    return [ORDER, *((*each, *rest) for each in permutations(cut) if list(each) != cut)]
+
+
+def choices(sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow]) -> list[Choice]:
+    """Return every order, the fastest first; the usual one before those that gain under WORTH."""
+    every = [
+        Choice(order, across(order, sizes, levels, flows), seconds(order, sizes, levels, flows))
+        for order in distinct(sizes)
+    ]
+    usual = every[0].total
+    return sorted(every, key=lambda c: (usual if c.total > usual * (1 - WORTH) and c.order == ORDER
+                                        else c.total, c.order != ORDER))  # fmt: skip
 
 
 def config_of(model: Model, cluster: Cluster, flags: str) -> Config:

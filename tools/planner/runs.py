@@ -105,16 +105,6 @@ class Runs:
         matmuls = 6 * (self.layers * self.layer_weights + self.vocab * self.hidden)
         return matmuls + score * self.layers * self.sequence * self.hidden
 
-    @property
-    def first_bytes(self) -> Array:
-        """Return about the bytes of nanotron's first pipeline rank, without fragments."""
-        layers = self.by_rank(self.cut)[:, 0]
-        numbers = (layers * self.layer_weights + self.vocab * self.hidden) / self.tp
-        kept = numbers * (8 + 12 / np.where(self.zero > 0, self.dp, 1))
-        flight = layers * np.minimum(self.pp, self.micro_batches)
-        each = 2 * self.micro_batch * self.sequence * (8 * self.hidden + 4 * self.ffn) / self.tp
-        return np.asarray(kept + flight * each)
-
     def by_rank(self, values: Array) -> Array:
         """Return [runs, ranks] of [runs, stages]: the sum over a pipeline rank's own stages."""
         width = int(self.pp.max())

@@ -17,7 +17,7 @@ from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
-from tools.planner.rank_bytes import Kinds, exactly, many, sizes, unit
+from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
 from tools.planner.step_time import Times, layer, times
 from tools.rehearsal.device_file import read_device
@@ -35,7 +35,7 @@ class PlanError(ValueError):
 class Plans:
     """Layouts with what is told of them, in the same order.
 
-    bytes: of the fullest rank, to a few percent. limit: what a GPU counts on.
+    bytes: of the fullest rank, to a few percent.
     """
 
     model: Model
@@ -44,7 +44,6 @@ class Plans:
     runs: Runs
     times: Times
     bytes: Array
-    limit: float
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -60,14 +59,17 @@ class Plans:
         return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak"]
 
     @cached_property
-    def _known(self) -> dict[int, list[Kinds]]:
+    def _known(self) -> dict[int, list[Exact]]:
         return {}
 
-    def ranks(self, n: int) -> list[Kinds]:
-        """Return the bytes of each pipeline rank of a layout by kind, as --dry-run tells them."""
+    def _exactly(self, n: int) -> list[Exact]:
         if n not in self._known:
             self._known[n] = exactly(self.model, self.layouts[n])
         return self._known[n]
+
+    def ranks(self, n: int) -> list[Kinds]:
+        """Return the bytes of each pipeline rank of a layout by kind, as --dry-run has them."""
+        return [rank.kinds for rank in self._exactly(n)]
 
     def fullest(self, n: int) -> Kinds:
         """Return the bytes of a layout's fullest rank by kind."""
@@ -76,6 +78,20 @@ class Plans:
     def exact(self, n: int) -> float:
         """Return the bytes of a layout's fullest rank as --dry-run tells them."""
         return sum(self.fullest(n).values())
+
+    def in_host(self, n: int) -> float:
+        """Return the bytes of activations that a layout keeps in a node's host memory."""
+        return self.cluster.node * max(rank.in_host for rank in self._exactly(n))
+
+    @cached_property
+    def memory(self) -> float:
+        """Return the bytes of a GPU."""
+        return read_device(self.cluster.device)["memory"]
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that a plan counts on."""
+        return self.memory * POOL - OVERHEAD
 
     def command(self, n: int) -> str:
         """Return the flags of model and layout; data, learning rate and length are the user's."""
@@ -209,7 +225,6 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
 def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return what is told of given layouts."""
     runs = runs_of(model, cluster, found)
-    limit = read_device(cluster.device)["memory"] * POOL - OVERHEAD
     return Plans(
         model=model,
         cluster=cluster,
@@ -217,7 +232,6 @@ def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
         runs=runs,
         times=_timed(_constants(cluster), runs),
         bytes=many(model, found, runs, cluster.host),
-        limit=limit,
     )
 
 
@@ -244,5 +258,3 @@ def _timed(c: dict[str, float], runs: Runs) -> Times:
                 whole[at] = own
         values[field.name] = whole
     return Times(**values)
-
-

@@ -14,8 +14,6 @@ import numpy as np
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
 
 Constants = Mapping[str, float]
-SURE = 4  # the power by which odds become a median
-NEAR = 0.7 * 80 * 2**30  # bytes, without fragments, with which a GPU of 80 GiB is nearly full
 SOCKET = 4  # GPUs of one socket
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
@@ -29,7 +27,8 @@ class Times:
     the sum of its compute, its exposed transfers (tp, cp, fsdp: of weights and gradients layer by
     layer), copies to and from the host, and waits for messages. bubble: the pipeline's ends. sums:
     exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
-    stall: of a cluster that stalls. stages: [runs, stages], F and B of each. message: between them.
+    stages: [runs, stages], F and B of each. message: between them. host_share: what the host needs
+    to issue the slowest stage, over what that stage computes and waits for transfers.
     """
 
     slot: Array
@@ -43,10 +42,10 @@ class Times:
     bubble: Array
     sums: Array
     update: Array
-    stall: Array
     step: Array
     stages: Array
     message: Array
+    host_share: Array
 
 
 def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
@@ -184,44 +183,6 @@ def host_layer(c: Constants, r: Runs) -> Array:
     return seconds * (1 + c["host_recompute"] * r.recompute)
 
 
-def stall_features(r: Runs) -> Array:
-    """Return [runs, features] by which the odds of a stall are told, in the order of STALL_ODDS."""
-    pipeline = r.pp > 1
-    hooks = (r.zero == 0) & (r.dp > 1)
-    crossing = np.maximum(0.0, np.ceil(r.tp / r.node) - 1) * pipeline
-    columns = (
-        np.ones(len(r)), r.nodes / 16, np.log2(r.dp) * r.nodes / 64 * pipeline, pipeline,
-        hooks & ~pipeline, hooks & pipeline & (r.micro_batches > 8), crossing,
-        pipeline & (r.first_bytes > NEAR),
-    )  # fmt: skip
-    return np.stack([np.asarray(column, dtype=float) for column in columns], 1)
-
-
-STALL_ODDS = (
-    "stall_base", "stall_nodes", "stall_dp", "stall_pp", "stall_hooks", "stall_hooks_pp",
-    "stall_crossing", "stall_near",
-)  # fmt: skip
-
-
-def odds(c: Constants, r: Runs) -> Array:
-    """Return the share of runs like these that stall; none on one node."""
-    log_odds = stall_features(r) @ np.array([c[name] for name in STALL_ODDS])
-    return np.where(r.nodes > 1, 1 / (1 + np.exp(-log_odds)), 0.0)
-
-
-def likely(share: Array) -> Array:
-    """Return nearly 0 below a share of a half and nearly 1 above: a median, and still in order."""
-    return share**SURE / (share**SURE + (1 - share) ** SURE)
-
-
-def stall_seconds(c: Constants, r: Runs) -> Array:
-    """Return the seconds that a step stalls, in a run that does."""
-    neighbours = np.where(r.pp > 2, 2.0, r.pp - 1)
-    pipeline = c["stall_message"] * 2 * neighbours * (r.micro_batches + 1)
-    tensor = c["stall_tensor"] * r.micro_batches * (r.tp > r.node)
-    return np.maximum(np.maximum(pipeline, tensor), c["stall_sum"] * (r.dp > 1))
-
-
 def messages(c: Constants, r: Runs) -> Array:
     """Return the seconds of one activation's message between stages, to be waited for."""
     sent = 2 * r.micro_batch * r.sequence / r.cp * r.hidden
@@ -299,8 +260,7 @@ def times(c: Constants, r: Runs) -> Times:
     body = r.micro_batches * slot
     sums = gradients(c, r, both.max(1) * 2 / 3)
     optimizer = update(c, r)
-    stall = stall_seconds(c, r) * likely(odds(c, r))
-    step = (body + ends) * jitter + sums + optimizer + stall
+    step = (body + ends) * jitter + sums + optimizer
     at = np.arange(len(r)), gpu.argmax(1)
     chunks = slowest / both[at]  # of the rank, in units of its slowest stage
     layers, has_head = r.cut[at] * chunks, is_head[at] * chunks
@@ -308,8 +268,8 @@ def times(c: Constants, r: Runs) -> Times:
         slot=slot, compute=compute * layers + head_compute * has_head,
         tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
         fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=host.max(1),
-        bubble=ends, sums=sums, update=optimizer, stall=stall, step=step, stages=both,
-        message=message,
+        bubble=ends, sums=sums, update=optimizer, step=step, stages=both,
+        message=message, host_share=host[at] / gpu[at],
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from estimate.dry_run import aligned
+from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
-from mpu.pipeline.simulate import Costs, Timeline, simulate
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import Plans
@@ -65,14 +65,14 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
         "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
         "copies": many * t.copies[n], "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
     }  # fmt: skip
-    told["host"] = max(0.0, float(t.step[n] - t.stall[n]) - sum(told.values()))
+    told["host"] = max(0.0, float(t.step[n]) - sum(told.values()))
     return Breakdown({key: float(told[key]) for key in TERMS})
 
 
 def _jitter(t: Times, plans: Plans, n: int) -> float:
     """Return by what other nodes slow a step."""
     m = plans.layouts[n].micro_batches
-    body = t.step[n] - t.sums[n] - t.update[n] - t.stall[n]
+    body = t.step[n] - t.sums[n] - t.update[n]
     return float(body / (m * t.slot[n] + t.bubble[n]))
 
 
@@ -128,7 +128,7 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
             f"{parts.seconds['bubble'] / parts.step:.1%}", f"{exposed / parts.step:.1%}",
             parts.bound, f"{tokens / plans.rate[n] / 3600:,.0f}",
         ))  # fmt: skip
-    lines += [*aligned(rows), *parts_of(plans, best)]
+    lines += [*aligned(rows), *parts_of(plans, best), *edges_of(plans, best)]
     lines.append(
         f"GPU-hours are to {tokens:.3g} tokens, as far off as step s; GB are --dry-run's, of "
         f"{plans.limit / 1e9:.1f} that a GPU counts on"
@@ -164,6 +164,24 @@ def parts_of(plans: Plans, best: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
+def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
+    """Return, for each layout, how far it is from the edges of its device and of its host."""
+    rows: list[Sequence[str]] = [("", "GB left", "%", "host GB left", "%", "host busy")]
+    host = plans.cluster.host
+    for number, n in enumerate(best, 1):
+        left, there = plans.limit - plans.exact(n), host - plans.in_host(n)
+        away = (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.layouts[n].offload else "--"
+        share = f"{plans.times.host_share[n]:.0%}"
+        rows.append((str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *away, share))
+    return [
+        f"to the edges (GB left: of the {plans.limit / 1e9:.1f} GB that a plan counts on, and % of "
+        f"the device's {plans.memory / 1e9:.1f}; host GB left: of the {host / 1e9:,.0f} of a node "
+        "that offloaded activations may take; host busy: what the host needs to launch the slowest "
+        "stage, over that stage's time: above 100% the GPU waits)",
+        *aligned(rows),
+    ]  # fmt: skip
+
+
 def kept(each: Layout) -> str:
     """Return what becomes of activations: recomputed, or put in host memory."""
     if each.offload:
@@ -177,6 +195,7 @@ def why(plans: Plans, own: Plans) -> list[str]:
     lines = [f"yours: {own.layouts[0].flags()}"]
     if own.exact(0) > own.limit:
         lines.append(f"it needs {own.exact(0) / 1e9:.1f} GB; {own.limit / 1e9:.1f} GB count on")
+    lines += edges_of(own, [0])
     found = plans.best(1)
     if not found:
         return [*lines, "no layout fits, so there is no best one to compare with"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Where the host may wait in a step: lines that hold these words.
 HOST_MAY_WAIT = {
     # on steps that are written
-    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()"),
+    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()", "auxiliary.item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
@@ -56,7 +56,8 @@ MIXES = {
     "mpu/layers/attention/exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
-IN_DOUBLE = ("optimizer: norm", "train_step: loss sum")  # what ranks sum in float64 in any run
+# what ranks sum in float64 in any run
+IN_DOUBLE = ("optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum")
 HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE
 PROMOTES = ("aten::add_", "aten::cat", "aten::stack")  # what meets a float64 number
 WIDER = (

@@ -178,10 +178,15 @@ class Distributed:
         return self._collective(verb, group, (input,), (output,), input, async_op, op=op)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, *args: Any, group: Any = None, async_op: bool = False
-    ) -> Any:
-        """Note an all-to-all."""
-        return self._collective("all_to_all", group, (input,), (output,), input, async_op)
+        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, group: Any = None, async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        """Note an all-to-all. input_split_sizes: of an uneven one, the rows for each rank."""
+        away, rows = None, input_split_sizes
+        if rows is not None:
+            away = sum(rows) - rows[self._of(group).ranks.index(self.rank)]
+        uses = ((input,), (output,), input)
+        return self._collective("all_to_all", group, *uses, async_op, away=away)
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
         """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
@@ -226,12 +231,12 @@ class Distributed:
 
     def _collective(
         self, verb: str, group: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-        tensor: Tensor, async_op: bool, op: Any = None,
+        tensor: Tensor, async_op: bool, op: Any = None, away: int | None = None,
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
         over = group.communicator(self.recorder)
-        work = self._start(verb, over, -1, read, written, tensor, op=name)
+        work = self._start(verb, over, -1, read, written, tensor, op=name, away=away)
         if async_op:
             return work
         work.wait()
@@ -248,7 +253,7 @@ class Distributed:
 
     def _start(
         self, verb: str, over: Communicator, peer: int, read: tuple[Tensor, ...],
-        written: tuple[Tensor, ...], tensor: Tensor, op: str = "",
+        written: tuple[Tensor, ...], tensor: Tensor, op: str = "", away: int | None = None,
     ) -> Work:  # fmt: skip
         recorder = self.recorder
         for x in (*read, *written):
@@ -261,8 +266,7 @@ class Distributed:
         where = recorder.where()
         reads, writes, spans = recorder.uses(read, written, where, over.stream)
         recorder.chain()
-        like = "reduce_scatter" if verb == "all_to_all" else verb
-        sent = sent_bytes(like, tensor, len(over.ranks))
+        sent = sent_bytes(verb, tensor, len(over.ranks), away)
         transfer = recorder.transfer(
             verb=verb,
             axis=self.trace_axis,

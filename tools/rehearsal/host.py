@@ -167,6 +167,6 @@ def put(outbox: p2p.Outbox, handle: Handle) -> None:
     """Take the place of Outbox.put: wait for each message at once, without the thread.
 
     The thread frees a message when its peer has it, at a moment that differs from run to run. A
-    schedule is free of deadlock under sends that wait (mpu/pipeline/simulate.py).
+    schedule is free of deadlock under sends that wait (estimate/simulate.py).
     """
     handle.wait()

@@ -20,7 +20,6 @@ from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.optim.held import held
 from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explainer.ops import Layers
 from tools.explainer.trace import Actions
@@ -73,7 +72,7 @@ class Rehearsed:
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
-        for kind, tensors in held(self.run.optimizer).items():
+        for kind, tensors in self.run.optimizer.held().items():
             for tensor in tensors:
                 if tensor is not None:
                     number = self.recorder.live.get(tensor.untyped_storage()._cdata)

@@ -58,8 +58,9 @@ def unsummed(seen: "Rehearsed") -> Iterator[Finding]:
     for bucket in sink.buckets:
         for axis in bucket.reduce_axes:
             needs(axis, bucket.length, sum_over_extra_axes)
-        each = sink.each and not bucket.reduce_axes
-        shard, replicate = bucket.reduction.shard, bucket.reduction.replicate
+        how = bucket.reduction
+        each = sink.each and not bucket.reduce_axes and how.zero_stage >= 2
+        shard, replicate = how.shard, how.replicate
         needs(shard, bucket.length * (seen.micro_batches if each else 1), sum_over_data)
         needs(replicate, bucket.length // shard.size, sum_over_data)
     summed = Counter[str]()

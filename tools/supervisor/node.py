@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node's part of tools/supervise.py: start its ranks, watch them, keep copies of their state.
 
-The copies are checkpoints in a directory of the host's memory (training/run/supervised.py writes
+The copies are checkpoints in a directory of the host's memory (training/run/saver.py writes
 them; every N steps, --peer-checkpoint N). A node's ranks write their own files there. Each node
 fetches the files of one other node, so that the loss of a node leaves a copy.
 """
@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
 NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress
-PROGRESS = struct.Struct("=qdqdq")  # as training/run/supervised.py writes it
+PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it
 NEEDS = re.compile(r"needs_(\d{8,})\.json")
 FILE = re.compile(r"[\w][\w.-]{0,200}")
 Event = dict[str, Any]

@@ -31,7 +31,7 @@ from training.checkpoint.manifest import (
     read_part,
     volume,
 )
-from training.checkpoint.pieces import KINDS, NamedPiece, dtype_name
+from training.checkpoint.pieces import NamedPiece, dtype_name, is_state
 
 # Fields that may differ between a checkpoint's model and the run's: no tensor depends on them.
 FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")
@@ -100,7 +100,7 @@ class Checkpoint:
         for piece in pieces:
             entry = self.index.get(piece.name)
             if entry is None:
-                if piece.name.endswith(tuple(f".{kind}" for kind in KINDS)):
+                if is_state(piece.name, self.index):
                     raise MismatchError(
                         f"{self.directory} lacks optimizer state ({piece.name}): give --finetune "
                         "or --no-load-optim to take the weights only"

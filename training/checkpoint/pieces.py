@@ -5,7 +5,7 @@ A checkpoint never speaks of ranks, fused sections or padding, so any layout can
 wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.exp_avg`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.param import placement_of
-
-KINDS = ("master", "exp_avg", "exp_avg_sq")  # optimizer state that has its parameter's shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +56,16 @@ class NamedPiece:
         return self.tensor if self.fetch is None else self.fetch()
 
 
+def state_name(parameter: str, kind: str) -> str:
+    """Return the name of a parameter's state of a kind; kind "" is the parameter itself."""
+    return f"{parameter}.{kind}" if kind else parameter
+
+
+def is_state(name: str, index: Container[str]) -> bool:
+    """Return whether a tensor of a checkpoint is optimizer state: of a parameter that it holds."""
+    return name.rpartition(".")[0] in index
+
+
 def whole(name: str, tensor: Tensor, fetch: Callable[[], Tensor] | None = None) -> NamedPiece:
     """Return the piece that covers a whole tensor."""
     shape = tuple(tensor.shape)
@@ -77,7 +85,9 @@ def parameter_pieces(
     return [
         piece
         for name, param in parameters
-        for piece in _cut(param, param.detach(), names[name], "", grid.dp_cp)
+        for piece in _cut(
+            param, param.detach(), names[name], "", grid.data(placement_of(param).axis.name).every
+        )
     ]
 
 
@@ -85,22 +95,21 @@ def state_pieces(
     named_state: Iterable[tuple[str, str, int, Tensor]],
     parameters: Iterable[tuple[str, nn.Parameter]],
     names: Mapping[str, Sequence[str]],
-    grid: Grid,
-    holders: Axis | None = None,
+    holders: Callable[[nn.Parameter], Axis],
 ) -> list[NamedPiece]:
     """List the rectangles of this rank's optimizer state.
 
-    named_state: (parameter name, kind, first, values), kind one of KINDS, or "" for the parameter
-    itself: elements [first, first + n) of the flattened local parameter. holders: the data-parallel
-    ranks that hold the same elements; None: all of them.
+    named_state: (parameter name, kind, first, values), kind that of state, or "" for the parameter
+    itself: elements [first, first + n) of the flattened local parameter. holders(param): the
+    data-parallel ranks that hold the same elements (ParamAndGradBuffer.holders).
     """
     by_name = dict(parameters)
     found = []
     for name, kind, first, values in named_state:
-        assert kind in ("", *KINDS), kind
-        param, suffix = by_name[name], f".{kind}" if kind else ""
+        assert "." not in kind, kind  # else the parameter's name could not be found in the state's
+        param = by_name[name]
         for row, column, part in rectangles(tuple(param.shape), first, values.detach()):
-            found += _cut(param, part, names[name], suffix, holders or grid.dp_cp, (row, column))
+            found += _cut(param, part, names[name], kind, holders(param), (row, column))
     return found
 
 
@@ -126,7 +135,7 @@ def _cut(
     param: nn.Parameter,
     tensor: Tensor,
     names: Sequence[str],
-    suffix: str,
+    kind: str,
     data: Axis,
     corner: tuple[int, int] = (0, 0),
 ) -> list[NamedPiece]:
@@ -150,7 +159,12 @@ def _cut(
         starts[piece.dim] = piece.start + low - piece.local
         found.append(
             NamedPiece(
-                piece.name + suffix, piece.shape, tuple(starts), tuple(view.shape), view, holders
+                state_name(piece.name, kind),
+                piece.shape,
+                tuple(starts),
+                tuple(view.shape),
+                view,
+                holders,
             )
         )
     return found

@@ -19,20 +19,10 @@ def check(config: Config) -> None:
 
 
 def _numbers(config: Config) -> None:
-    p, fault = config.parallel, config.fault
+    fault = config.fault
     answers = (config.run.on_nan, fault.on_spike, fault.on_replica_mismatch)
     for flag, answer in zip(REWINDS, answers, strict=True):
         if answer == "rewind" and not config.checkpoint.save:
             raise UsageError(f"{flag} rewind needs --save: it goes back to a checkpoint there")
     if 0 in fault.iterations_to_skip:
         raise UsageError("--iterations-to-skip 0: iterations count from 1")
-    if not fault.checksum_messages:
-        return
-    flag = "--checksum-messages"
-    if p.distributed_backend == "nccl" or p.device == "cuda":
-        raise UsageError(f"{flag} is for CPU ranks (--device cpu): NCCL sums on the way")
-    if p.tp_comm_overlap in ("symmetric", "auto"):
-        raise UsageError(
-            f"{flag} and --tp-comm-overlap {p.tp_comm_overlap} contradict each other: symmetric "
-            "overlap reads memory of other ranks in place; none and ring go with it"
-        )

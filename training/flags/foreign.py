@@ -86,17 +86,18 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
         )
 
 
-def refuse_refused(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError for a flag of Megatron-LM that is not here, and name the others."""
-    names = [word.partition("=")[0] for word in argv]
-    known = table.known_flags()
-    found = {n: f.text for n in names if (f := known.get(n)) and f.kind == table.REFUSED_KIND}
-    refused = [name for name in found if name not in own_names]
+def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
+    """Raise UsageError for a flag of Megatron-LM, or of an older Weft, that is not available."""
+    names = dict.fromkeys(word.partition("=")[0] for word in argv)
+    found = [table.known_flags().get(name) for name in names if name not in own_names]
+    refused = [flag for flag in found if flag is not None and not flag.usable]
     if refused:
-        name, *others = refused
-        listed = ", ".join(others[:3]) + f" and {len(others) - 3} more" * (len(others) > 3)
+        first, *others = refused
+        listed = ", ".join(flag.name for flag in others[:3])
+        listed += f" and {len(others) - 3} more" * (len(others) > 3)
         more = f" (refused too: {listed})" * bool(others)
-        raise UsageError(f"{name} is refused: {found[name]}{more}")
+        was = "was removed" if first.kind == table.REMOVED_KIND else "is refused"
+        raise UsageError(f"{first.name} {was}: {first.text}{more}")
 
 
 def _what_else(name: str) -> str:
@@ -116,7 +117,7 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
     known = table.known_flags()
     if name in known or name in own_names:
         raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be left out")
-    usable = [flag.name for flag in known.values() if flag.kind != table.REFUSED_KIND]
+    usable = [flag.name for flag in known.values() if flag.usable]
     if close := like(name, [*usable, *own_names]):
         raise UsageError(
             f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a slip of the pen"

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from training.flags import table
+from training.flags.megatron import SOURCE
 from training.flags.table import Flag
 
 USAGE = """
@@ -19,7 +20,7 @@ def epilog() -> str:
     return (
         f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
         f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        "training/flags/megatron.py lists them all."
+        f"{SOURCE} lists them all."
     )
 
 

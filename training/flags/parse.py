@@ -101,7 +101,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         for flag in table.live()
     }
     for flag in table.known_flags().values():
-        if flag.kind == table.REFUSED_KIND:
+        if not flag.usable:
             continue
         target = groups[flag.group] if flag.kind == table.LIVE_KIND else parser
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
@@ -121,11 +121,11 @@ def _read(
 ) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
     """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
     parser = build_parser(extra)
-    taken = {f.name for f in table.known_flags().values() if f.kind != table.REFUSED_KIND}
+    taken = {f.name for f in table.known_flags().values() if f.usable}
     own_names = set(parser._option_string_actions) - taken  # a fork may have what we refuse
     argv, ignored = foreign.take_out(argv, own_names)
     foreign.refuse_unknown(argv, own_names)
-    foreign.refuse_refused(argv, own_names)
+    foreign.refuse_unavailable(argv, own_names)
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
@@ -231,11 +231,10 @@ def _assemble(
             "--tensor-model-parallel-size 1 no part travels"
         )
         parallel["tp_comm_overlap"] = "none"
-    measured = parallel.get("tp_comm_overlap") == "auto" and "tp_comm_overlap_cache" not in parallel
-    if measured and "deterministic_mode" in run:
+    if parallel.get("tp_comm_overlap") == "auto" and "deterministic_mode" in run:
         notes.append(
             "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
-            "so give other bits; name a method, or a --tp-comm-overlap-cache"
+            "so give other bits; name a method"
         )
     if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
         for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):

@@ -109,7 +109,7 @@ def _instead(prefix: str) -> str:
 
 def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
-    log, cache = config.log, config.parallel.tp_comm_overlap_cache
+    log = config.log
     history = log.memory_snapshot_path
     directories = {
         "--save": config.checkpoint.save,
@@ -117,15 +117,13 @@ def _directories(config: Config) -> None:
         "--data-cache-path": config.data.data_cache_path,
         "--data-local-copy": config.data.data_local_copy,
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
-        "--tp-comm-overlap-cache": cache and os.path.dirname(os.path.abspath(cache)),
         "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),
     }
     for flag, path in directories.items():
         if path:
             _writable(flag, path)
-    for flag, file in (("--log-json", log.log_json), ("--tp-comm-overlap-cache", cache)):
-        if file and os.path.isdir(file):
-            raise UsageError(f"{flag} {file} is a directory: give a file")
+    if log.log_json and os.path.isdir(log.log_json):
+        raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
 
 
 def _writable(flag: str, path: str) -> None:

@@ -167,8 +167,6 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
     if deferring in given and schedule in ("zb-h1", *V_SHAPED):
         yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
-    if "--tp-comm-overlap-cache" in given and given.get("--tp-comm-overlap") != "auto":
-        yield "--tp-comm-overlap-cache has nothing to act on without --tp-comm-overlap auto"
 
 
 def check(config: Config) -> None:

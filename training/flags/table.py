@@ -19,7 +19,7 @@ from typing import Any
 
 from training.config import UsageError
 from training.data.tokenizer import OTHER_TYPE
-from training.flags.megatron import CHECKED, REFUSED
+from training.flags.megatron import ACCEPTED, REFUSED
 from training.flags.numbers import read_number
 from training.flags.spelling import like
 
@@ -66,7 +66,6 @@ LIVE = """
 --distributed-timeout-minutes | int[1,525600] | minutes | longest wait in a collective before the run stops
 --no-shared-memory | switch | off: left out | on a CPU, let the ranks of one host communicate through gloo instead of shared memory (ours, not Megatron's)
 --tp-comm-overlap | one of none,auto,ring,symmetric; bare auto | off: none; default: none, bare: auto | communicate while the linear layers multiply (with --sequence-parallel): ring sends messages, symmetric uses memory that all ranks see, auto measures each matmul and takes the fastest
---tp-comm-overlap-cache | text | file; off: left out, measure at each start | store what --tp-comm-overlap auto chose for this machine; a later run reads it instead of measuring (ours, not Megatron's)
 --recompute-granularity | one of selective,full | off: left out, keep activations | run again in backward, to save memory: core attention (selective) or whole layers (full)
 --recompute-method | one of uniform,block | default: uniform; with full only | recompute all layers in chunks (uniform) or the first layers of each stage (block)
 --recompute-num-layers | int>=0 | layers; default: 1; off: 0 with block | layers of a chunk (uniform), or layers that each stage recomputes (block)
@@ -94,7 +93,8 @@ LIVE = """
 --step-batch-size-schedule | text | "TOKENS:SAMPLES ..."; off: left out | global batch size, changing at these token counts: "0:768 250B:1536"
 --train-iters | int>=1 | steps; this or --train-samples | length of the run
 --train-samples | int>=1 | samples; this or --train-iters | length of the run
-[optimizer] AdamW and the learning rate
+[optimizer] The optimizer and the learning rate
+--optimizer | one of adam | off: adam, which is AdamW | what updates the weights
 --lr | float>=0 | per step; required | peak learning rate
 --min-lr | float>=0 | per step; off: 0 | floor of the decay
 --decoupled-lr | float>=0 | per step; off: left out, --lr | peak for the embedding and the output layer
@@ -199,7 +199,6 @@ LIVE = """
 --peer-checkpoint | int>=1 | steps; off: left out | under tools/supervise.py, copy the state into the memory of the supervisors after every so many steps: a restart begins there (ours, not Megatron's)
 --check-replicas | int>=1 | steps; off: left out | compare what several ranks must hold bit for bit every so many steps and before each save, and name the rank that differs (ours, not Megatron's)
 --on-replica-mismatch | one of stop,rewind | default: stop | what to do where replicas differ: end the run, or go back to the last sound checkpoint (ours, not Megatron's)
---checksum-messages | switch | off: left out | let every message between CPU ranks carry a checksum, by gloo and not by shared memory (ours, not Megatron's)
 --on-spike | one of report,stop,rewind | off: left out | what to do after a step whose loss or gradient norm is far above those before: say so, end the run, or go back and pass over its samples (ours, not Megatron's)
 --spike-z-score | float>0 | deviations from the median | how far above the recent steps a spike is (ours, not Megatron's)
 --iterations-to-skip | ints | iterations, counted from 1; off: left out | count these iterations and their samples, and do not train on them
@@ -221,7 +220,13 @@ LIVE = """
 OTHERS = {  # what to write for a value that other programs have
     "--tokenizer-type": OTHER_TYPE,
 }
-LIVE_KIND, CHECKED_KIND, REFUSED_KIND = "live", "checked", "refused"
+REMOVED = {  # flags that this program had, and what to do instead
+    "--checksum-messages": "TCP checks what it carries, and --check-replicas compares the results; "
+    "leave it out",
+    "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
+    "out, or name a method for the same bits in every run",
+}
+LIVE_KIND, CHECKED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "checked", "refused", "removed"
 
 
 @dataclass(frozen=True)
@@ -233,13 +238,18 @@ class Flag:
     rule: str = "switch"
     group: str = ""
     unit: str = ""
-    text: str = ""  # live: what it does; checked: why it is accepted; refused: why it is not
+    text: str = ""  # what it does, if live; else why it is accepted, or is not
     allowed: tuple[str, ...] = ()  # empty: any
     printed: bool = False  # checked: print `text` when it is given
 
     @property
     def dest(self) -> str:
         return self.name[2:].replace("-", "_")
+
+    @property
+    def usable(self) -> bool:
+        """Return whether a command line may have the flag."""
+        return self.kind in (LIVE_KIND, CHECKED_KIND)
 
     @property
     def stands_for(self) -> list[str]:
@@ -295,15 +305,15 @@ def known_flags() -> dict[str, Flag]:
             continue
         name, rule, unit, text = row
         flags.append(Flag(name, LIVE_KIND, rule, group, unit, text))
-    for names, rule, allowed, text in _rows(CHECKED):
+    for names, rule, allowed, text in ACCEPTED:
         values = () if allowed == "any" else tuple(allowed.split(","))
         printed, text = text.startswith("! "), text.removeprefix("! ")
         for name in names.split():
             flags.append(Flag(name, CHECKED_KIND, rule, text=text, allowed=values, printed=printed))
-    for reason, names in REFUSED:
-        flags.extend(Flag(name, REFUSED_KIND, text=reason) for name in names.split())
+    flags += [Flag(name, REFUSED_KIND, text=why) for name, why in REFUSED.items()]
+    flags += [Flag(name, REMOVED_KIND, text=why) for name, why in REMOVED.items()]
     out = {flag.name: flag for flag in flags}
-    assert len(out) == len(flags), "a flag stands twice in the table"
+    assert len(out) == len(flags), "a flag is twice in the table"
     return out
 
 
@@ -319,5 +329,5 @@ def live() -> list[Flag]:
 
 def suggest(name: str) -> str:
     """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
-    close = like(name, [f.name for f in known_flags().values() if f.kind != REFUSED_KIND])
+    close = like(name, [f.name for f in known_flags().values() if f.usable])
     return f"; did you mean {' or '.join(close)}?" if close else ""

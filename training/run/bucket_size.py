@@ -94,7 +94,7 @@ def settle(
     costs = measure(config, grid, device, largest)
     sizes = candidates(largest, grid.dp_cp.size)
     own = seconds_of(
-        held[grid.pp.rank], sizes, grid.dp_cp.size, rank_memory.level(config), timeline, costs,
+        held[grid.pp.rank], sizes, rank_memory.sharing(config), timeline, costs,
         sums=p.overlap_grad_reduce, gathers=p.overlap_param_gather,
     )  # fmt: skip
     mine = torch.tensor([own], dtype=torch.float64, device=device)

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpu.pipeline.schedules import Schedule
 from training.config import ParallelConfig
 from training.data.batch import Batch
+from training.run.state import Run, RunSchedule
 
 INPUTS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -55,7 +57,7 @@ class Graphs:
 
     def __init__(
         self,
-        run_schedule: Callable[..., Tensor],
+        run_schedule: RunSchedule,
         parallel: ParallelConfig,
         warmup_steps: int,
         note: Callable[[str], None],
@@ -67,12 +69,12 @@ class Graphs:
         self.replays = 0
 
     def __call__(
-        self, run: Any, schedule: Any, batches: list[Batch], tokens: int, during: str
+        self, run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
     ) -> Tensor:
         """Run a step's micro-batches; return what run_schedule returns, with the same bits."""
         if not self.ready(run):
             return self.run_schedule(run, schedule, batches, tokens, during)
-        total = torch.zeros(2, dtype=torch.float64, device=run.device)
+        total = torch.zeros(3, dtype=torch.float64, device=run.device)
         for i, batch in enumerate(batches):
             where = f"(micro-batch {i}) {during}"
             if eager(self.parallel, i, len(batches)):
@@ -93,7 +95,7 @@ class Graphs:
             total[1] += batch.token_count
         return total
 
-    def ready(self, run: Any) -> bool:
+    def ready(self, run: Run) -> bool:
         """Return whether this step may use graphs: warm, unmeasured, its gradients checked."""
         if self.left > 0:
             self.left -= 1
@@ -109,7 +111,7 @@ class Graphs:
             self.left = 1 << 62
         return not plain
 
-    def capture(self, run: Any, batch: Batch, tokens: int, during: str) -> _Captured:
+    def capture(self, run: Run, batch: Batch, tokens: int, during: str) -> _Captured:
         """Capture a micro-batch; Python runs it, so the sink counts it, and nothing computes."""
         given = {name: getattr(batch, name) for name in INPUTS}
         static: Any = {name: None if x is None else x.clone() for name, x in given.items()}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the device of a rank, and how exact its arithmetic is."""
+"""Choose the device of a rank, how exact its arithmetic is, and how its process frees memory."""
 
+import ctypes
 import os
 from collections.abc import Callable
 
@@ -8,7 +9,9 @@ import torch
 
 from mpu.launch import Launch, cuda_settings, set_deterministic
 from training.config import Config, UsageError
-from training.run.malloc import keep_freed_memory
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
 
 
 def choose_device(
@@ -49,3 +52,18 @@ def set_arithmetic(deterministic: bool) -> None:
         set_deterministic()
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks; return False where the C library has no such switch.
+
+    Otherwise every block of some megabytes is unmapped when freed, and its pages are faulted in
+    again, zeroed, at the next use: thousands of page faults a step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(
+        mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(TRIM_THRESHOLD, 2**31 - 1)
+    )

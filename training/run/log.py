@@ -21,13 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.run import cuda_memory
-from training.run.log_line import duration, finite_or_none, flops, step_line
-from training.run.log_outputs import open_json, open_tensorboard, open_wandb
-from training.run.output import say, write_line, write_scalars
+from training.config import LogConfig
+from training.data.loader import Loader
+from training.run.output import (
+    open_json,
+    open_tensorboard,
+    open_wandb,
+    say,
+    write_line,
+    write_scalars,
+)
 from training.run.peak_flops import peak_flops
+from training.run.watch.step import CONTINUE, Decision, Step
 from training.untrusted import printable
 
+WIDTH = 100  # columns of a step's line
 # each output: the flag that asked for it, and how it is closed
 OUTPUTS = {
     "bar": ("", "stop"),
@@ -40,7 +48,7 @@ OUTPUTS = {
 class Log:
     """Write the log of one run.
 
-    `config` is LogConfig. `flops_per_token`: model FLOPs of forward and backward for one token.
+    `flops_per_token`: model FLOPs of forward and backward for one token.
     `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
     estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
     later TensorBoard events, left by a run that went further, are hidden.
@@ -49,7 +57,7 @@ class Log:
 
     def __init__(
         self,
-        config: Any,
+        config: LogConfig,
         *,
         rank: int,
         world_size: int,
@@ -91,14 +99,25 @@ class Log:
         """Return whether step() of this iteration writes, so that the values are needed."""
         return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
 
-    def values(
-        self, iteration: int, loss: Tensor, norm: Tensor, lr: float, params: Callable[[], Tensor]
-    ) -> dict[str, Any]:
+    def after_step(self, step: Step) -> Decision:
+        """Count a step, with its values; write a line where one is due."""
+        self.step(
+            iteration=step.iteration,
+            consumed_samples=step.consumed + step.size,
+            tokens=step.size * self.length,
+            seconds=time.perf_counter() - step.begin,
+            data_wait_seconds=step.waited,
+            **step.values,
+        )
+        return CONTINUE
+
+    def values(self, step: Step, params: Callable[[], Tensor]) -> dict[str, Any]:
         """Return a step's numbers, {} unless due; waits for the device. params: gives its norm.
 
         Where lines are some steps apart, mean_loss is the mean of the steps since the last one, and
         step_losses has (iteration, loss) of each.
         """
+        iteration, loss, norm = step.iteration, step.loss, step.norm
         for stale in [i for i in self.losses if i >= iteration]:  # the run went back
             del self.losses[stale]
         self.losses[iteration] = loss.detach()
@@ -106,10 +125,12 @@ class Log:
             return {}
         few = len(self.losses) == 1
         losses = [loss.item()] if few else torch.stack(list(self.losses.values())).tolist()
-        values: dict[str, Any] = {"loss": losses[-1], "grad_norm": norm.item(), "lr": lr}
+        values: dict[str, Any] = {"loss": losses[-1], "grad_norm": norm.item(), "lr": step.lr}
         if len(losses) > 1:
             values["mean_loss"] = math.fsum(losses) / len(losses)
             values["step_losses"] = [list(pair) for pair in zip(self.losses, losses, strict=True)]
+        if step.auxiliary is not None and (part := step.auxiliary.item()):  # left out where it is 0
+            values["auxiliary_loss"] = part
         self.losses = {}
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 
@@ -155,7 +176,7 @@ class Log:
             "tokens_per_second": rate,
             "step_seconds": self.seconds / self.steps,
             "peak_memory_bytes": peak_memory(self.device),
-            **cuda_memory.numbers(self.device),
+            **cuda_memory(self.device),
             "data_wait_seconds": self.data_wait / self.steps,
             "model_flops_per_second": rate * self.flops_per_token,
             "mfu": rate * self.flops_per_token / self.peak,
@@ -177,7 +198,7 @@ class Log:
         return max(0, total - done) / a_step * sum(self.recent) / len(self.recent)
 
     def validation(
-        self, iteration: int, loss: float, loader: Any = None, *, name: str = "validation"
+        self, iteration: int, loss: float, loader: Loader | None = None, *, name: str = "validation"
     ) -> None:
         """Write the loss on held-out data, under the key {name}_loss.
 
@@ -298,3 +319,83 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cuda_memory(device: torch.device) -> dict[str, float]:
+    """Return the bytes in use now and those that the allocator keeps; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_bytes": torch.cuda.memory_allocated(device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(device),
+    }
+
+
+def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
+    """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
+
+    record: as `Log.step` makes it. left: seconds to the end, None where unknown. A run of five
+    digits of iterations leaves the first word out. Where numbers are so long that the line would
+    not fit all the same, the word goes, then the bars, then MFU.
+    """
+    norm = f"norm {short(record['grad_norm'])}"
+    if "params_norm" in record:
+        norm += f" (params {short(record['params_norm'])})"
+    loss = f"loss {_loss(record.get('mean_loss', record['loss']))}"
+    if "auxiliary_loss" in record:
+        loss += f" (auxiliary {short(record['auxiliary_loss'])})"
+    mfu = record["mfu"]
+    parts = [
+        f"iteration {record['iteration']:>{len(str(total))}}/{total}",
+        loss,
+        f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
+        norm,
+        f"{rounded(record['tokens_per_second'])} tokens/s",
+        f"MFU {mfu:.1%}" if mfu < 0.1 else f"MFU {mfu:.0%}",
+        f"ETA {'?' if left is None else duration(left)}",
+    ]
+    bare = " | ".join(parts).removeprefix("iteration ")
+    close = bare.replace(" | ", "  ")
+    lines = [" | ".join(parts), bare, close, close.replace(f"  {parts[5]}", "")]
+    first = int(len(str(total)) > 4)
+    return next((line for line in lines[first:] if len(line) <= WIDTH), lines[-1][:WIDTH])
+
+
+def short(value: float) -> str:
+    """Return a number in few digits: 0.012, 0.62, 1.23, 123, 12,345, 1.2e+06."""
+    if not math.isfinite(value) or abs(value) >= 1e5:
+        return f"{value:.1e}"
+    return f"{value:#.2g}" if abs(value) < 1 else f"{value:,.{max(0, 3 - len(str(int(value))))}f}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if not abs(value) >= 1e3 else f"{value:.2e}"
+
+
+def rounded(value: float) -> str:
+    """Return a rate in three digits: 812, 12.3k, 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{value / size:#.3g}".rstrip(".") + unit
+    return f"{value:#.3g}".rstrip(".")
+
+
+def duration(seconds: float) -> str:
+    """Return a time as 2:10, 1:02:10, or in days and hours from two days on."""
+    seconds = round(min(seconds, 8e12))
+    if seconds >= 2 * 86400:
+        return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def flops(value: float) -> str:
+    """Return FLOP/s as text, in TFLOP/s or GFLOP/s."""
+    return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value, or None for an infinity or NaN, which JSON cannot hold."""
+    if isinstance(value, list):
+        return [finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,8 +2,8 @@
 """Choose, before the first step, the overlap method of each linear layer, and print it.
 
 --tp-comm-overlap names one method for all layers (none, ring, symmetric), or is auto. With auto the
-methods come from the checkpoint, else from --tp-comm-overlap-cache if it has this machine, else
-from a measurement (training/run/tune.py). All ranks reach the same choice. See docs/overlap.md.
+methods come from the checkpoint if they fit, else from a measurement (training/run/tune.py). All
+ranks reach the same choice. See docs/overlap.md.
 """
 
 import json
@@ -12,7 +12,6 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +20,11 @@ from mpu.comm.collectives import gather_bytes
 from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import METHODS, Auto, OverlapMap
-from training.config import Config, UsageError
+from training.config import Config
+from training.run.log import Log
 from training.run.tune import MARGIN, Projection, choose, tune
-from training.untrusted import read_json
+from training.run.watch.step import CONTINUE, Decision, Step
 
-FORMAT = "weft tp-comm-overlap 1"
 Note = Callable[[str], None]
 
 
@@ -64,6 +63,19 @@ class Overlap:
         return [f"overlap: lost: {matmul} {lost}" for matmul in new]
 
 
+class OverlapNotes:
+    """Notes, once each, the matmuls that ran with a shape that was not measured."""
+
+    def __init__(self, overlap: Overlap, log: Log) -> None:
+        self.overlap, self.log = overlap, log
+
+    def after_step(self, step: Step) -> Decision:
+        """Note those of this step."""
+        for line in self.overlap.unmeasured():
+            self.log.note(line)
+        return CONTINUE
+
+
 def settle(
     model: nn.Module,
     ctx: LayerContext,
@@ -72,8 +84,7 @@ def settle(
     recorded: Mapping[str, str] | None = None,
 ) -> Overlap:
     """Choose the method of every linear layer and print one line a matmul. All ranks call it.
-    recorded: the choices of the checkpoint that the run resumes. Raises UsageError, on every rank,
-    where the cache file cannot be read as one.
+    recorded: the choices of the checkpoint that the run resumes.
     """
     mode, world = config.parallel.tp_comm_overlap, ctx.grid.world
     if not ctx.sp:
@@ -86,7 +97,6 @@ def settle(
     here = {
         "names": list(_names(layers)),
         "why_not": _why_not(ctx, config),
-        "machine": _machine(ctx),
     }
     ranks = [json.loads(d) for d in gather_bytes(json.dumps(here).encode(), world, ctx.device)]
     names = {(name, key): None for rank in ranks for name, key in rank["names"]}
@@ -94,12 +104,8 @@ def settle(
     chosen = OverlapMap(mode)
     if mode == "auto":
         methods = [method for method in METHODS if method != "symmetric" or not why_not]
-        machine = " + ".join(sorted({rank["machine"] for rank in ranks}))
         needed = {key for _, key in names}
-        chosen = _auto(
-            ctx, config, layers, needed=needed, methods=methods, machine=machine, note=note,
-            recorded=recorded or {},
-        )  # fmt: skip
+        chosen = _auto(ctx, layers, needed, methods, note, recorded or {})
         if why_not:
             note(f"overlap: symmetric is not to be had: {why_not}")
     elif mode == "symmetric" and why_not:
@@ -144,17 +150,6 @@ def device_name(device: torch.device) -> str:
     return f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
 
 
-def _machine(ctx: LayerContext) -> str:
-    """Return a text that names everything the measured times depend on."""
-    name, ranks = device_name(ctx.device), ctx.grid.launch.local_world
-    parts = [
-        *(f"tp {ctx.tp.size}", f"{ranks} ranks on {name}"),
-        *(f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"),
-        f"{ctx.grid.backend} {'and' if ctx.tp.symmetric else 'without'} shared memory",
-    ]
-    return ", ".join(parts)
-
-
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
     """Return why these choices do not fit this run, or "" where they do."""
     for key in sorted(needed):
@@ -167,96 +162,22 @@ def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> s
 
 def _auto(
     ctx: LayerContext,
-    config: Config,
     layers: Mapping[str, Projection],
     needed: set[str],
     methods: list[str],
-    machine: str,
     note: Note,
     recorded: Mapping[str, str],
 ) -> OverlapMap:
-    """Replay the checkpoint's choices, or take the cache's, or measure; print which."""
-    file = config.parallel.tp_comm_overlap_cache
+    """Take the checkpoint's choices, or measure; print which."""
     if recorded:
         why = _fits(recorded, needed, methods)
         if not why:
             note("overlap: as in the checkpoint, which the run goes on from")
             return OverlapMap("auto", recorded)
         note(f"overlap: the checkpoint does not fit, {why}")
-    held = _cached(ctx, file, machine) if file else {}
-    if held:
-        why = _fits(held["choices"], needed, methods)
-        if not why:
-            note(f"overlap: as in {file}")
-            choices = {key: held["choices"][key] for key in sorted(needed)}
-            return OverlapMap("auto", choices, held["seconds"])
-        note(f"overlap: {file} does not fit, {why}")
-    elif file:
-        note(f"overlap: {file} has nothing of this machine: {machine}")
     note("overlap: measuring")
     times = tune(layers.values(), methods, ctx)
-    chosen = OverlapMap("auto", choose(times), times)
-    if file and ctx.grid.rank == 0:
-        _write(file, machine, {"choices": chosen.choices, "seconds": times}, note)
-    return chosen
-
-
-def _cached(ctx: LayerContext, file: str, machine: str) -> dict[str, Any]:
-    """Return what the cache file holds for this machine, as rank 0 reads it."""
-    answer: dict[str, Any] = {}
-    if ctx.grid.rank == 0:
-        try:
-            answer["held"] = read(file).get(machine, {})
-        except UsageError as error:
-            answer["error"] = str(error)
-    text = gather_bytes(json.dumps(answer).encode(), ctx.grid.world, ctx.device)[0]
-    answer = json.loads(text)
-    if "error" in answer:
-        raise UsageError(answer["error"])
-    return dict(answer["held"])
-
-
-def read(file: str) -> dict[str, dict[str, Any]]:
-    """Return {machine: {"choices": ..., "seconds": ...}}; {} where there is no file.
-
-    Raises UsageError, naming file and reason, where the file is not such a cache.
-    """
-    said = f"--tp-comm-overlap-cache {file}: "
-    try:
-        found = read_json(file)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UsageError(f"{said}{error.strerror}; delete it, or name another file") from None
-    except ValueError as error:
-        raise UsageError(f"{said}{error}; delete it, or name another file") from None
-    try:
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']!r}")
-        for held in found["machines"].values():
-            if not set(held["choices"].values()) <= set(METHODS):
-                raise ValueError("a method that does not exist")
-            for times in held["seconds"].values():
-                if not all(path in METHODS and spent > 0 for path, spent in times.items()):
-                    raise ValueError("a time that is not positive, or of no method")
-        return found["machines"]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        why = f"it is not what {FORMAT} looks like ({type(error).__name__}: {error})"
-        raise UsageError(f"{said}{why}; delete it, or name another file") from None
-
-
-def _write(file: str, machine: str, held: dict[str, Any], note: Note) -> None:
-    """Add this machine's entry to the cache file, which is written aside and renamed."""
-    aside = f"{file}.{os.getpid()}"
-    try:
-        content = {"format": FORMAT, "machines": read(file) | {machine: held}}
-        os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as out:
-            json.dump(content, out, indent=1)
-        os.replace(aside, file)
-        note(f"overlap: kept in {file}")
-    except (OSError, UsageError) as error:
-        note(f"overlap: --tp-comm-overlap-cache {file} was not written: {error}")
+    return OverlapMap("auto", choose(times), times)
 
 
 def _lines(

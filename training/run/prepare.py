@@ -9,10 +9,8 @@ import torch
 
 import mpu
 from estimate.model_profile import accumulate_dtype
+from mpu.accelerators import missing
 from mpu.grid import Grid
-from mpu.layers import norm_backends
-from mpu.layers.attention import transformer_engine as te_attention
-from mpu.optim import backends as adam_backends
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
@@ -42,9 +40,9 @@ def prepare(
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
     if why := (
-        adam_backends.missing(p.optimizer_backend, device.type, accumulate_dtype(config))
-        or norm_backends.missing(p.norm_backend, device.type, dtype)
-        or te_attention.missing(p.core_attention_backend, device.type, dtype)
+        missing("--optimizer-backend", p.optimizer_backend, device.type, accumulate_dtype(config))
+        or missing("--norm-backend", p.norm_backend, device.type, dtype)
+        or missing("--core-attention-backend", p.core_attention_backend, device.type, dtype)
     ):
         raise UsageError(why)
     check_device(config, device)

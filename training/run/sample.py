@@ -7,8 +7,6 @@ are the same with and without it. All ranks take part. tools/generate.py is the 
 cache of keys and values, for a model that is saved.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,10 +14,12 @@ from torch import Tensor
 from mpu.comm.collectives import all_gather, sum_in_order
 from mpu.comm.transport import Axis, Label
 from mpu.pipeline.schedules import forward_only
+from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.build import Loaders
 from training.data.context_part import context_part
-from training.run.stop import due
+from training.run.log import Log
+from training.run.state import Run
 
 NEW = 32  # tokens of a sample
 GIVEN = 16  # tokens of held-out text before them, where there is no --sample-prompt
@@ -53,10 +53,8 @@ def pick(
     return order.gather(-1, drawn)[:, 0]
 
 
-def draw_sample(run: Any, loaders: Loaders, log: Any) -> None:
-    """Print a continuation after every --sample-interval steps. run: pretrain_llama.Run."""
-    if not due(run.config.log.sample_interval, run.iteration):
-        return
+def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
+    """Print how the model goes on from a prompt."""
     run.monitor.enter("evaluation", f"a sample after iteration {run.iteration}")
     tokenizer, prompt = loaders.tokenizer, prompt_of(run.config, loaders)
     assert tokenizer is not None
@@ -70,7 +68,7 @@ def draw_sample(run: Any, loaders: Loaders, log: Any) -> None:
         log.note(f"    {line}")
 
 
-def prompt_of(config: Any, loaders: Loaders) -> list[int]:
+def prompt_of(config: Config, loaders: Loaders) -> list[int]:
     """Return the ids to go on from: --sample-prompt, or how the first held-out sample begins."""
     tokenizer, most = loaders.tokenizer, config.model.seq_length - 1
     assert tokenizer is not None
@@ -82,7 +80,7 @@ def prompt_of(config: Any, loaders: Loaders) -> list[int]:
     return [int(i) for i in held_out.dataset.sample(0)[: min(GIVEN, most)]]
 
 
-def continue_prompt(run: Any, prompt: list[int], new: int) -> list[int]:
+def continue_prompt(run: Run, prompt: list[int], new: int) -> list[int]:
     """Return `new` more tokens, the same on every rank."""
     config, grid = run.config, run.grid
     seed = 1_000_003 * config.run.seed + 8191 * run.iteration
@@ -95,6 +93,7 @@ def continue_prompt(run: Any, prompt: list[int], new: int) -> list[int]:
         logits = _logits(run, batch, _local(batch, place))
         chosen = torch.zeros((), dtype=torch.float64, device=run.device)
         if logits is not None:  # this rank has the last stage and this token
+            assert config.model.vocab_size is not None
             logits = gather_logits(logits, grid.tp, config.model.vocab_size)
             generator = torch.Generator().manual_seed((seed + place) % (1 << 63))
             chosen += pick(logits, TEMPERATURE, 0, 1.0, generator)[0].item()
@@ -113,7 +112,7 @@ def _local(batch: Batch, place: int) -> int | None:
     return int(at[0]) if len(at) else None
 
 
-def _logits(run: Any, batch: Batch, place: int | None) -> Tensor | None:
+def _logits(run: Run, batch: Batch, place: int | None) -> Tensor | None:
     """Return the logits [1, 1, V/t] at `place` of this rank's part of the row, None elsewhere."""
     kept: list[Tensor] = []
     p = run.config.parallel
@@ -122,7 +121,7 @@ def _logits(run: Any, batch: Batch, place: int | None) -> Tensor | None:
 
     def forward(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
         ids = (batch.tokens, None, batch.position_ids, batch.packed_seq_params)
-        out: Tensor = run.model(*ids, hidden=hidden, chunk=chunk)
+        out = run.model(*ids, hidden=hidden, chunk=chunk)
         if not run.model.stages[chunk].loss:
             return out
         if i == 0 and place is not None:

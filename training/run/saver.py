@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and resume a run: what a checkpoint holds beside tensors, and which one may be loaded."""
+"""Save and resume a run: what a checkpoint holds beside tensors, and which one may be loaded.
 
+A restart, by tools/supervise.py or torchrun, has the flags of the first start. It begins at the
+newest sound checkpoint of this run: of --load, of --save, or of the copies in the supervisor's
+memory (--peer-checkpoint N). These have the format of a checkpoint, but each host has the files of
+its own ranks, and of other ranks' files those that its supervisor fetched. Each copy has a file
+needs_STEP.json: {rank: the files that this rank would load}.
+"""
+
+import os
+import secrets
+import shutil
+import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,17 +24,25 @@ from mpu.context import LayerContext
 from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
 from training import checkpoint
-from training.checkpoint.load import COUNTS
+from training.checkpoint.files import write_json
+from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
-from training.checkpoint.manifest import STATE
+from training.checkpoint.manifest import STATE, STEP
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
+from training.run.watch.step import CONTINUE, Decision, Step
+
+PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
+SOURCES = ("nothing", "disk", "memory")
+MOST = 3  # copies that may wait in memory for the supervisor to remove them
 
 
 class Saver:
     """Write a run's model and optimizer to checkpoints, and read them back.
+
+    Under a supervisor it also reports how far the run is, and keeps copies in that one's memory.
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
@@ -59,6 +79,10 @@ class Saver:
         self.float8_choices: Mapping[str, Any] = {}  # of --fp8-auto: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
+        supervisor = ctx.grid.launch.supervisor
+        self._memory = Path(supervisor) / "memory" if supervisor else None
+        self._source, self._needs = 0, list[str]()  # of SOURCES; files that this rank would load
+        self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
     def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state."""
@@ -70,22 +94,35 @@ class Saver:
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
-        holders = self.ctx.grid.dp_cp_replicate if sink.zero_stage else self.ctx.grid.dp_cp
-        return pieces + checkpoint.state_pieces(
-            parts, parameters, self.names, self.ctx.grid, holders
-        )
+        return pieces + checkpoint.state_pieces(parts, parameters, self.names, sink.holders)
 
     def begin(self) -> tuple[int, int]:
         """Check that --save can be written, take its lock, load; return (iteration, samples).
 
-        The lock is taken before the load: another run that held it may have been saving. Raises
-        what load() does, and SaveError. That includes a --save with whole checkpoints of later
-        steps than this run begins at: a resume would load one of those.
+        Raises what load() does, and SaveError. That includes a --save with whole checkpoints of
+        later steps than this run begins at: a resume would load one of those. Raises UsageError
+        for --peer-checkpoint without a supervisor.
         """
+        every = self.config.fault.peer_checkpoint
+        if every and self._memory is None:
+            raise UsageError(
+                f"--peer-checkpoint {every} needs tools/supervise.py, whose memory keeps the copies"
+            )
+        save = self.config.checkpoint.save
+        iteration, consumed = self.load() if save is None else self._lock_and_load(Path(save))
+        if every and self._staging is None:
+            self._staging = Staging(self.pieces())
+        if self._memory is not None and self.ctx.grid.rank == 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            self._progress = os.open(self._memory.parent / "progress", flags, 0o600)
+        self._first = (iteration, time.monotonic())
+        self.reached(iteration)
+        return iteration, consumed
+
+    def _lock_and_load(self, root: Path) -> tuple[int, int]:
+        """Load under the lock of --save: another run that had it may have been saving."""
         c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
-        if c.save is None:
-            return self.load()
-        root, pieces = Path(c.save), self.pieces()
+        pieces = self.pieces()
         made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
         patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
 
@@ -124,6 +161,17 @@ class Saver:
         failed = checkpoint.first_error(checkpoint.together(work, world, device))
         if failed is not None:
             raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+
+    def after_step(self, step: Step) -> Decision:
+        """Report to the supervisor that the step is done."""
+        self.reached(step.iteration)
+        return CONTINUE
+
+    def reached(self, iteration: int) -> None:
+        """Report to the supervisor that this step is done."""
+        if self._progress >= 0:
+            record = PROGRESS.pack(*self._first, iteration, time.monotonic(), self._source)
+            os.pwrite(self._progress, record, 0)
 
     def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
         """Save, in the background with --async-save unless it is the last one (`must`).
@@ -217,6 +265,21 @@ class Saver:
         }
 
     def load(self) -> tuple[int, int]:
+        """Resume a restarted run where it was; else do what load_first() does."""
+        c, grid = self.config.checkpoint, self.ctx.grid
+        # torchrun's agents may count differently: rank 0's count holds
+        attempts = checkpoint.together(lambda: grid.launch.attempt, grid.world, self.ctx.device)
+        if attempts[0].value == 0:
+            return self.load_first()
+        paths = [path for path in dict.fromkeys((c.load, c.save)) if path is not None]
+        fresh = c.finetune or c.ckpt_step is not None or c.load is None
+        if fresh or checkpoint.is_hugging_face(paths[0], grid, self.ctx.device):
+            fresh, paths = True, paths[c.load is not None and c.load != c.save :]
+        after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
+        found = self._find("--load", checkpoint.Roots(paths, self._memory, after), False)
+        return self.load_first() if found is None else found
+
+    def load_first(self) -> tuple[int, int]:
         """Resume from --load, or take weights only; return (iteration, samples).
 
         Weights only, from sample 0: --finetune, a Hugging Face directory, or
@@ -243,12 +306,17 @@ class Saver:
     def rewind(self) -> tuple[int, int] | None:
         """Load the newest sound checkpoint of --save again, in the middle of a run.
 
-        Return (iteration, samples), or None where there is none. Raises CheckpointError.
+        Return (iteration, samples), or None where there is none. The copies in memory of what is
+        made undone are removed. Raises CheckpointError.
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
         self._settle(self._background.wait)
-        return self._find("--save", c.save, fresh=False)
+        found, memory = self._find("--save", c.save, fresh=False), self._memory
+        if found is not None and memory is not None and self.ctx.grid.launch.local_rank == 0:
+            for path in memory.glob("step_*"):
+                shutil.rmtree(path, ignore_errors=True)
+        return found
 
     def _find(
         self, flag: str, root: str | checkpoint.Roots, fresh: bool, no_optim: bool = False
@@ -303,7 +371,7 @@ class Saver:
         self.note(f"loaded {found.directory}: {at}")
         return iteration, consumed
 
-    def _check_resume(self, found: checkpoint.Checkpoint) -> None:
+    def _check_resume(self, found: Checkpoint) -> None:
         """Raise MismatchError where the checkpoint is of another run, unless --allow-change names
         the difference, and CheckpointError where its state lacks a count to resume from."""
         missing = [name for name in COUNTS if name not in found.state]
@@ -315,6 +383,60 @@ class Saver:
                     f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "
                     f"--allow-change {what} to go on all the same"
                 )
+        self._source = 2 if found.directory.parent == self._memory else 1
+
+    def keep(self, iteration: int, consumed: int) -> None:
+        """Copy this step's state into the supervisor's memory, in the background.
+
+        Where it fails, training goes on with a line about it.
+        """
+        assert self._staging is not None and self._memory is not None
+        self._settle(self._background.wait)
+        pieces, state = self.pieces(), self._state(iteration, consumed)
+        staged = self._staging.copy(pieces)
+        self._background.start(lambda: self._keep(iteration, pieces, staged, state))
+
+    def _keep(
+        self,
+        iteration: int,
+        pieces: Sequence[checkpoint.NamedPiece],
+        staged: Sequence[checkpoint.NamedPiece],
+        state: Mapping[str, Any],
+    ) -> None:
+        grid, memory = self.ctx.grid, self._memory
+        assert memory is not None
+
+        def count() -> int:
+            return sum(bool(STEP.fullmatch(name)) for name in os.listdir(memory))
+
+        def needs() -> list[str]:
+            return self._needs or Checkpoint(path).files_of(pieces)
+
+        try:
+            if max(self._told(count)) >= MOST:
+                raise checkpoint.SaveError(
+                    f"step {iteration} is not copied to memory: the supervisors still work on the "
+                    f"{MOST} copies before"
+                )
+            path = checkpoint.save(
+                memory, step=iteration, pieces=staged, state=state, grid=grid,
+                world=grid.background, attach=self._attach, local=True,
+            )  # fmt: skip
+            told = self._told(needs)
+            self._needs = told[grid.rank]
+            if grid.launch.local_rank == 0:
+                aside = memory / f".needs-{secrets.token_hex(8)}"
+                write_json(aside, {str(rank): names for rank, names in enumerate(told)})
+                os.replace(aside, memory / f"needs_{iteration:08d}.json")
+        except (checkpoint.SaveError, OSError) as error:
+            self.note(f"{error}; training goes on")
+
+    def _told(self, work: Callable[[], Any]) -> list[Any]:
+        """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""
+        outcomes = checkpoint.together(work, self.ctx.grid.background)
+        if (failed := checkpoint.first_error(outcomes)) is not None:
+            raise checkpoint.SaveError(f"no copy in memory: rank {failed.rank}: {failed.error}")
+        return [outcome.value for outcome in outcomes]
 
     def __enter__(self) -> "Saver":
         return self

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
-from mpu.connect import checksum, share, share_gpus
+from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
@@ -29,7 +29,6 @@ from training.faults.monitor import FailureMonitor
 from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
-from training.run.last_word import say_last
 from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
 from training.run.sources import sources
 from training.untrusted import sentence
@@ -143,9 +142,7 @@ def connect(
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
-    if config.fault.checksum_messages and grid.world_size > 1:
-        lines = checksum(grid)
-    elif device.type == "cpu" and not p.no_shared_memory:
+    if device.type == "cpu" and not p.no_shared_memory:
         lines = share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
         lines = share_gpus(grid, device, timeout)
@@ -158,18 +155,17 @@ def refuse(
 ) -> int:
     """Print what is wrong in one sentence, once a node, and return `code`.
 
-    All ranks fail with the same message, so the first rank of a node prints it, under torchrun once
-    torchrun has ended (training/run/last_word.py); code 1 where ranks
-    stayed away, which is no mistake. alone: the ranks
-    have not compared yet; this one tells those that wait in `compare`, or prints where it cannot.
+    All ranks fail with the same message, so the first rank of a node prints it. The code is 1 where
+    ranks stayed away, which is no mistake. alone: the ranks have not compared yet; this one tells
+    those that wait in `compare`, or prints where it cannot.
     """
     text = sentence(error)
-    said = tell_launcher(text, error_file)
+    tell_launcher(text, error_file)
     absent = isinstance(error, MeetingError)
     untold = isinstance(error, MeetingError) and not error.told
-    if not said and (launch.local_rank == 0 or untold):
+    if launch.local_rank == 0 or untold:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-    if alone and launch.world > 1 and not _tell(text, launch) and launch.local_rank and not said:
+    if alone and launch.world > 1 and not _tell(text, launch) and launch.local_rank:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     return 1 if absent else code
 
@@ -185,16 +181,12 @@ def _tell(text: str, launch: Launch) -> bool:
     return False
 
 
-def tell_launcher(text: str, error_file: str | None) -> bool:
-    """Write the cause to TORCHELASTIC_ERROR_FILE, if any, for the end of torchrun's report.
-
-    Return whether it will stand once more below that report, alone.
-    """
+def tell_launcher(text: str, error_file: str | None) -> None:
+    """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it."""
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
         with open(error_file, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
-    return say_last(f"{PROGRAM}: {text}", error_file)
 
 
 def as_process(main: Callable[[], int], error_file: str | None) -> None:

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
-from training.config import CheckpointConfig, Config, RunConfig
+from training.config import CheckpointConfig, RunConfig
 
 
 class StopSignal:
@@ -145,53 +144,6 @@ class Heard(NamedTuple):
         return Heard(*(a or b for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(frozen=True)
-class Due:
-    """What the flags ask for after a step, whatever the ranks report."""
-
-    end: bool  # it is the last one, or --exit-interval's
-    save: bool  # by --save-interval
-    evaluate: bool
-    can_save: bool  # there is a --save
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What follows a step; the same on every rank.
-
-    A signal's grace may be short, so a run that it stops is saved before it is evaluated.
-    """
-
-    stop: bool  # this step is the last one
-    signal: bool  # and a signal is why
-    save: bool  # a step that stops is always saved where there is a --save
-    evaluate: bool  # before the save
-    evaluate_after_save: bool
-
-
-def due_after(config: Config, iteration: int, total: int) -> Due:
-    """Return what the flags ask for after step `iteration`, counted from 1, of `total`."""
-    run, last = config.run, iteration == total
-    return Due(
-        end=last or due(run.exit_interval, iteration),
-        save=due(config.checkpoint.save_interval, iteration),
-        evaluate=due(run.eval_interval, iteration, last),
-        can_save=bool(config.checkpoint.save),
-    )
-
-
-def decide(asked: Due, heard: Heard) -> Decision:
-    """Decide what follows a step from what the flags ask for and what the ranks reported."""
-    stop = asked.end or heard.signal or heard.over
-    return Decision(
-        stop=stop,
-        signal=heard.signal,
-        save=asked.can_save and (stop or asked.save),
-        evaluate=asked.evaluate and not heard.signal,
-        evaluate_after_save=asked.evaluate and heard.signal,
-    )
-
-
 class Agreement:
     """Agree over all ranks on stopping, one step late, so that no step waits for the answer."""
 
@@ -255,16 +207,6 @@ class _Flags:
     def read(self) -> Heard:
         self.wait()
         return Heard(*(flag > 0 for flag in self._host.tolist()))
-
-
-def due(interval: int | None, iteration: int, last: bool = False) -> bool:
-    """Return whether what is done every `interval` steps (None: never) is due after this one.
-
-    last: it is the last step, after which it is done too.
-    """
-    if not interval:
-        return False
-    return last or iteration % interval == 0
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:

@@ -12,7 +12,6 @@ Its tensor-parallel collectives are those of a step, which all ranks of tp make 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +24,16 @@ from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
+from mpu.pipeline.engine import Engine, Forward
 from mpu.pipeline.layout import Stage
+from mpu.pipeline.schedules import Schedule
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.flags.zero_rules import zero_config
 from training.recompute import recompute_of
 from training.run.cuda_graph import Graphs
+from training.run.state import Run, RunSchedule
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 
@@ -62,13 +64,19 @@ class Scratch(GradientSink):
         return held[:count].view(shape)
 
 
-class LocalEngine:
-    """Takes the engine's place: runs each chunk's forward and backward, on inputs of zeros."""
+class LocalEngine(Engine):
+    """An engine that runs each chunk's forward and backward on inputs of zeros, and sends nothing.
 
-    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device) -> None:
-        self.stages, self.dtype, self.device = stages, dtype, device
+    engine: of the run. stages: of this rank.
+    """
 
-    def run(self, schedule: Any, forward: Any, shape: tuple[int, ...], during: str = "") -> None:
+    def __init__(self, engine: Engine, stages: Sequence[Stage]) -> None:
+        super().__init__(engine.grid, engine.queue, engine.monitor, engine.dtype, engine.device)
+        self.stages = stages
+
+    def run(
+        self, schedule: Schedule, forward: Forward, shape: tuple[int, ...], during: str = ""
+    ) -> None:
         """Do, for each micro-batch and chunk, F, B and W; `schedule` has no say."""
         for i in range(MICRO_BATCHES):
             for chunk, stage in enumerate(self.stages):
@@ -81,9 +89,9 @@ class LocalEngine:
 
 
 def warm_up(
-    run: Any,
+    run: Run,
     provider: ModelProvider,
-    run_schedule: Callable[..., Tensor],
+    run_schedule: RunSchedule,
     overlap: OverlapMap,
     note: Callable[[str], None],
 ) -> None:
@@ -91,7 +99,7 @@ def warm_up(
 
     Under --cuda-graph let the run's steps go through graphs.
 
-    run: the program's Run; run_schedule, its function. overlap: the methods of its linear layers.
+    run_schedule: the program's function. overlap: the methods of its linear layers.
     All ranks call it.
     """
     if run.device.type == "cuda" and run.grid.pp.size > 1:
@@ -107,7 +115,7 @@ def warm_up(
 
 
 def run_chunks(
-    run: Any, provider: ModelProvider, run_schedule: Callable[..., Tensor], overlap: OverlapMap
+    run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
 ) -> None:
     """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
     config, p, ctx = run.config, run.config.parallel, run.model.ctx
@@ -122,9 +130,10 @@ def run_chunks(
     model = provider(config, ctx, recompute, stages)
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
-    engine = LocalEngine(stages, config.run.dtype, run.device)
+    engine = LocalEngine(run.engine, stages)
     batches = batches_of_zeros(config, run.grid, run.device)
-    run_schedule(replace(run, model=model, engine=engine), None, batches, 1, "")
+    nothing = Schedule("warm-up", (), MICRO_BATCHES)
+    run_schedule(replace(run, model=model, engine=engine), nothing, batches, 1, "")
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
 

@@ -184,10 +184,10 @@ def _forward(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return out.flip(2), lse.flip(2)
     if _native_takes(q, k, v):
         return _native_forward(q, k, v, part == "tril")
-    if q.device.type in ("cpu", "meta"):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
     if _flash_takes(q):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, part == "tril")[:2]
+    if q.device.type in ("cpu", "meta"):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
     return products_forward(q, k, v, part == "tril")
 
 
@@ -200,17 +200,18 @@ def _backward(
         return dq.flip(2), dk.flip(2), dv.flip(2)
     if _native_takes(q, k, v):
         return _native_backward(dy, q, k, v, out, lse, causal=part == "tril")
+    if _flash_takes(q):
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which is none
+        # the kernel reads the log-sum-exp by address, as [b, a, s], whatever its strides are
+        return aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, out, lse.contiguous(), cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
+            max_k=k.shape[2], dropout_p=0.0, is_causal=part == "tril", philox_seed=state,
+            philox_offset=state,
+        )  # fmt: skip
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, out, lse, dropout_p=0.0, is_causal=part == "tril"
         )
-    if _flash_takes(q):
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which is none
-        return aten._scaled_dot_product_flash_attention_backward(
-            dy, q, k, v, out, lse, cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
-            max_k=k.shape[2], dropout_p=0.0, is_causal=part == "tril", philox_seed=state,
-            philox_offset=state,
-        )  # fmt: skip
     return products_backward(dy, q, k, v, out, lse, causal=part == "tril")
 
 

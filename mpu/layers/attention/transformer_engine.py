@@ -9,23 +9,11 @@ of attention.py.
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mpu.layers.attention.core import core_attention
 from mpu.layers.fused import apply_rope
-from mpu.layers.norm_backends import unusable
 from mpu.layers.packed_seq_params import PackedSeqParams
-
-
-def missing(name: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return why a backend cannot attend in `dtype` on such a device, or "" if it can.
-
-    Imports Transformer Engine, so call it for the chosen backend only.
-    """
-    if name == "torch":
-        return ""
-    return unusable("--core-attention-backend", name, "torch", device_type, dtype)
 
 
 class TransformerEngineAttention:

@@ -5,21 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from mpu.comm.all_to_all import all_to_all
 from mpu.comm.collectives import (
     ProcessGroupTransport,
     all_gather,
     all_reduce,
     all_reduce_in_order,
+    all_to_all,
     gather_bytes,
     group_of,
     reduce_scatter,
     sum_in_order,
 )
+from mpu.comm.mappings import differentiable_all_to_all
 from mpu.comm.meta import MetaTransport
 from mpu.comm.p2p import exchange
-from mpu.comm.transport import Axis, Transport
+from mpu.comm.transport import Axis, Splits
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -122,8 +124,102 @@ def test_one_rank_needs_no_group():
     assert gather_bytes(b"a", Axis("tp")) == [b"a"]
 
 
-def test_a_transport_without_an_all_to_all_is_named():
-    other = type("Pigeons", (Transport,), {name: None for name in Transport.__abstractmethods__})
-    axis = Axis("cp", 0, 2, (0, 1), other())
-    with pytest.raises(TypeError, match="Pigeons has no all-to-all"):
-        all_to_all(torch.ones(4), axis)
+TABLES = {  # rows that rank i sends to rank j, for any number of ranks
+    "uneven": lambda i, j: 1 + (2 * i + 3 * j) % 5,
+    "some empty": lambda i, j: (i + j) % 3,
+    "one rank sends all": lambda i, j: (j + 2) if i == 0 else 0,
+    "one rank gets all": lambda i, j: (i + 1) if j == 0 else 0,
+    "nothing at all": lambda i, j: 0,
+    "even": lambda i, j: 3,
+}
+
+
+def splits_of(table: str, axis: Axis) -> tuple[Splits, list[list[int]]]:
+    rows = [[TABLES[table](i, j) for j in range(axis.size)] for i in range(axis.size)]
+    return Splits(tuple(rows[axis.rank]), tuple(row[axis.rank] for row in rows)), rows
+
+
+def twin(rows: list[list[int]], rank: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return every rank's input, and this rank's output, worked out in one process."""
+    every = [contribution(r, (sum(row), 3), dtype) for r, row in enumerate(rows)]
+    parts = [x.split(row)[rank] for x, row in zip(every, rows, strict=True)]
+    return every, torch.cat(parts)
+
+
+def uneven(comm, carrier: str) -> None:
+    """Exchange by every table, asynchronously or not; outputs and gradients are the twin's."""
+    axis = comm.grid(memory=carrier == "memory").dp_cp
+    if carrier == "staged":
+        axis = replace(axis, transport=ProcessGroupTransport(group_of(axis), staged=True))
+    for table in TABLES:
+        splits, rows = splits_of(table, axis)
+        for dtype in DTYPES:
+            every, expected = twin(rows, axis.rank, dtype)
+            for async_op in (False, True):
+                out, handle = all_to_all(every[axis.rank], axis, async_op, splits)
+                handle.wait()
+                assert out.dtype == dtype and torch.equal(out, expected), (table, dtype)
+            strided = every[axis.rank].t().contiguous().t()
+            assert torch.equal(all_to_all(strided, axis, splits=splits)[0], expected)
+            x = every[axis.rank].clone().requires_grad_()
+            y = differentiable_all_to_all(x, axis, splits)
+            assert torch.equal(y, expected)
+            # the serial twin: each row is worth its number in its reader's loss
+            outputs = [twin(rows, r, dtype)[1] for r in range(axis.size)]
+            weights = [contribution(100 + r, tuple(y.shape), dtype) for r, y in enumerate(outputs)]
+            (y * weights[axis.rank]).sum().backward()
+            columns = [w.split([row[r] for row in rows]) for r, w in enumerate(weights)]
+            assert torch.equal(x.grad, torch.cat([parts[axis.rank] for parts in columns])), table
+    full = torch.arange(2.0 * axis.size, requires_grad=True)
+    differentiable_all_to_all(full, axis).sum().backward()
+    assert full.grad.tolist() == [1.0] * (2 * axis.size)
+
+
+@pytest.mark.parametrize("carrier", ["group", "staged", "memory"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_uneven_all_to_all(world, size, carrier):
+    if size == 1 and carrier != "group":
+        axis = Axis("ep")  # one rank has no transport
+        assert all_to_all(torch.ones(3), axis, splits=Splits((3,), (3,)))[0].sum() == 3
+        return
+    world(size).run(uneven, carrier)
+
+
+def of_shapes(comm, meta: bool) -> list:
+    """Return the shapes of uneven exchanges, and the bytes that a trace heard of."""
+    heard, shapes = Heard(), []
+    axis = replace(comm.grid().world, trace=heard)
+    axis = replace(axis, transport=MetaTransport()) if meta else axis
+    for table in TABLES:
+        splits, rows = splits_of(table, axis)
+        x = torch.ones(sum(splits.input), 3, device="meta" if meta else "cpu", requires_grad=True)
+        y = differentiable_all_to_all(x, axis, splits)
+        y.backward(torch.ones_like(y))
+        shapes += [tuple(y.shape), tuple(x.grad.shape)]
+        away = sum(splits.input) - splits.input[axis.rank]
+        assert ("all_to_all", away * 3 * 4) in heard.verbs
+    return [shapes, heard.verbs]
+
+
+def test_uneven_shapes_travel_as_tensors_do(world):
+    assert world(4).run(of_shapes, False) == world(4).run(of_shapes, True)
+
+
+UNLIKE = Splits((1, 1), (1, 0)), Splits((0, 2), (2, 2))
+
+
+def unlike(comm) -> None:
+    axis = comm.grid(memory=True).dp_cp
+    with pytest.raises(ValueError, match="rank 0 sends 1 rows to rank 1, which expects 2"):
+        all_to_all(torch.ones(2), axis, splits=UNLIKE[comm.rank])
+    total, _ = all_reduce(torch.ones(3), axis)  # the memory is as before
+    assert total.tolist() == [2.0] * 3
+
+
+def test_ranks_that_expect_other_rows_are_named(world):
+    world(2).run(unlike)
+
+
+def test_splits_cover_the_rows():
+    with pytest.raises(AssertionError, match="cover dim 0"):
+        all_to_all(torch.ones(3), Axis("ep"), splits=Splits((2,), (2,)))

@@ -18,22 +18,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.comm.all_to_all import all_to_all
 from mpu.comm.collectives import (
     all_gather,
     all_reduce,
     all_reduce_in_order,
+    all_to_all,
     by_process_group,
     group_of,
     reduce_scatter,
 )
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.symmetric import SymmetricBuffer
-from mpu.comm.transport import Axis, Handle
+from mpu.comm.transport import Axis, Handle, Splits
 from mpu.comm.workspace import Workspace
 from mpu.connect import share
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+VERBS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "uneven all_to_all")
 WAIT = timedelta(seconds=20)
 
 
@@ -51,7 +52,7 @@ class Call:
 
     @classmethod
     def drawn(cls, draw: random.Random, seed: int, growth: bool) -> "Call":
-        verb = draw.choice(["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+        verb = draw.choice(VERBS)
         rows, width = draw.choice([0, 1, 3, 8, 17]), draw.choice([1, 2, 7, 33])
         rows = rows or int(verb == "all_reduce")
         if growth and draw.random() < 0.03:
@@ -73,6 +74,11 @@ class Call:
             return all_gather(x, axis, async_op, into)
         if self.verb == "all_to_all":
             return all_to_all(x, axis, async_op)
+        if self.verb == "uneven all_to_all":
+            table = torch.randint(n + 2, (t, t), generator=torch.Generator().manual_seed(self.seed))
+            splits = Splits(tuple(table[axis.rank].tolist()), tuple(table[:, axis.rank].tolist()))
+            x = self.part(axis.ranks[axis.rank], sum(splits.input))
+            return all_to_all(x, axis, async_op, splits)
         into = x[axis.rank * n : (axis.rank + 1) * n] if self.into else None
         if into is not None and self.dtype == torch.bfloat16:
             into = torch.empty(into.shape)  # wider than what travels

@@ -14,7 +14,8 @@ from triton.compiler import ASTSource
 
 import pretrain_llama
 from mpu.kernels import adamw
-from mpu.optim import backends as adam_backends
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Parts
 from tests.model import twin
 from tests.mpu.kernels.test_ahead_of_time import spilled
 from tests.mpu.optim import test_adam as cases
@@ -33,9 +34,7 @@ def on_kernel(comm, skipped):
     weights = {s: s.detach().bfloat16() for s in segments[1:]}  # the first has none
     for segment in segments:
         segment.grad = torch.zeros_like(segment)
-    opt = adam_backends.make(
-        "triton", groups, lr=1.0, betas=cases.BETAS, eps=cases.EPS, weights=weights
-    )
+    opt = AdamW(cases.BETAS, cases.EPS, "triton").updater(Parts(groups, weights))
     assert opt.rounds and opt.steps == 0
     for step in range(6):
         before = cases.state(opt, segments) + [w.clone() for w in weights.values()]
@@ -55,7 +54,7 @@ def on_kernel(comm, skipped):
     taken = [step for step in range(6) if step not in skipped]
     exact = cases.by_hand(cases.make("torch")[1], taken)
     cases.near(cases.state(opt, segments), exact, 1e-6)
-    resumed = adam_backends.make("triton", groups, lr=1.0, betas=cases.BETAS, eps=cases.EPS)
+    resumed = AdamW(cases.BETAS, cases.EPS, "triton").updater(Parts(groups))
     resumed.set_steps(4)
     assert resumed.steps == 4
     return worst

@@ -109,3 +109,24 @@ def test_an_output_layer_with_its_own_arithmetic_is_refused():
     head = ColumnParallelLinear(4, 8, ctx=LayerContext(), recipe=Coarse())
     with pytest.raises(ValueError, match="--fused-linear-cross-entropy: .* recipe is Coarse"):
         chunked.linear_cross_entropy(head, torch.zeros(2, 1, 4), torch.zeros(2, 1).long(), 8)
+
+
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_an_output_layer_that_computes_more_is_refused(how):
+    """A soft-cap in the head's forward, or a hook, would be left out without a word."""
+
+    class Capped(ColumnParallelLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 30.0 * torch.tanh(super().forward(x) / 30.0)
+
+    class Named(ColumnParallelLinear):
+        pass
+
+    ctx = LayerContext()
+    head = (Capped if how == "forward" else ColumnParallelLinear)(4, 8, ctx=ctx)
+    if how == "hook":
+        head.register_forward_hook(lambda module, inputs, y: 30.0 * torch.tanh(y / 30.0))
+    x, labels = torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="--fused-linear-cross-entropy: .* of its own"):
+        chunked.linear_cross_entropy(head, x, labels, 8)
+    assert chunked.linear_cross_entropy(Named(4, 8, ctx=ctx), x, labels, 8).shape == (2, 1)

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mpu.accelerators import missing
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
-from mpu.layers import fused, norm_backends
-from mpu.layers.attention import transformer_engine as te_attention
+from mpu.layers import fused
 from mpu.layers.attention.core import core_attention
 from mpu.layers.context_attention import core_attention_of
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm
@@ -196,22 +196,22 @@ def test_text_is_generated_by_torch(packages):
 
 def test_says_what_is_missing(packages, monkeypatch):
     wide, narrow = torch.float64, torch.bfloat16
-    assert norm_backends.missing("weft", "cpu", wide) == ""
-    assert te_attention.missing("torch", "cpu", wide) == ""
-    for flag, name, own, say in (
-        ("--norm-backend", "apex", "weft", norm_backends.missing),
-        ("--norm-backend", "te", "weft", norm_backends.missing),
-        ("--core-attention-backend", "te", "torch", te_attention.missing),
+    assert missing("--norm-backend", "weft", "cpu", wide) == ""
+    assert missing("--core-attention-backend", "torch", "cpu", wide) == ""
+    for flag, name, own in (
+        ("--norm-backend", "apex", "weft"),
+        ("--norm-backend", "te", "weft"),
+        ("--core-attention-backend", "te", "torch"),
     ):
-        assert say(name, "cuda", narrow) == ""
-        assert say(name, "cpu", narrow) == (
+        assert missing(flag, name, "cuda", narrow) == ""
+        assert missing(flag, name, "cpu", narrow) == (
             f"{flag} {name} has CUDA kernels only: use {flag} {own} on cpu"
         )
-        assert say(name, "cuda", wide) == f"{flag} {name} has no fp64: use {flag} {own}"
+        assert missing(flag, name, "cuda", wide) == f"{flag} {name} has no fp64: use {flag} {own}"
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)  # import fails
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    said = norm_backends.missing("apex", "cuda", narrow)
+    said = missing("--norm-backend", "apex", "cuda", narrow)
     assert said.startswith("--norm-backend apex needs NVIDIA apex, built with its CUDA extensions,")
     assert said.endswith("install it or use --norm-backend weft") and "ModuleNotFound" in said
-    said = te_attention.missing("te", "cuda", narrow)
+    said = missing("--core-attention-backend", "te", "cuda", narrow)
     assert said.startswith("--core-attention-backend te needs Transformer Engine which cannot be")

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu.optim import adam
-from mpu.optim import backends as adam_backends
+from mpu import accelerators
+from mpu.accelerators import missing
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Parts, Updater
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 SIZES, DECAY = ((7, 1024), (30,), (513,)), (0.1, 0.0, 0.1)
@@ -33,7 +35,7 @@ def make(backend: str, dtype: torch.dtype = torch.float32):
     segments = [segment for group in groups for segment in group["params"]]
     for segment in segments:
         segment.grad = torch.zeros_like(segment)
-    return adam_backends.make(backend, groups, lr=1.0, betas=BETAS, eps=EPS), segments
+    return AdamW(BETAS, EPS, backend).updater(Parts(groups)), segments
 
 
 def give(step: int, segments: list[Tensor]) -> list[Tensor]:
@@ -49,7 +51,7 @@ def factor(step: int) -> Tensor:
     return torch.tensor([1.0, 0.37, 2.5][step % 3], dtype=torch.float64)
 
 
-def update(opt: adam.Adam, segments: list[Tensor], step: int, skip: bool = False) -> None:
+def update(opt: Updater, segments: list[Tensor], step: int, skip: bool = False) -> None:
     give(step, segments)
     if skip:
         segments[0].grad[3] = float("nan")
@@ -58,8 +60,8 @@ def update(opt: adam.Adam, segments: list[Tensor], step: int, skip: bool = False
     opt.step(factor(step), torch.tensor(float(skip)))
 
 
-def state(opt: adam.Adam, segments: list[Tensor]) -> list[Tensor]:
-    return [t.detach().clone() for s in segments for t in (s, *opt.moments(s))]
+def state(opt: Updater, segments: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for s in segments for t in (s, *opt.state(s).values())]
 
 
 def by_hand(segments: list[Tensor], steps: list[int]) -> list[Tensor]:
@@ -227,11 +229,13 @@ def test_resumes_bit_for_bit(packages, backend):
     for step in range(3):
         update(opt, segments, step, skip=step == 2)
     resumed, copies = make(backend)
-    assert resumed.steps == 0 and not any(m.any() for s in copies for m in resumed.moments(s))
+    assert resumed.steps == 0 and not any(
+        m.any() for s in copies for m in resumed.state(s).values()
+    )
     for old, new in zip(segments, copies, strict=True):
         new.data.copy_(old)
-        for a, b in zip(opt.moments(old), resumed.moments(new), strict=True):
-            b.copy_(a)
+        for kind, values in opt.state(old).items():
+            resumed.state(new)[kind].copy_(values)
     resumed.set_steps(opt.steps)
     for each in ((opt, segments), (resumed, copies)):
         update(*each, 3)
@@ -266,28 +270,28 @@ def test_a_step_does_not_wait_for_the_device(packages, backend, dtype):
 
 
 def test_says_what_is_missing(packages, monkeypatch):
+    flag, fp32 = "--optimizer-backend", torch.float32
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float64)):
-        assert adam_backends.missing("torch", device, dtype) == ""
+        assert missing(flag, "torch", device, dtype) == ""
     for backend in ("apex", "te"):
-        assert adam_backends.missing(backend, "cuda") == ""
-        flag = f"--optimizer-backend {backend}"
-        assert adam_backends.missing(backend, "cpu") == (
-            f"{flag} has CUDA kernels only: use --optimizer-backend torch on cpu"
+        assert missing(flag, backend, "cuda", fp32) == ""
+        assert missing(flag, backend, "cpu", fp32) == (
+            f"{flag} {backend} has CUDA kernels only: use --optimizer-backend torch on cpu"
         )
-        fp64 = f"{flag} updates fp32 masters only, not float64: use --optimizer-backend torch"
-        assert adam_backends.missing(backend, "cuda", torch.float64) == fp64
+        fp64 = f"{flag} {backend} updates fp32 masters only, not float64: use {flag} torch"
+        assert missing(flag, backend, "cuda", torch.float64) == fp64
         with pytest.raises(ValueError, match=fp64):
             make(backend, torch.float64)
-    assert adam_backends.missing("triton", "cpu").startswith("--optimizer-backend triton has CUDA")
-    monkeypatch.setattr(adam_backends, "find_spec", lambda name: None)
+    assert missing(flag, "triton", "cpu", fp32).startswith("--optimizer-backend triton has CUDA")
+    monkeypatch.setattr(accelerators, "find_spec", lambda name: None)
     none = "--optimizer-backend triton needs triton, which is not installed"
-    assert adam_backends.missing("triton", "cuda") == none
+    assert missing(flag, "triton", "cuda", fp32) == none
     monkeypatch.delattr(sys.modules["apex.optimizers"], "FusedAdam")  # another package's name
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)  # import fails
     for backend, package, error in (
         ("apex", "NVIDIA apex, built with its CUDA extensions,", "AttributeError"),
         ("te", "Transformer Engine", "ModuleNotFoundError"),
     ):
-        said = adam_backends.missing(backend, "cuda")
+        said = missing(flag, backend, "cuda", fp32)
         assert said.startswith(f"--optimizer-backend {backend} needs {package} which cannot be")
         assert error in said and said.endswith("install it or use --optimizer-backend torch")

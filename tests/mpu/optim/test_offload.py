@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpu.optim import adam
-from mpu.optim import backends as adam_backends
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Parts, Updater
 from mpu.optim.offload import Offload
 
 LENGTHS = (3072, 1024, 2048)
@@ -39,7 +39,7 @@ def train(dtype: torch.dtype, offloaded: bool, device: str = "cpu") -> list[Tens
     buckets = segments(masters, offload.gradients if offload else grads)
     if not offload:  # one for all buckets, as without offloading
         buckets = [[group for groups in buckets for group in groups]]
-    adams = [adam_backends.make("torch", b, lr=0.0, betas=(0.9, 0.95), eps=1e-8) for b in buckets]
+    adams = [AdamW().updater(Parts(b)) for b in buckets]
     for step in range(4):
         for grad in grads:
             grad.copy_(torch.randn(len(grad), generator=g))
@@ -49,7 +49,7 @@ def train(dtype: torch.dtype, offloaded: bool, device: str = "cpu") -> list[Tens
         factor = torch.tensor(1.0 / (step + 3), dtype=torch.float64, device=device)
         found_inf = torch.tensor(float(step == 1), device=device)
         if offload:
-            offload.update(adams, factor, found_inf)
+            offload.update([[each] for each in adams], factor, found_inf)
             continue
         adams[0].step(factor, found_inf)
         for weight, master in zip(weights, masters, strict=True):
@@ -59,7 +59,7 @@ def train(dtype: torch.dtype, offloaded: bool, device: str = "cpu") -> list[Tens
         moment
         for each in adams
         for group in each.groups
-        for moment in each.moments(group["params"][0])
+        for moment in each.state(group["params"][0]).values()
     ]
     return [t.detach().cpu() for t in (*weights, *masters, *moments)]
 
@@ -71,7 +71,7 @@ def test_the_same_bits_as_on_the_device(dtype):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
 
 
-class Watch(adam.Adam):
+class Watch(Updater):
     """Stands for bucket i's AdamW: looks where the gradients and the weights are by then."""
 
     def __init__(self, look):
@@ -80,7 +80,7 @@ class Watch(adam.Adam):
     def step(self, factor, found_inf):
         self.look(factor, found_inf)
 
-    def moments(self, segment):
+    def state(self, segment):
         raise AssertionError
 
     def set_steps(self, steps):
@@ -104,7 +104,7 @@ def test_gradients_leave_first_and_weights_return_bucket_by_bucket():
 
         return at_step
 
-    adams = [Watch(look(i)) for i in range(3)]
+    adams = [[Watch(look(i))] for i in range(3)]
     offload.update(adams, torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.0))
     assert seen == [
         ([1, 2, 3], [0, 0, 0], 0.1, 1.0),
@@ -143,7 +143,7 @@ def test_streams_wait_for_each_other(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "stream", on)
-    adams = [Watch(lambda *scalars, i=i: log.append(f"update {i}")) for i in range(2)]
+    adams = [[Watch(lambda *scalars, i=i: log.append(f"update {i}"))] for i in range(2)]
     offload.update(adams, torch.tensor(1.0), torch.tensor(0.0))
     assert log == [
         *("down waits for current", "on down", "down event 0", "down event 1"),

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from mpu.grid import Grid
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.layout import BLOCK, ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -13,8 +15,12 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 SHAPES = {"a": (40, 30), "n1": (30,), "b": (7, 5), "n2": (5,), "head": (9, 4)}
 
 
-def group(name: str, param: nn.Parameter) -> tuple[bool, bool]:
-    return param.dim() > 1, name == "head"
+RULE = AdamW()
+GROUPS = {
+    "matrix": Group(RULE, 0.1),
+    "vector": Group(RULE),
+    "embedding": Group(RULE, 0.1, decoupled=True),
+}
 
 
 def make(dtype: torch.dtype, bucket: int, clip: float = 0.0):
@@ -24,8 +30,9 @@ def make(dtype: torch.dtype, bucket: int, clip: float = 0.0):
         module.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     sink = ParamAndGradBuffer(Grid(), accumulate, ZeroConfig(bucket_size=bucket))
+    module.head.group = "embedding"
     sink.attach(module)
-    optimizer = Optimizer(module, sink, Grid(), group, lr=0.0, weight_decay=0.1, clip=clip)
+    optimizer = Optimizer(module, sink, Grid(), GROUPS, clip=clip)
     return module, sink, optimizer
 
 
@@ -138,7 +145,7 @@ def test_the_norm_counts_each_parameter_once_in_fixed_blocks():
             module.register_parameter(name, nn.Parameter(torch.zeros_like(grad)))
         sink = ParamAndGradBuffer(Grid(), torch.float32, ZeroConfig(bucket_size=size))
         sink.attach(module)
-        optimizer = Optimizer(module, sink, Grid(), lambda n, p: (n == "p1", False))
+        optimizer = Optimizer(module, sink, Grid(), GROUPS)
         sink.begin_step()
         for name, grad in grads.items():
             sink.add(module.get_parameter(name), grad)

@@ -10,9 +10,9 @@ from itertools import product
 
 import pytest
 
+from estimate.simulate import ScheduleError, rehearse, validate
 from mpu.pipeline.plan import blocking_steps, last_needed, plan
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, build, forward_only
-from mpu.pipeline.simulate import ScheduleError, rehearse, validate
 
 
 def needs(schedule):

@@ -7,7 +7,7 @@ from torch import nn
 
 from mpu.comm.transport import Axis
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
-from mpu.zero.layout import BLOCK, ParamEntry, make_buckets
+from mpu.zero.layout import BLOCK, ParamEntry, make_buckets, sharing_of
 from mpu.zero.reduce import Reduction
 
 
@@ -15,8 +15,10 @@ def make(comm, stage: int, axes: tuple[Axis, ...] = ()) -> ParamAndGradBucket:
     """Two parameters, one of them used twice."""
     grid = comm.grid()
     params = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.full((2, 2), 2.0))}
+    names = tuple(axis.name for axis in axes)
     entries = [ParamEntry(name, p.numel(), 0, ()) for name, p in params.items()]
-    (layout,) = make_buckets(entries, 10**9, comm.size)
+    shared = {"tp": sharing_of("tp", comm.size, comm.size, stage)}
+    (layout,) = make_buckets([e._replace(axes=names) for e in entries], 10**9, shared)
     how = Reduction(stage, grid.dp_cp, grid.dp_cp_replicate, torch.float32, torch.float32)
     return ParamAndGradBucket(layout, params, 3, how, axes, {}, LiveBytes())
 

@@ -11,7 +11,6 @@ from mpu.context import LayerContext
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.float8.rows import BLOCKS
 from mpu.layers.float8.weights import WeightRows
-from mpu.optim.held import memory
 from pretrain_llama import model_provider
 from tests.model.test_float8 import SP, TWO, advance, begin, flags_of
 
@@ -41,7 +40,7 @@ def steps(comm, t, p, path, flags, count):
     run = begin(comm.grid(t, pp=p, instances=instances, memory=path == "symmetric"), flags, path)
     losses = advance(run, 0, count)
     norm = run.optimizer.params_norm().item()
-    kept = memory(run.optimizer)
+    kept = run.optimizer.memory()
     stated = rank_memory.state(
         run.config, rank_memory.flats(run.config, model_provider, run.grid.pp.rank)
     )

@@ -3,7 +3,11 @@
 
 import pytest
 
-from mpu.zero.layout import BLOCK, ParamEntry, gaps, make_buckets
+from mpu.zero.layout import BLOCK, ParamEntry, gaps, make_buckets, sharing_of
+
+
+def shared(ranks: int, zero_stage: int = 0) -> dict:
+    return {"tp": sharing_of("tp", ranks, ranks, zero_stage)}
 
 
 def names(layouts) -> list[list[str]]:
@@ -12,14 +16,14 @@ def names(layouts) -> list[list[str]]:
 
 def test_buckets_leave_in_reverse_order_and_hold_one_chunk():
     entries = [ParamEntry(f"p{i}", BLOCK, chunk=i // 3) for i in range(6)]
-    pairs = names(make_buckets(entries, 2 * BLOCK, 1))
+    pairs = names(make_buckets(entries, 2 * BLOCK, shared(1)))
     assert pairs == [["p5", "p4"], ["p3"], ["p2", "p1"], ["p0"]]
-    assert names(make_buckets(entries, 1, 1)) == [[f"p{i}"] for i in range(5, -1, -1)]
+    assert names(make_buckets(entries, 1, shared(1))) == [[f"p{i}"] for i in range(5, -1, -1)]
 
 
 def test_by_block_a_bucket_is_a_block_and_neighbours_outside_share_one():
     every = ["in.a", "in.b", "layers.0.w", "layers.0.v", "layers.1.w", "out"]
-    found = names(make_buckets([ParamEntry(name, 5) for name in every], 1, 2, zero_stage=3))
+    found = names(make_buckets([ParamEntry(name, 5) for name in every], 1, shared(2, 3)))
     assert found == [["out"], ["layers.1.w"], ["layers.0.v", "layers.0.w"], ["in.b", "in.a"]]
 
 
@@ -28,14 +32,15 @@ def test_buckets_over_extra_axes_are_last_and_those_over_tp_the_very_last(ends):
     """Whatever the other axis is called."""
     axes = {"norm": ("tp",), "tied": (ends,), "w": (), "both": ("tp", ends)}
     for order in (list(axes), list(reversed(axes))):
-        layouts = make_buckets([ParamEntry(name, 9, axes=axes[name]) for name in order], 1, 1)
+        entries = [ParamEntry(name, 9, axes=axes[name]) for name in order]
+        layouts = make_buckets(entries, 1, shared(1))
         assert names(layouts) == [["w"], ["tied"], ["norm"], ["both"]]
         assert [layout.axes for layout in layouts] == [(), (ends,), ("tp",), ("tp", ends)]
 
 
 def test_gaps_are_all_that_no_parameter_fills():
     entries = [ParamEntry("a", BLOCK), ParamEntry("b", BLOCK + 5), ParamEntry("c", 1)]
-    (layout,) = make_buckets(entries, 10**9, 3)
+    (layout,) = make_buckets(entries, 10**9, shared(3))
     assert layout.length == 6 * BLOCK  # 4 blocks, rounded up to 3 ranks
     assert layout.params == (("c", 0, 1), ("b", BLOCK, BLOCK + 5), ("a", 3 * BLOCK, BLOCK))
     assert gaps(layout) == [(1, BLOCK), (2 * BLOCK + 5, 3 * BLOCK), (4 * BLOCK, 6 * BLOCK)]
@@ -62,7 +67,7 @@ LLAMA = [
 
 def test_weights_in_float8_have_buckets_of_their_own():
     """At stage 3 a block's; norms beside them stay whole. A bucket leaves with its last weight."""
-    layouts = make_buckets(LLAMA, 1, 2, 3)
+    layouts = make_buckets(LLAMA, 1, shared(2, 3))
     assert names(layouts) == [
         ["head.weight", "norm"],
         ["layers.1.down", "layers.1.up"],
@@ -72,11 +77,11 @@ def test_weights_in_float8_have_buckets_of_their_own():
     ]
     assert [layout.whole for layout in layouts] == [False, False, False, True, False]
     assert [(layout.rows, layout.scales) for layout in layouts][1:3] == [(4000, 16)] * 2
-    at_one = make_buckets(LLAMA, 10**9, 2, 1)
+    at_one = make_buckets(LLAMA, 10**9, shared(2, 1))
     assert [layout.scales for layout in at_one] == [32, 0]
-    assert not any(layout.scales for layout in make_buckets(LLAMA, 10**9, 1, 0))
+    assert not any(layout.scales for layout in make_buckets(LLAMA, 10**9, shared(1, 1)))
 
 
 def test_a_plain_matrix_beside_weights_in_float8_is_refused():
     with pytest.raises(ValueError, match="layers.0.own is not in float8, and other weights"):
-        make_buckets([*LLAMA, ParamEntry("layers.0.own", 9, matrix=True)], 1, 2, 3)
+        make_buckets([*LLAMA, ParamEntry("layers.0.own", 9, matrix=True)], 1, shared(2, 3))

@@ -8,11 +8,15 @@ from torch import nn
 from mpu.comm.transport import Axis
 from mpu.gradients import use
 from mpu.grid import Grid
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
 from mpu.param import Placement
 from mpu.zero.layout import ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.model.twin import gathered
+
+GROUPS = {"vector": Group(AdamW(), 0.1)}
 
 
 class Toy(nn.Module):
@@ -110,7 +114,7 @@ def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
     toy.plain = 2.0
     sink.attach(toy)
     list(sink.fill())
-    Optimizer(toy, sink, grid, lambda n, p: (True, False))
+    Optimizer(toy, sink, grid, GROUPS)
     for _ in range(2):  # in the second step gathers run ahead
         sink.begin_step(micro_batches=2)
         for _ in range(2):
@@ -201,7 +205,7 @@ def labels_of(comm, stage: int) -> list[tuple[str, object]]:
         toy.plain = 2.0
         sink.attach(toy)
         list(sink.fill())
-        optimizer = Optimizer(toy, sink, grid, lambda n, p: (True, False))
+        optimizer = Optimizer(toy, sink, grid, GROUPS)
         sink.begin_step()
         toy(torch.tensor([1.0, 2.0, 3.0])).backward()
         sink.finish_grad_sync()

@@ -89,7 +89,7 @@ def waits_of_steps(comm, cases: list[dict]) -> list[dict[str, int]]:
         batches = micro_batches(case, grid.dp.rank, 1)
         with counted(found):
             pretrain_llama.train_step(run, batches, 1e-2)
-            run.sink.wait_for_weights()  # training/run/profile.py says why
+            run.sink.wait_for_weights()  # training/run/watch/profile.py says why
         made.append(dict(found))
     return made
 

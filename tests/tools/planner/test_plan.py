@@ -11,12 +11,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from estimate import activations
+from pretrain_llama import model_provider
 from tools import plan
 from tools.planner import picture, table
 from tools.planner.cluster import FOLDER, ClusterError, read_cluster
 from tools.planner.layout import RECOMPUTE, SCHEDULES, Layout
-from tools.planner.model import dry_run_bytes, read_model
+from tools.planner.model import REST, dry_run_bytes, read_model
 from tools.planner.search import Plans
+from training.flags.parse import parse
 
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
@@ -67,7 +70,7 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     wrong = [abs(told / plans.times.step[n] - 1) for n, told in again.items() if told]
     assert len(wrong) > 3 and np.median(wrong) < 0.05  # by events, against the closed form
     lines = table.ranking(plans, 3, 1e9)
-    assert len(lines) == 17 and "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
+    assert len(lines) == 22 and "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
     assert lines[6].split() == list(table.TERMS) and lines[11].split()[-2:] == ["working", "memory"]
     for number, n in enumerate(plans.best(3)):
         shares = [float(word.rstrip("%")) for word in lines[7 + number].split()[1:]]
@@ -75,6 +78,32 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
         kinds = [float(word) for word in lines[12 + number].split()[1:]]
         assert sum(kinds) == pytest.approx(plans.exact(n) / 1e9, abs=0.04)
     assert plans.command(plans.best(1)[0]) in lines[-1]
+
+
+def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
+    """Of one offloaded layout: GB left of a GPU's, of a node's host memory, and the host's time."""
+    content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"host_memory_gb": 10}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(content))
+    for layout in ("--zero-stage 1 --micro-batch-size 2",
+                   "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+                   "--sequence-parallel --micro-batch-size 1"):  # fmt: skip
+        flags = f"{layout} --cpu-offload-activations --global-batch-size 64"
+        asked: plan.Asked = {"seq-length": 1024, "global-batch-size": 64}
+        plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
+        own = plan.own_plan(plans, flags)
+        device, share, host, host_share, busy = table.edges_of(own, [0])[-1].split()[1:]
+        config = parse([*own.command(0).split(), *REST.split()[1:]], 16)
+        ranks = activations.held(config, model_provider)
+        kept = 8 * max(rank.in_host for rank in ranks)
+        assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
+        assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
+        left = own.limit - dry_run_bytes(own.command(0), 16)
+        assert float(device) * 1e9 == pytest.approx(left, rel=0.02)
+        assert float(share.rstrip("%")) == pytest.approx(100 * left / own.memory, rel=0.02)
+        assert busy == f"{own.times.host_share[0]:.0%}" and own.times.host_share[0] > 0.05
+    plain = plan.own_plan(plans, "--micro-batch-size 1 --global-batch-size 64")
+    assert table.edges_of(plain, [0])[-1].split()[3:5] == ["-", "-"]
 
 
 def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from tests.tools.rehearsal.conftest import Process
 from tools import plan
 from tools.planner.cluster import read_cluster
-from tools.planner.link_bytes import ledger
 from tools.planner.model import REST
+from tools.planner.rank_order import ledger
 from tools.planner.search import Plans
 from training.flags.parse import parse
 

@@ -9,7 +9,7 @@ import torch
 from mpu.comm.transport import Axis
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
 from tools.rehearsal.events import Transfer, Where
-from tools.rehearsal.group import Communicator, Distributed
+from tools.rehearsal.group import Communicator, Distributed, Group
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.step_rules import beginning, in_whole_step
 from tools.rehearsal.watch import cast_by_autograd, scalars_are_single
@@ -31,7 +31,7 @@ def step(*events, micro_batches=1, each=False, whole=()):
 
     whole: the axes over which the model is cut, for numbers of the whole of it.
     """
-    how = SimpleNamespace(shard=DP, replicate=ONE)
+    how = SimpleNamespace(shard=DP, replicate=ONE, zero_stage=2)
     buckets = [SimpleNamespace(length=8, reduce_axes=axes, reduction=how) for axes in ((TP,), ())]
     recorder = SimpleNamespace(device="cuda", chains={}, events=list(events))
     run = SimpleNamespace(sink=SimpleNamespace(buckets=buckets, each=each))
@@ -89,6 +89,16 @@ def test_a_handle_keeps_the_tensors_of_its_transfer(kept):
     network.handle(work, keep, what="all_gather over tp")
     places = [] if kept == "all" else ["mpu/comm/p2p.py:2"]
     assert [(one.kind, one.place) for one in recorder.found] == [("keep", p) for p in places]
+
+
+def test_an_uneven_all_to_all_sends_the_rows_for_others():
+    recorder = Recorder("cpu")
+    network, group = Distributed(recorder, 1), Group((0, 1, 2), 0)
+    x, y = torch.ones(6, 2), torch.ones(3, 2)
+    network.all_to_all_single(y, x, [1, 0, 2], [3, 1, 2], group=group, async_op=True)
+    network.all_to_all_single(torch.ones(6, 2), x, group=group, async_op=True)
+    sent = [(e.verb, e.bytes, e.sent) for e in recorder.events if isinstance(e, Transfer)]
+    assert sent == [("all_to_all", 48, 5 * 8), ("all_to_all", 48, 32)]
 
 
 class Widens(torch.autograd.Function):

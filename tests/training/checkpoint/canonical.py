@@ -19,7 +19,6 @@ from torch import Tensor
 import pretrain_llama
 from model.llama import from_hf_config, hf_config, hf_names
 from mpu.grid import Grid
-from training.checkpoint.pieces import KINDS
 from training.config import (
     BatchConfig,
     CheckpointConfig,
@@ -33,6 +32,7 @@ from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 V, PAD, LAYERS, STEPS = 97, 3, 9, 11  # STEPS: updates that the canonical state has seen
 COMMON = dict(num_layers=LAYERS, hidden_size=12, kv_channels=2, vocab_size=V,
               make_vocab_size_divisible_by=PAD)  # fmt: skip
@@ -226,9 +226,9 @@ class Canonical:
                 found.append(("", 0, bucket.weights))
             if optimizer.masters[i] is not bucket.param_shard:
                 found.append(("master", bucket.low, optimizer.masters[i]))
-            for low, _, segment in optimizer._segment_of[i]:
-                moments = optimizer._adam_of[i].moments(segment)
-                found += [(KINDS[1 + j], low, moment) for j, moment in enumerate(moments)]
+            for segment in optimizer.segments[i]:
+                state = segment.updater.state(segment.weights)
+                found += [(kind, segment.low, values) for kind, values in state.items()]
             for kind, low, tensor in found:
                 here = slice(low, low + len(tensor))
                 yield f"{kind or 'weights'} of bucket {i}", tensor, flats[kind][here], real[here]

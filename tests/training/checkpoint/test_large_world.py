@@ -42,7 +42,7 @@ def pieces_of(tp: int, dp: int, fill: bool) -> Iterator[NamedPiece]:
             state = [(name, "exp_avg", r * part, flat[r * part :][:part]) for r in range(dp)]
             state = [each for each in state if len(each[3])]
             yield from state_pieces(
-                state, [(name, param)], {name: names}, Grid(), Axis("dp_cp_replicate")
+                state, [(name, param)], {name: names}, lambda param: Axis("dp_cp_replicate")
             )
 
 

@@ -35,8 +35,8 @@ def pieces_of(
     for name, p in params:
         low, high = (p.numel() * r // n, p.numel() * (r + 1) // n) if sharded else (0, p.numel())
         moments.append((name, "exp_avg", low, torch.empty(high - low, device="meta")))
-    holders = Axis("dp_cp_replicate") if sharded else None
-    return pieces + state_pieces(moments, params, names, grid, holders), model
+    holders = Axis("dp_cp_replicate") if sharded else grid.dp_cp
+    return pieces + state_pieces(moments, params, names, lambda param: holders), model
 
 
 def rows(pieces: list[NamedPiece]) -> list[list]:

@@ -43,7 +43,7 @@ def model_and_state(grid: Grid, seed: int, dtype: torch.dtype) -> list[NamedPiec
             if p.dim() == 1:
                 draw_normal(p, names[name], 1.0, seed)
     pieces = parameter_pieces(params, names, grid)
-    return pieces + state_pieces(state, params, names, grid)
+    return pieces + state_pieces(state, params, names, lambda param: grid.dp_cp)
 
 
 def save_in(comm: Any, root: str, tp: int, dtype: torch.dtype) -> list[str]:

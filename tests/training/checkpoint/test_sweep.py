@@ -34,8 +34,8 @@ from training.checkpoint import (
     state_pieces,
 )
 from training.checkpoint.manifest import self_digest
-from training.checkpoint.pieces import KINDS
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 CONFIG = LlamaConfig(24, 16, 24, 1, 4, 2, make_vocab_size_divisible_by=2)
 LATER = pytest.mark.prove
 
@@ -50,7 +50,8 @@ def pieces_of(grid: Grid, seed: int) -> list[NamedPiece]:
             t.placement = p.placement  # type: ignore[attr-defined]
             draw_normal(t, names[name], 1.0, seed + 100 * (i + 1))
             state.append((name, kind, 0, t.data.flatten()))
-    return parameter_pieces(params, names, grid) + state_pieces(state, params, names, grid)
+    pieces = parameter_pieces(params, names, grid)
+    return pieces + state_pieces(state, params, names, lambda param: grid.dp_cp)
 
 
 def save_two(comm: Any, root: str) -> None:

@@ -157,9 +157,7 @@ def test_a_read_that_hangs_is_named_within_the_deadline(workers):
     each.next_global_batch(0, 4)
     each.close()
     data.hangs = True
-    with pytest.raises(
-        DataError, match=r"b.bin, byte 4096: not read within 0\.[12] seconds"
-    ):
+    with pytest.raises(DataError, match=r"b.bin, byte 4096: not read within 0\.[12] seconds"):
         each.next_global_batch(4, 4)
     data.gate.set()
 

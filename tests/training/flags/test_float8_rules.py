@@ -34,8 +34,12 @@ MISTAKES = [
     (f"{ON} --fp8-recipe custom", 1, "a layer of your --model-file takes as recipe="),
     (f"{ON} --fp8-recipe x", 1, "--fp8-recipe x: must be one of tensorwise, rowwise, blockwise"),
     ("--fp8-format e5m2 --fp8-recipe rowwise", 1, "--fp8-format e5m2: must be one of e4m3, hybrid"),
-    ("--fp8-hybrid", 1, "--fp8-hybrid is refused: write --fp8-format e4m3 or hybrid"),
-    ("--fp8-amax-history-len 16", 1, "it belongs to --fp8-recipe delayed, which is not here"),
+    ("--fp8-hybrid", 1, "is refused: this older name is not available here; use --fp8-format"),
+    (
+        "--fp8-amax-history-len 16",
+        1,
+        "refused: --fp8-recipe delayed is not available here",
+    ),
     ("--keep-fp8-transpose-cache", 1, "weights gathered in float8 have memory of their own"),
     (f"{ON} --fp8-recipe rowwise --fp8-param-gather", 1, "--fp8-param-gather needs --zero-stage 1"),
     (
@@ -43,7 +47,7 @@ MISTAKES = [
         1,
         "--fp8-param-gather and --fp8-auto exclude each other",
     ),
-    ("--fp8-output-proj", 1, "the output layer is never in float8; leave it out"),
+    ("--fp8-output-proj", 1, "an output layer in float8 is not available here"),
     (
         f"{ON} --fp8-recipe blockwise --tensor-model-parallel-size 8 --num-attention-heads 8 "
         "--ffn-hidden-size 512",

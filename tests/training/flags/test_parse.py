@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from training.flags.parse import UsageError, parse
-from training.run.stop import due_after
+from training.run.watch.intervals import Intervals
+from training.run.watch.step import CONTINUE, Step
 from training.schedule import schedule_of
 
 SMALL = (
@@ -175,8 +176,8 @@ def test_sharding_under_megatrons_names(more, stage):
 def test_off_values_of_megatron():
     config = read("--eval-iters -1 --eval-interval 5 --exit-interval 0 --exit-duration-in-mins 0")
     assert config.run.eval_iters == -1
-    never = due_after(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 4, 10)
-    assert not (never.save or never.evaluate or never.end)
+    never = Intervals(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 10)
+    assert never.after_step(Step(4, 0, 8, 1e-3, None)) == CONTINUE
     notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
     assert "--save-interval has nothing to act on without --save" in notes
     assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes
@@ -218,7 +219,7 @@ def test_a_fork_may_have_a_flag_that_is_refused_without_it():
         parser.add_argument("--window-size", type=int)
 
     assert dict(read("--window-size 9", extra=extra).extra) == {"window_size": 9}
-    with pytest.raises(UsageError, match="--window-size is refused: it makes another architecture"):
+    with pytest.raises(UsageError, match="--window-size is refused: another architecture"):
         read("--window-size 9")
 
 
@@ -237,6 +238,7 @@ def test_a_flag_without_effect_is_said():
     assert "--finetune has nothing to act on without --load" in notes
 
 
+FP16 = "--fp16 is refused: fp16 with its loss scaling is not available here; use --bf16"
 MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--lr -0.1", 1, "--lr -0.1: must be a number >= 0"),
@@ -247,9 +249,11 @@ MISTAKES = [
     ("stray", 1, "stray: a value that belongs to no flag"),
     ("--bf16=true", 1, "--bf16: a switch takes no value, not 'true'"),
     ("--num-layer 3", 1, "--num-layer is not a flag of this program; did you mean --num-layers"),
-    ("--fp16", 1, "--fp16 is refused: fp16 needs loss scaling, which is not here; use --bf16"),
+    ("--fp16", 1, FP16),
     ("--num-experts 8", 1, "--num-experts 8: only 1 is accepted"),
-    ("--moe-grouped-gemm", 1, "--moe-grouped-gemm is refused"),
+    ("--moe-grouped-gemm", 1, "is refused: a mixture of experts is not available here"),
+    ("--checksum-messages", 1, "--checksum-messages was removed: TCP checks what it carries"),
+    ("--tp-comm-overlap-cache c.json", 1, "was removed: a checkpoint records what"),
     (
         "--deepspeed",
         1,
@@ -268,7 +272,7 @@ MISTAKES = [
     (
         "--fp16 --muon-momentum 0.9 --otel-enabled",
         1,
-        "which is not here; use --bf16 (refused too: --muon-momentum, --otel-enabled)",
+        f"{FP16} (refused too: --muon-momentum, --otel-enabled)",
     ),
     (
         "--tokenizer-type Llama3Tokenizer",
@@ -285,7 +289,7 @@ MISTAKES = [
     ),
     ("--position-embedding-type learned_absolute", 1, "only rope is accepted"),
     ("--normalization LayerNorm", 1, "only RMSNorm"),
-    ("--optimizer sgd", 1, "--optimizer sgd: only adam"),
+    ("--optimizer sgd", 1, "--optimizer sgd: must be one of adam"),
     ("7", 1, "7: a value that belongs to no flag"),
     ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4 is not a multiple of --tensor"),
     ("--tensor-model-parallel-size 2", 3, "WORLD_SIZE 3 is not a multiple of"),
@@ -374,7 +378,7 @@ MISTAKES = [
     ),
     ("--outer-dp-sharding-strategy optim", 1, "--num-distributed-optimizer-instances shards"),
     ("--megatron-fsdp-grad-comm-dtype bf16", 1, "only fp32 is accepted; gradients are fp32 unless"),
-    ("--enable-full-sharding-in-hsdp", 1, "--num-distributed-optimizer-instances shards"),
+    ("--enable-full-sharding-in-hsdp", 1, "it shards inside each group of ranks"),
     ("--dist-ckpt-strictness ignore_all", 1, "a checkpoint is read by name and shape, all of it"),
     (
         "--dataloader-type cyclic",
@@ -455,13 +459,11 @@ def test_data_files_must_stand(tmp_path):
 
 def test_places_to_write_must_be_writable(tmp_path):
     (tmp_path / "file").touch()
-    files = ("--log-json", "--tp-comm-overlap-cache")
-    for flag in ("--save", "--tensorboard-dir", "--data-cache-path", *files):
+    for flag in ("--save", "--tensorboard-dir", "--data-cache-path", "--log-json"):
         with pytest.raises(UsageError, match=f"{flag} .*file is not a directory"):
             read(f"{flag} {tmp_path}/file/below")
-    for flag in files:
-        with pytest.raises(UsageError, match=f"{flag} .* is a directory: give a file"):
-            read(f"{flag} {tmp_path}")
+    with pytest.raises(UsageError, match="--log-json .* is a directory: give a file"):
+        read(f"--log-json {tmp_path}")
     read(f"--save {tmp_path}/new/below")
     assert os.listdir(tmp_path) == ["file"]
 

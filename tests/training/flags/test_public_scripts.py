@@ -13,7 +13,7 @@ SCRIPTS = scripts()
 # What a refusal must name: a feature that is not here, a file that is, or a mistake in the script.
 REASONS = (
     r"(is not a flag|are not flags) of this program",
-    r"is refused: (it belongs to --fp8-recipe delayed|fp16 needs loss scaling)",
+    r"is refused: (--fp8-recipe delayed|fp16 with its loss scaling) is not available here",
     r"--dataloader-type cyclic: only single is accepted; samples are read once",
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",
     r"--normalization (rmsnorm|layernorm): only RMSNorm is accepted",

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from training.config import FaultConfig
-from training.run import cuda_memory
+from training.run.log import cuda_memory
+from training.run.memory import empty_cache
 
 
 @pytest.mark.parametrize("given, emptied", [(0, []), (1, [1]), (2, [1, 2])])
@@ -19,14 +20,14 @@ def test_the_cache_is_emptied_from_its_level_on(
     config: Any = SimpleNamespace(fault=FaultConfig(empty_unused_memory_level=given))
     for level in (1, 2):
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda level=level: called.append(level))
-        cuda_memory.empty(config, torch.device("cpu"), level)
-        cuda_memory.empty(config, torch.device("cuda"), level)
+        empty_cache(config, torch.device("cpu"), level)
+        empty_cache(config, torch.device("cuda"), level)
     assert called == emptied
 
 
 def test_the_log_has_what_is_in_use_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
-    found = cuda_memory.numbers(torch.device("cuda"))
+    found = cuda_memory(torch.device("cuda"))
     assert found == {"memory_allocated_bytes": 3, "memory_reserved_bytes": 5}
-    assert cuda_memory.numbers(torch.device("cpu")) == {}
+    assert cuda_memory(torch.device("cpu")) == {}

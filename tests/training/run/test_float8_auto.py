@@ -69,9 +69,7 @@ def test_ranks_decide_together_and_a_resume_replays_it(world):
     assert other[0] == kept and other[1] == chosen == FASTER
     assert asked == 4  # equal layers are measured once
     assert said[0].startswith("float8: measuring on ")
-    assert said[1].split() == (
-        "float8: projection shape recipe bf16 ms float8 ms choice".split()
-    )
+    assert said[1].split() == ("float8: projection shape recipe bf16 ms float8 ms choice".split())
     rows = {line.split()[1]: line for line in said[2:]}
     assert len(rows) == 4 and rows[DOWN].split()[2:] == (
         "row 128x128 -> 128 rowwise hybrid 3.000 2.000 float8".split()

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from training.run.log import Log
-from training.run.log_line import step_line
+from training.run.log import Log, step_line
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops, table_peak
+from training.run.watch.step import Step
 
 OFF = {
     "log_interval": 1,
@@ -130,7 +130,8 @@ def test_the_line_has_the_mean_of_its_steps_and_the_files_have_each(tmp_path, ca
     def train(log, steps):
         for iteration, loss in steps:
             one = torch.tensor(float(loss))
-            step(log, iteration, **log.values(iteration, one, one, 1e-3, None))
+            made = Step(iteration, 0, 8, 1e-3, None, loss=one, norm=one)
+            step(log, iteration, **log.values(made, None))
 
     with make(log_json=str(path), tensorboard_dir=str(tmp_path), log_interval=4, total=8) as log:
         train(log, [(1, 10), (2, 20), (3, 90), (3, 30), (4, 40)])

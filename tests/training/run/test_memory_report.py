@@ -8,13 +8,12 @@ import torch
 
 import pretrain_llama
 from estimate import buffers, rank_memory
-from model.llama import parameter_group
-from mpu.optim.held import memory
 from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
-from training.run import memory_report
+from training.optimizer import optimizer_groups
+from training.run import memory as memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")
@@ -88,13 +87,12 @@ def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
     config = config_of(BASE | dict(dp=1, dtype=dtype))
     grid = pretrain_llama.make_grid(config, pretrain_llama.Launch())
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
-    optimizer = pretrain_llama.Optimizer(
-        run.model, run.sink, grid, parameter_group, cpu_offload=True
-    )
+    groups = optimizer_groups(config)
+    optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, groups, cpu_offload=True)
     config = replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=True))
     lines = memory_report.in_full(config, model_provider, optimizer)
     assert all("equal to the formula" in line for line in lines[1:]), lines
-    assert f" {memory(optimizer)['moments'] // 2:,} bytes" in lines[3]
+    assert f" {optimizer.memory()['moments'] // 2:,} bytes" in lines[3]
 
 
 def test_where_all_is_equal_it_is_one_line():

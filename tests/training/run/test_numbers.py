@@ -19,7 +19,7 @@ from tools import checkpoint as tool
 from tools import ledger
 from training.checkpoint import manifest
 from training.checkpoint.files import check_file
-from training.run import spikes
+from training.run.watch import guard
 
 FLAGS = """
     --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2
@@ -317,7 +317,7 @@ def spike(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("how", ["report", "stop", "rewind"])
 def test_a_spike_of_the_gradient_norm(go: Any, tmp_path: Path, monkeypatch: Any, how: str) -> None:
-    monkeypatch.setattr(spikes, "LEAST", 8)
+    monkeypatch.setattr(guard, "LEAST", 8)
     after_step(monkeypatch, {20}, spike, once=False)
     more = "--train-iters 24 --save-interval 16 --clip-grad 1.0 --save {tmp}/saved --on-spike "
     said = go(more + how, code=how == "stop")
@@ -330,7 +330,7 @@ def test_a_spike_of_the_gradient_norm(go: Any, tmp_path: Path, monkeypatch: Any,
 
 def test_a_run_without_a_spike_has_none() -> None:
     """Losses that fall with noise, norms that vary by a factor of 3: no alarm in 5,000 steps."""
-    judge, generator = spikes.Spikes(10.0, "cpu"), torch.Generator().manual_seed(1)
+    judge, generator = guard.Spikes(10.0, "cpu"), torch.Generator().manual_seed(1)
     alarms = 0.0
     for i in range(5000):
         noise = torch.randn(2, generator=generator, dtype=torch.float64)

@@ -2,7 +2,6 @@
 """--tp-comm-overlap: which method is chosen, why and from where, and that it is all printed."""
 
 import copy
-import json
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -48,11 +47,9 @@ def test_what_the_flag_needs():
     config = parsed("--tp-comm-overlap --sequence-parallel", 2)  # at tp 1, as --sequence-parallel
     assert config.parallel.tp_comm_overlap == "none"
     assert any("--tp-comm-overlap auto is off: at --tensor" in note for note in config.notes)
-    config = parsed(f"{TP} --sequence-parallel --tp-comm-overlap-cache c.json", 2)
-    assert any("--tp-comm-overlap-cache has nothing to act on" in note for note in config.notes)
-    auto = f"{TP} --sequence-parallel --tp-comm-overlap --deterministic-mode"
-    for more, count in (("", 1), (" --tp-comm-overlap-cache c.json", 0)):
-        notes = parsed(auto + more, 2).notes
+    auto = f"{TP} --sequence-parallel --deterministic-mode --tp-comm-overlap"
+    for method, count in (("", 1), ("auto", 1), ("ring", 0)):
+        notes = parsed(f"{auto} {method}", 2).notes
         assert sum("auto may choose otherwise in another run" in n for n in notes) == count
 
 
@@ -94,16 +91,14 @@ class Two(torch.nn.Module):
         self.layers = torch.nn.ModuleList([pair(), pair()])
 
 
-def settled(comm, mode, memory, file=None, machine=None, saved=None):
+def settled(comm, mode, memory, saved=None):
     """Settle on one rank, with made-up times; return paths, what was said and how often tuned."""
     grid = comm.grid(2, memory=memory)
     ctx = LayerContext(grid, True, sink=GradientSink(torch.float32))
-    p = SimpleNamespace(
-        tp_comm_overlap=mode, no_shared_memory=not memory, tp_comm_overlap_cache=file
-    )
+    p = SimpleNamespace(tp_comm_overlap=mode, no_shared_memory=not memory)
     sizes = SimpleNamespace(seq_length=4), SimpleNamespace(micro_batch_size=2)
     config = SimpleNamespace(parallel=p, model=sizes[0], batch=sizes[1])
-    said, tuned, kept = [], [], (overlap.tune, overlap._machine)
+    said, tuned, kept = [], [], overlap.tune
     chosen = OverlapMap(mode)
 
     def tune(layers, paths, ctx):
@@ -112,15 +107,12 @@ def settled(comm, mode, memory, file=None, machine=None, saved=None):
         return {key: {path: spent[path] for path in paths} for key in KEYS}
 
     overlap.tune = tune
-    overlap._machine = lambda ctx: machine or kept[1](ctx)
     try:
         found = overlap.settle(Two(ctx), ctx, config, said.append, saved)
         chosen = found.chosen
         assert found.unmeasured() == []
-    except UsageError as error:
-        said.append(str(error))
     finally:
-        overlap.tune, overlap._machine = kept
+        overlap.tune = kept
     return chosen.mode, chosen.choices, said, len(tuned)
 
 
@@ -155,65 +147,14 @@ def test_what_does_not_pay_or_cannot_be_had_is_said_with_the_reason(world):
     ]
 
 
-def test_the_cache_is_read_by_the_machine_that_wrote_it(world, tmp_path):
-    file = str(tmp_path / "new" / "c.json")
-
-    def go(machine=None, memory=True):
-        results = world(2).run(settled, "auto", memory, file, machine)
-        assert [r[:2] + r[3:] for r in results] == [results[0][:2] + results[0][3:]] * 2
-        return results[0]
-
-    _, choices, said, tuned = go()
-    assert tuned == 1 and f"overlap: kept in {file}" in said
-    assert go()[1:] == (choices, [f"overlap: as in {file}", *said[-4:]], 0)
-    _, _, said, tuned = go("another machine, torch 9")
-    assert tuned == 1 and f"overlap: {file} has nothing of this machine: another" in said[0]
-    written = json.loads((tmp_path / "new" / "c.json").read_text())
-    assert len(written["machines"]) == 2 and go()[3] == go("another machine, torch 9")[3] == 0
-    # the same name, but without what it chose, or without one of the matmuls
-    _, _, said, tuned = go("another machine, torch 9", memory=False)
-    assert tuned == 1 and "which is not to be had" in said[0]
-    del written["machines"]["another machine, torch 9"]["choices"][KEYS[1]]
-    (tmp_path / "new" / "c.json").write_text(json.dumps(written))
-    _, _, said, tuned = go("another machine, torch 9")
-    assert tuned == 1 and f"does not fit, it says nothing of {KEYS[1]}" in said[0]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["c.json"]
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("{", "Expecting property name"),
-        ("[]", "it is not what weft tp-comm-overlap 1 looks like"),
-        ('{"format": "weft tp-comm-overlap 9"}', "format 'weft tp-comm-overlap 9'"),
-        (
-            '{"format": "weft tp-comm-overlap 1", "machines": {"a": {"choices": {"x": "fast"}, '
-            '"seconds": {}}}}',
-            "a method that does not exist",
-        ),
-        (
-            '{"format": "weft tp-comm-overlap 1", "machines": {"a": {"choices": {}, '
-            '"seconds": {"x": {"none": "soon"}}}}}',
-            "TypeError",
-        ),
-    ],
-)
-def test_a_malformed_cache_is_refused_on_every_rank(world, tmp_path, text, why):
-    (tmp_path / "c.json").write_text(text)
-    for _, choices, said, tuned in world(2).run(settled, "auto", True, str(tmp_path / "c.json")):
-        assert not choices and not tuned and (tmp_path / "c.json").read_text() == text
-        assert said[-1].startswith(f"--tp-comm-overlap-cache {tmp_path}/c.json: ")
-        assert why in said[-1] and "delete it, or name another file" in said[-1]
-
-
 def test_a_checkpoints_choices_are_replayed_where_they_fit(world):
     saved = dict(zip(KEYS, ("ring", "none"), strict=True))
-    ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, None, None, saved)
+    ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, saved)
     assert choices == saved and not tuned
     assert said[0] == "overlap: as in the checkpoint, which the run goes on from"
     assert said[1].endswith("ring, as recorded") and said[2].endswith("none, as recorded")
     other = {"gather 3x8 -> 6 float32": "ring"}
-    ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, None, None, other)
+    ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, other)
     assert tuned == 1 and choices.keys() == set(KEYS)
     assert f"the checkpoint does not fit, it says nothing of {KEYS[0]}" in said[0]
 

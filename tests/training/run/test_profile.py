@@ -17,8 +17,8 @@ from mpu.pipeline.schedules import build
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run.profile import Profile
 from training.run.stop import Agreement
+from training.run.watch.profile import Profile
 
 FLAGS = """--mock-data --vocab-size 100 --num-layers 4 --hidden-size 32 --num-attention-heads 2
     --seq-length 16 --lr 1e-3 --train-iters 3 --profile --profile-step-start 1 --profile-step-end 3
@@ -168,7 +168,7 @@ def test_memory_history_is_written_at_the_end_and_after_a_failure(tmp_path, monk
     """By the calls that torch has: each is held against the signature of torch's own function."""
     monkeypatch.chdir(tmp_path)
     memory, calls, said = torch.cuda.memory, [], []
-    monkeypatch.setattr("training.run.profile.say", said.append)
+    monkeypatch.setattr("training.run.watch.profile.say", said.append)
     for name in ("_record_memory_history", "_dump_snapshot"):
         real = inspect.signature(getattr(memory, name))
 

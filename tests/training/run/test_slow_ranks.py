@@ -17,7 +17,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from training.run import gpu_health
 from training.run.gpu_health import Health, read_health
-from training.run.slow_ranks import Layout, Row, diagnose
+from training.run.watch.slow_ranks import Layout, Row, diagnose
 
 NONE = {"tp": 0.0, "cp": 0.0, "dp": 0.0, "pp": 0.0}
 STEP = 0.100

@@ -18,6 +18,7 @@ from mpu.layers.attention.block_attention import (
     products_backward,
     products_forward,
 )
+from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import core_attention
 from mpu.layers.packed_seq_params import PackedSeqParams
 
@@ -195,3 +196,45 @@ def test_the_largest_document_and_the_ends_are_known_on_the_host():
     assert packed.cu_seqlens.device.type == "meta" and packed.cu_seqlens.dtype == torch.int32
     kept: Any = PackedSeqParams.of([2, 5, 1]).cu_seqlens.tolist()
     assert kept == [0, 2, 7, 8]
+
+
+class ReadsByAddress:
+    """Stand in for CUDA's flash operators: the log-sum-exp is read at its address as [b, a, s].
+
+    torch makes out and grad_out contiguous and passes logsumexp on; the kernel reads row
+    (b a + head) s + token of it (aten/src/ATen/native/transformers/cuda/attention_backward.cu and
+    flash_attn/src/flash_bwd_kernel.h).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(aten, name)
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool
+    ) -> tuple[Tensor, ...]:
+        return (*products_forward(q, k, v, is_causal), None)
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention_backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        b, a, s, _ = q.shape
+        read = torch.as_strided(lse, (b, a, s), (a * s, s, 1))
+        return products_backward(dy, q, k, v, out, read, causal=rest["is_causal"])
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_flash_is_given_what_it_reads_by_address(monkeypatch, window):
+    """Blocks by CUDA's operators have the gradients of a dense mask (fp64)."""
+    monkeypatch.setattr(module, "_flash_takes", lambda q: True)
+    monkeypatch.setattr(module, "_native_takes", lambda q, k, v: False)
+    monkeypatch.setattr(module, "aten", ReadsByAddress())
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, n, 13, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    dy, look = torch.randn_like(q), looks([[13]] * 2, window)
+    want = torch.autograd.grad(dense(q, k, v, look), (q, k, v), dy)
+    out = module._BlockAttention.apply(q, k, v, blocks(range(13), (13,), window))
+    got = torch.autograd.grad(out, (q, k, v), dy)
+    for mine, other in zip(got, want, strict=True):
+        assert (mine - other).norm() <= 1e-12 * other.norm()

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a step on a host's cores: each rank's work, its transfers, and ranks that share cores.
+
+The work of a stage is its matmuls by shape, csrc's kernels by their numbers, and Python. Transfers
+are those of the formulas of docs/parallelism.md, each with its measured seconds. Ranks that
+outnumber the cores share them: an action goes on at cores / (ranks that work) of its speed, and a
+rank that waits gives its share to the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pretrain_llama
+from benchmarks.planning.cpu_host import Host, Product, Rates
+from estimate.model_profile import rank_parameters
+from estimate.stages import rank_stages
+from mpu.grid import ORDER
+from mpu.pipeline.schedules import Action, Schedule
+from tools.planner.rank_order import Sizes, groups, ledger
+from training import batch_size
+from training.config import Config
+from training.schedule import schedule_of
+
+PROVIDER = pretrain_llama.model_provider
+IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The sizes of what one rank does with a micro-batch. tokens: those of its matmuls."""
+
+    dtype: str
+    tokens: int
+    own: int  # tokens of hidden states: a part under sequence parallelism
+    sequence: int  # all tokens of a row
+    rows: int
+    cp: int
+    hidden: int
+    heads: int
+    groups: int
+    head_size: int
+    ffn: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Rank":
+        m, p = config.model, config.parallel
+        tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+        tokens = config.batch.micro_batch_size * m.seq_length // cp
+        every = m.num_query_groups or m.num_attention_heads
+        assert m.vocab_size is not None
+        padded = -(-m.vocab_size // (128 * tp)) * 128
+        return cls(
+            dtype=str(config.run.dtype).removeprefix("torch."), tokens=tokens,
+            own=tokens // tp if p.sequence_parallel else tokens, sequence=m.seq_length,
+            rows=config.batch.micro_batch_size, cp=cp, hidden=m.hidden_size,
+            heads=m.num_attention_heads // tp, groups=max(1, every // tp),
+            head_size=m.kv_channels, ffn=m.ffn_hidden_size // tp, vocab=padded,
+        )  # fmt: skip
+
+    @property
+    def pairs(self) -> int:
+        """Return the numbers of queries, each times the keys of its row."""
+        return self.tokens * self.sequence * self.heads * self.head_size
+
+    def linear(self, i: int, o: int) -> list[Product]:
+        """Return forward, dgrad and wgrad of a linear layer of local sizes."""
+        t, kind = self.tokens, self.dtype
+        return [Product("forward", kind, t, o, i), Product("dgrad", kind, t, i, o),
+                Product("wgrad", kind, o, i, t)]  # fmt: skip
+
+    @property
+    def of_layer(self) -> list[Product]:
+        """Return the matmuls of F and B of a layer."""
+        inner = self.heads * self.head_size
+        qkv = inner + 2 * self.groups * self.head_size
+        return [*self.linear(self.hidden, qkv), *self.linear(inner, self.hidden),
+                *self.linear(self.hidden, 2 * self.ffn),
+                *self.linear(self.ffn, self.hidden)]  # fmt: skip
+
+    @property
+    def of_head(self) -> list[Product]:
+        return self.linear(self.hidden, self.vocab)
+
+
+class Cost(NamedTuple):
+    """Seconds of F, of B and of W."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
+        return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Cost(0.0, 0.0, 0.0)
+
+
+def matmuls(rates: Rates, products: list[Product]) -> Cost:
+    """Return what products take, by their kinds."""
+    sums = dict.fromkeys(("forward", "dgrad", "wgrad"), 0.0)
+    for each in products:
+        sums[each.kind] += rates.product(each)
+    return Cost(*sums.values())
+
+
+def parts(
+    rates: Rates, r: Rank, again: bool = False, context: Sequence[float] = (0.0, 0.0)
+) -> tuple[Cost, Cost, Cost]:
+    """Return what a rank takes for a layer, the embedding and the head.
+
+    again: B runs F again. context: of Host.context.
+    """
+    kind, hidden, pairs = r.dtype, r.own * r.hidden, r.pairs
+    qkv = r.tokens * (r.heads + 2 * r.groups) * r.head_size
+    glue = rates.call("glue", kind, hidden)
+
+    def passes(way: str) -> float:
+        return (
+            2 * rates.call(f"norm_{way}", kind, hidden) + rates.call("rope", kind, qkv)
+            + rates.call(f"swiglu_{way}", kind, r.tokens * 2 * r.ffn)
+            + rates.call(f"attention_{way}", kind, pairs)
+        )  # fmt: skip
+
+    rest = (glue + rates.layer + context[0] + context[1] * pairs) / 3
+    layer = matmuls(rates, r.of_layer).plus(
+        Cost(passes("forward") + rest, passes("backward") + 2 * rest, 0.0)
+    )
+    if again:
+        layer = layer.plus(Cost(0.0, layer.forward, 0.0))
+    logits = r.tokens * r.vocab
+    norms = [rates.call(f"norm_{way}", kind, hidden) for way in ("forward", "backward")]
+    loss = [rates.call(f"softmax_{name}", kind, logits) for name in ("stats", "gradient")]
+    head = matmuls(rates, r.of_head).plus(Cost(norms[0] + loss[0], norms[1] + loss[1], 0.0))
+    return layer, Cost(glue / 3, 2 * glue / 3, 0.0), head
+
+
+@dataclass(frozen=True)
+class Told:
+    """A step's seconds, and what they are made of where nothing waits."""
+
+    step: float
+    compute: float
+    transfers: float
+    sums: float
+    update: float
+
+
+def told(host: Host, config: Config) -> Told:
+    """Return the seconds of a step of a run, all of whose ranks are on this host."""
+    p, ranks = config.parallel, config.parallel.world_size
+    rates, r, count = host.of(ranks), Rank.of(config), batch_size.micro_batches(config, 0)
+    schedule, width = schedule_of(config, count), p.pipeline_model_parallel_size
+    beside, after, message = transfers(host, config, count)
+    context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
+    layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
+    work, update = dict[tuple[int, int], Cost](), 0.0
+    for rank in range(width):
+        stages = rank_stages(config, PROVIDER, rank)
+        one = (rates.micro_batch / width + beside[rank]) / len(stages)
+        for chunk, stage in enumerate(stages):
+            cost = Cost(one / 3, 2 * one / 3, 0.0).plus(layer, len(stage.layers))
+            cost = cost.plus(first, float(stage.embedding)).plus(last, float(stage.loss))
+            work[rank, chunk] = cost
+        held = rank_parameters(config, PROVIDER, tuple(stages), rank)
+        numbers = sum(each.entry.numel for each in held.values())
+        shard = p.gradient_ranks if p.zero else 1
+        own = rates.call("update", r.dtype, numbers / shard) + rates.step
+        own += rates.step_layer * sum(len(stage.layers) for stage in stages)
+        update = max(update, own)
+    crowd = max(1.0, ranks / host.cores) * host.slower(ranks)
+    body = shared(schedule, work, host.cores, ranks // width, message, host.slower(ranks))
+    compute = count * max(
+        sum(sum(cost) for (rank, _), cost in work.items() if rank == n) - beside[n]
+        for n in range(width)
+    )  # fmt: skip
+    sums = max(after)
+    step = body + (sums + update) * crowd
+    return Told(step, compute * crowd, count * max(beside) * crowd, sums * crowd, update * crowd)
+
+
+def transfers(host: Host, config: Config, count: int) -> tuple[list[float], list[float], float]:
+    """Return each pipeline rank's seconds of transfers in a micro-batch, those after the last one,
+    and the seconds until a message between stages is there.
+    """
+    sizes, width = Sizes.of(config), config.parallel.pipeline_model_parallel_size
+    beside, after, message = [0.0] * width, [0.0] * width, 0.0
+    for flow in ledger(config):
+        ranks = 2 if flow.verb == "send" else groups(flow.axis, ORDER, sizes).shape[1]
+        one = host.transfer(flow.verb, ranks, flow.sent / flow.calls)
+        if flow.axis == "pp" and flow.verb == "send":
+            message = max(message, one)
+        if flow.calls >= count and (flow.axis in IN_STEP or flow.axis == "pp"):
+            beside[flow.pp_rank] += one * flow.calls / count
+        else:
+            after[flow.pp_rank] += one * flow.calls
+    return beside, after, message
+
+
+def shared(
+    schedule: Schedule, work: dict[tuple[int, int], Cost], cores: int, each: int, message: float,
+    slower: float = 1.0,
+) -> float:  # fmt: skip
+    """Return the end of a schedule whose ranks share cores.
+
+    work: seconds of each (pipeline rank, chunk), where a rank has its threads to itself.
+    each: ranks of the world at a pipeline rank, which work together. message: seconds until a
+    message is there. slower: what sharing costs, of Host.slower.
+    """
+    at = [0] * len(schedule.ranks)
+    ends: dict[tuple[int, Action], float] = {}
+    left: dict[int, float] = {}
+    now = 0.0
+    while True:
+        waits = []
+        for rank, actions in enumerate(schedule.ranks):
+            if rank in left or at[rank] == len(actions):
+                continue
+            source, action = schedule.sources[rank][at[rank]], actions[at[rank]]
+            ready = 0.0
+            if source:
+                if source not in ends:
+                    continue
+                ready = ends[source] + (message if source[0] != rank else 0.0)
+            if ready > now + 1e-12:
+                waits.append(ready)
+                continue
+            left[rank] = work[rank, action.chunk]["FBW".index(action.kind)]
+        if not left and not waits:
+            assert all(n == len(a) for n, a in zip(at, schedule.ranks, strict=True))
+            return now
+        running = each * len(left)
+        speed = 1.0 if running <= cores else cores / running / slower
+        step = min([seconds / speed for seconds in left.values()] + [w - now for w in waits])
+        now += step
+        for rank in list(left):
+            left[rank] -= step * speed
+            if left[rank] <= 1e-12:
+                del left[rank]
+                ends[rank, schedule.ranks[rank][at[rank]]] = now
+                at[rank] += 1

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell the odds that a run of nanotron on the Playbook's cluster stalls, or that it crashes.
+
+They are fitted on the runs of that table (benchmarks/plan_fit.py) and hold for that cluster only.
+They are reported beside the time of a run and are no part of it.
+
+Some runs of the table stall: each message between stages then takes about a quarter of a second. On
+the branch `nouamane/bench2` of nanotron a rank that sends or receives the sizes of a tensor sleeps
+0.1 s at a time until it is done. No column of the table names the version of a run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.planning import nanotron
+from tools.planner.published import GIB, Row
+from tools.planner.runs import Array, Runs, stacked
+from training.untrusted import read_json
+
+PROFILE = "nanotron_h100"
+FITTED = Path(__file__).with_name(f"odds_{PROFILE}.json")
+NEAR = 0.7 * 80 * 2**30  # bytes, without fragments, with which a GPU of 80 GiB is nearly full
+STALL = {  # log odds of a stall
+    "stall_base": "one node",
+    "stall_nodes": "more for each 16 nodes",
+    "stall_dp": "more for each doubling of dp on 64 nodes, in a pipeline",
+    "stall_pp": "more in a pipeline",
+    "stall_hooks": "more where hooks sum the gradients (no ZeRO), pp 1",
+    "stall_hooks_pp": "the same in a pipeline of over 8 micro-batches",
+    "stall_crossing": "more in a pipeline, for each node that a tp group adds",
+    "stall_near": "more in a pipeline whose first rank is nearly full",
+}
+MESSAGE, TENSOR, SUM = 0.25, 0.7, 0.8  # seconds of a stall: stall_seconds
+CRASH = {  # each reason strikes alone: a share of the runs that the others spare
+    "crash_base": "share of the runs that crash for no known reason",
+    "crash_memory": "log odds for each e-fold of predicted memory over a GPU's",
+    "crash_middle": "log of the share of a GPU's memory, as predicted, at which half of them crash",
+    "crash_idle": "share, where a pipeline rank has nothing to do",
+    "crash_stall": "share, where a run stalls for certain",
+}
+START = {  # where a fit starts
+    **dict.fromkeys(STALL, 0.0), "stall_base": -8.0, **nanotron.START,
+    "crash_base": 0.05, "crash_memory": 12.0, "crash_middle": 0.0, "crash_idle": 0.98,
+    "crash_stall": 0.5,
+}  # fmt: skip
+Constants = Mapping[str, float]
+
+
+def fitted() -> dict[str, float]:
+    """Return the constants that benchmarks/plan_fit.py fitted."""
+    return dict(read_json(FITTED)["constants"])
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is reported beside the times of runs.
+
+    stall: share of such runs that stall; then a step takes `seconds` more. first: GiB that the
+    first pipeline rank reserves, as the table has them. fits: whether all ranks' reserved memory
+    fits. crash: share of such runs that crash.
+    """
+
+    stall: Array
+    seconds: Array
+    first: Array
+    fits: npt.NDArray[np.bool_]
+    crash: Array
+
+
+def beside(rows: Sequence[Row], c: Constants) -> Beside:
+    """Return what is reported beside rows of the Playbook's table."""
+    r = stacked([row.record for row in rows])
+    limit = np.array([row.limit for row in rows])
+    stall = stall_odds(c, r)
+    first, most, fits = reserved(c, r, limit)
+    return Beside(stall, stall_seconds(r), first, fits, crash_odds(c, r, most, limit))
+
+
+def reserved(c: Constants, r: Runs, limit: Array) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+    """Return GiB of the first rank and of the fullest, and whether all ranks fit.
+
+    The host of a run that stalls is never ahead of its device. A GPU of 80 GB has 80 GiB.
+    """
+    return nanotron.memory(c, r, limit * GIB / 1e9, stall_odds(c, r) <= 0.5)
+
+
+def stall_features(r: Runs) -> Array:
+    """Return [runs, features]: what each constant of STALL is multiplied with."""
+    pipeline = r.pp > 1
+    hooks = (r.zero == 0) & (r.dp > 1)
+    crossing = np.maximum(0.0, np.ceil(r.tp / r.node) - 1) * pipeline
+    columns = (
+        np.ones(len(r)), r.nodes / 16, np.log2(r.dp) * r.nodes / 64 * pipeline, pipeline,
+        hooks & ~pipeline, hooks & pipeline & (r.micro_batches > 8), crossing,
+        pipeline & (first_bytes(r) > NEAR),
+    )  # fmt: skip
+    return np.stack([np.asarray(column, dtype=float) for column in columns], 1)
+
+
+def first_bytes(r: Runs) -> Array:
+    """Return about the bytes of the first pipeline rank, without fragments."""
+    layers = r.by_rank(r.cut)[:, 0]
+    numbers = (layers * r.layer_weights + r.vocab * r.hidden) / r.tp
+    kept = numbers * (8 + 12 / np.where(r.zero > 0, r.dp, 1))
+    flight = layers * np.minimum(r.pp, r.micro_batches)
+    each = 2 * r.micro_batch * r.sequence * (8 * r.hidden + 4 * r.ffn) / r.tp
+    return np.asarray(kept + flight * each)
+
+
+def stall_odds(c: Constants, r: Runs) -> Array:
+    """Return the share of runs like these that stall; none on one node."""
+    log_odds = stall_features(r) @ np.array([c[name] for name in STALL])
+    return np.where(r.nodes > 1, 1 / (1 + np.exp(-log_odds)), 0.0)
+
+
+def stall_seconds(r: Runs) -> Array:
+    """Return the seconds that a step of a run that stalls takes more.
+
+    The most of: MESSAGE for each message between stages, TENSOR for each micro-batch whose tp
+    crosses nodes, SUM for the sum of gradients.
+    """
+    neighbours = np.where(r.pp > 2, 2.0, r.pp - 1)
+    pipeline = MESSAGE * 2 * neighbours * (r.micro_batches + 1)
+    tensor = TENSOR * r.micro_batches * (r.tp > r.node)
+    return np.maximum(np.maximum(pipeline, tensor), SUM * (r.dp > 1))
+
+
+def crash_odds(c: Constants, r: Runs, gib: Array, limit: Array) -> Array:
+    """Return the share of such runs that crash. gib: of the fullest rank; limit: a GPU's."""
+    over = c["crash_memory"] * (np.log(gib / limit) - c["crash_middle"])
+    memory = 1 / (1 + np.exp(-np.clip(over, -60, 60)))
+    spared = (1 - c["crash_base"]) * (1 - memory) * (1 - c["crash_idle"] * r.idle)
+    return np.asarray(1 - spared * (1 - c["crash_stall"] * stall_odds(c, r)))

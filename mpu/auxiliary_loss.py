@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add an auxiliary loss to the training loss from inside a block, on any schedule.
+
+    h = ctx.auxiliary_loss(h, 0.01 * h.square().mean(-1).sum())
+
+    forward    h passes through unchanged; the loss joins its autograd graph
+    backward   the loss gets the gradient that the main loss gets: 1 / (tokens of the global batch);
+               its value is added to this rank's sum
+
+A pipeline stage hands on hidden states alone, and its backward starts from their gradient. So the
+loss is tied to the hidden states, as Megatron's MoEAuxLossAutoScaler does it. Every backward runs
+once for each micro-batch, also where blocks are recomputed, so values are counted there. A pass
+without backward (evaluation) counts none.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import sum_in_order
+from mpu.comm.transport import Axis, Label
+
+LABEL = Label("auxiliary_loss", "loss sum")
+
+
+class AuxiliaryLosses:
+    """A run's auxiliary losses: what scales their gradients, and the sum of their values.
+
+    mean: of the last step, over the tokens that count, on every rank; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 1
+        self.sums: dict[tuple[Axis, ...], Tensor] = {}  # by the axes over which values are partial
+        self.mean: Tensor | None = None
+
+    def begin(self, tokens: int) -> None:
+        """Begin a step, whose gradients are divided by `tokens`."""
+        self.tokens, self.sums = tokens, {}
+
+    def add(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
+        """Count the value of one loss of one micro-batch."""
+        value = loss.detach().double()
+        self.sums[axes] = self.sums[axes] + value if axes in self.sums else value
+
+    def take(self) -> Tensor | float:
+        """Return the sum of this rank's values since `begin`, whole over its tp ranks; fp64."""
+        sums, self.sums = self.sums, {}
+        total: Tensor | float = 0.0
+        for axes, value in sums.items():
+            for axis in axes:
+                value = sum_in_order(value[None], axis, LABEL)[0]
+            total = total + value
+        return total
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Return x; in backward give `loss` its gradient and count its value."""
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, loss: Tensor, losses: AuxiliaryLosses, axes: tuple[Axis, ...]
+    ) -> Tensor:
+        saved_ctx.losses, saved_ctx.axes = losses, axes
+        saved_ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (loss,), losses = saved_ctx.saved_tensors, saved_ctx.losses
+        losses.add(loss, saved_ctx.axes)
+        return dx, torch.full_like(loss, 1 / losses.tokens), None, None

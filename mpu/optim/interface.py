@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer declares of itself, and how it updates a rank's parts of the weights.
+
+    UpdateRule   its name, its kinds of state, whether it needs whole matrices, its constants
+    Updater      the rule at work on segments of flat buckets: their state, and the update
+    Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
+
+Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
+optimizer is another UpdateRule (docs/zero.md, "How to add an optimizer"). mpu/optim/adam.py is the
+first one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StateKind(NamedTuple):
+    """One kind of state: a number for each number of a parameter, sharded as the parameter is.
+
+    name: in a checkpoint it follows the parameter's (`model.norm.weight.exp_avg`), so it has no
+    dot. dtype: None is the dtype of sums and masters: fp32, or fp64 under --fp64.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Parts:
+    """What an updater works on: a rank's parts of the weights.
+
+    groups: dicts with "params", the segments; "weight_decay"; "decoupled", whether the decoupled
+    learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the masters.
+    rounded: the narrower weights that a segment is rounded into, if there are any.
+    """
+
+    groups: list[dict[str, Any]]
+    rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+    @property
+    def segments(self) -> list[Tensor]:
+        """Return the segments of all groups."""
+        return [segment for group in self.groups for segment in group["params"]]
+
+
+class Updater(ABC):
+    """An update rule at work on segments.
+
+    groups: dicts as in Parts, with "lr", which is read at every step.
+    """
+
+    groups: list[dict[str, Any]]
+    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
+
+    @abstractmethod
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        """Update with gradients times `factor`; where found_inf is 1, change nothing at all.
+
+        Both are scalars on the segments' device, found_inf in fp32: the host does not wait for
+        them. The gradients are used up: they may be left multiplied or not.
+        """
+
+    @abstractmethod
+    def state(self, segment: Tensor) -> dict[str, Tensor]:
+        """Return a segment's state by the names of the rule's kinds, zeros before the first step.
+
+        The tensors are not copies: a load writes into them.
+        """
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Return the number of updates made, without skipped ones. Waits for the device."""
+
+    @abstractmethod
+    def set_steps(self, steps: int) -> None:
+        """Set the number of updates, which a bias correction uses."""
+
+
+@dataclass(frozen=True)
+class UpdateRule(ABC):
+    """What an optimizer declares. A rule's own constants are the fields of its dataclass.
+
+    name: in reports. kinds: its state beside the master, which every narrower weight has.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[StateKind, ...]]
+
+    @abstractmethod
+    def updater(self, parts: Parts) -> Updater:
+        """Return the rule at work on a rank's parts."""
+
+    def state_bytes(self, master: torch.dtype) -> int:
+        """Return the bytes of state for one number of a parameter; master: the masters' dtype."""
+        return sum((kind.dtype or master).itemsize for kind in self.kinds)
+
+
+class SegmentUpdater(Updater):
+    """Keeps the state that the rule declares, and updates one segment after the other.
+
+    A new rule needs `update` alone. It may use memory for a few tensors of a segment's size.
+    """
+
+    def __init__(self, rule: UpdateRule, parts: Parts) -> None:
+        self.groups = [{**group, "lr": 0.0} for group in parts.groups]
+        self._state = {
+            segment: {
+                kind.name: torch.zeros_like(segment, dtype=kind.dtype, requires_grad=False)
+                for kind in rule.kinds
+            }
+            for segment in parts.segments
+        }
+        self._steps = torch.zeros((), dtype=torch.float64, device=parts.segments[0].device)
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a segment's new values and its new state, and change nothing in place.
+
+        group: as in Parts, with "lr".
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        self._steps += 1 - found_inf.double()
+        skip = found_inf == 1
+        for group in self.groups:
+            for segment in group["params"]:
+                state = self._state[segment]
+                weight, new = self.update(segment, segment.grad * factor, state, group)
+                segment.copy_(torch.where(skip, segment, weight))
+                for name, values in state.items():
+                    values.copy_(torch.where(skip, values, new[name]))
+
+    def state(self, segment: Tensor) -> dict[str, Tensor]:
+        return self._state[segment]
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps)
+
+    def set_steps(self, steps: int) -> None:
+        self._steps.fill_(steps)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the flags say of a group of parameters, by the name that the model gives it.
+
+    decoupled: its learning rate is the decoupled one, where a run has one.
+    """
+
+    rule: UpdateRule
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+
+def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, int]:
+    """Return the bytes of state for one number of a parameter, by group."""
+    return {name: group.rule.state_bytes(master) for name, group in groups.items()}
+
+
+def rules_of(groups: Mapping[str, Group]) -> Sequence[UpdateRule]:
+    """Return the rules of the groups, each once."""
+    return list(dict.fromkeys(group.rule for group in groups.values()))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global norm of the gradients, or of other flat tensors laid out as the buckets are.
+
+Norms of blocks of fixed size are gathered from their owners; their squares are added in order,
+which gives one number a parameter. These are summed in rank order over the axis that cuts the
+parameters, then over the whole model's parameters by name. As no block has two parameters, the bits
+do not depend on how buckets are cut or shared, nor on the pipeline.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
+from mpu.comm.transport import Axis, Label
+from mpu.grid import Grid
+from mpu.param import placement_of
+from mpu.zero.bucket import ParamAndGradBucket
+from mpu.zero.layout import BLOCK
+
+NORM = Label("optimizer", "norm")
+
+
+class GlobalNorm:
+    """Takes the 2-norm of flat tensors, one a bucket: the part of it that this rank owns.
+
+    Each element of the model counts once: what several ranks hold is counted by the first of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[ParamAndGradBucket], grid: Grid
+    ) -> None:
+        self.pp = grid.pp
+        cuts = dict.fromkeys(bucket.layout.sharing.cut for bucket in buckets)
+        self._parts = [_Part(module, buckets, grid.data(cut).cut) for cut in cuts]
+        device = buckets[0].param_shard.device
+        # names are the same in every layout
+        text = "\n".join(name for part in self._parts for name in part.names)
+        lists = gather_bytes(text.encode(), grid.pp, device)
+        every = sorted({name for text in lists for name in text.decode().split("\n")})
+        rows = [[every.index(name) for name in part.names] for part in self._parts]
+        self._rows = [torch.tensor(row, device=device) for row in rows]
+        self._count = len(every)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norm, in fp64, on the weights' device."""
+        every = None
+        for part, row in zip(self._parts, self._rows, strict=True):
+            found = part.squares(tensors)
+            every = found.new_zeros(self._count) if every is None else every
+            every[row] = found
+        assert every is not None, "there is no bucket"
+        return sum_in_order(every, self.pp, NORM).sum().sqrt()
+
+
+class _Part:
+    """The parameters that one axis cuts, in the buckets that the same ranks share."""
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[ParamAndGradBucket], cut: Axis
+    ) -> None:
+        self.cut = cut
+        self._at = [i for i, b in enumerate(buckets) if b.layout.sharing.cut == cut.name]
+        mine = [buckets[i] for i in self._at]
+        self._shard = mine[0].shard
+        where: dict[nn.Parameter, list[int]] = {}  # its blocks among all that are gathered
+        total = sum(bucket.high - bucket.low for bucket in mine) // BLOCK
+        base = 0
+        for bucket in mine:
+            part = (bucket.high - bucket.low) // BLOCK
+            for _, param, start in bucket.params:
+                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
+                where[param] = [block // part * total + base + block % part for block in blocks]
+            base += part
+        self.names: list[str] = []
+        order: list[int] = []
+        counted: list[bool] = []
+        lengths: list[int] = []
+        for name, param in module.named_parameters():
+            placement = placement_of(param)
+            if param not in where or any(axis.rank for axis in placement.copies):
+                continue  # only the first rank of such an axis counts its copy
+            order += where[param]
+            counted += [placement.first_holder] * len(where[param])
+            lengths.append(len(where[param]))
+            self.names.append(name)
+        device = mine[0].param_shard.device
+        self._order = torch.tensor(order, device=device)
+        self._counted = torch.tensor(counted, device=device)
+        self._lengths = torch.tensor(lengths, device=device)
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the square of each parameter's norm, of all ranks that have a part of it."""
+        flat = [tensors[i].view(-1, BLOCK) for i in self._at]
+        blocks = [torch.linalg.vector_norm(t, dim=1).double() for t in flat]
+        every = torch.cat(blocks).to(self._order.device)
+        if self._shard is not None:
+            every = all_gather(every, self._shard, label=NORM)[0]
+        squares = every[self._order].square_().mul_(self._counted)
+        own = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
+        return sum_in_order(own, self.cut, NORM)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what the flags mean for each group of parameters: its update rule, decay, learning rate.
+
+    group of model/llama.py    optimizer       weight decay      learning rate
+    matrix                     --optimizer     --weight-decay    --lr
+    vector                     --optimizer     0                 --lr
+    embedding                  --optimizer     --weight-decay    --decoupled-lr, or --lr
+
+A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay.
+"""
+
+from collections.abc import Callable
+
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group, UpdateRule
+from mpu.param import GROUPS
+from training.config import Config
+
+
+def _adamw(config: Config) -> UpdateRule:
+    o = config.optimizer
+    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, config.parallel.optimizer_backend)
+
+
+# what --optimizer names: the rule, with the flags that are its constants
+RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw}
+
+
+def optimizer_groups(config: Config) -> dict[str, Group]:
+    """Return what each group of parameters means in a run."""
+    rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
+    plain = ("matrix_no_decay", "vector", "embedding_no_decay")
+    return {
+        name: Group(rule, 0.0 if name in plain else decay, name.startswith("embedding"))
+        for name in GROUPS
+    }

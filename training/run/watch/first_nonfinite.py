@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the first tensor that is not finite in a step, by running its micro-batches once more.
+
+    weights                    each rank looks at those that it owns
+    forward                    a hook looks at what enters and what leaves each module
+    backward                   a hook looks at the gradient of what each module gave, and at each
+                               parameter's main gradient once it is ready
+    after the gradients' sums  each rank looks at the sums that it owns
+
+Nothing is updated, so only time is lost. The rerun is made when all ranks know of the step, one
+step later: with the weights of then, which are one update further where that step was sound.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import gather_bytes
+from training.checkpoint.finite import fault_of
+from training.data.batch import Batch
+from training.data.dataset import Dataset
+from training.run.state import Run, RunSchedule
+
+WHERE = re.compile(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)")
+DEFERRED = re.compile(r"deferred (W) of (micro-batch) (\d+) in stage (\d+)")
+WEIGHT, FORWARD, BACKWARD, SUM = range(4)  # in the order in which a step comes to them
+
+
+def find_first(
+    run: Run, dataset: Dataset, batches: list[Batch], rerun: RunSchedule, during: str
+) -> list[str]:
+    """Run a step's micro-batches again, on every rank; return sentences on what was found.
+
+    rerun: run_schedule of pretrain_llama.py. The same sentences on every rank.
+    """
+    watch = _Watch(run, dataset, batches)
+    watch.look_at_weights()
+    tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size
+    run.sink.begin_step(len(batches))
+    with watch.hooks():
+        rerun(run, run.schedule(len(batches)), batches, tokens, during)
+    run.sink.finish_grad_sync()
+    watch.look_at_sums()
+    mine = json.dumps(watch.found).encode()
+    every = [json.loads(text) for text in gather_bytes(mine, run.grid.world, run.device)]
+    found = sorted((*at, rank, text) for rank, own in enumerate(every) for at, text in own)
+    if not found:
+        return [
+            "run again, all of its values were finite, so nothing in its samples is to blame: a "
+            "transient fault, or one outside of forward and backward"
+        ]
+    *_, rank, text = found[0]
+    return [f"run again, the first value that is not finite is in {text}, on rank {rank}"]
+
+
+class _Watch:
+    """What one rank finds: the first of each kind, as ([kind, micro-batch, stage, place], text)."""
+
+    def __init__(self, run: Run, dataset: Dataset, batches: Sequence[Batch]) -> None:
+        self.run, self.dataset, self.batches = run, dataset, batches
+        self.found: list[tuple[list[int], str]] = []
+        self._looks = 0
+        self._names = {param: name for name, param in run.model.named_parameters()}
+
+    def look_at_weights(self) -> None:
+        """Look at the weights, and at the masters that they are rounded from."""
+        buckets = self.run.sink.buckets
+        for bucket, master in zip(buckets, self.run.optimizer.masters, strict=True):
+            for name, low, high, _ in bucket.owned():
+                part = slice(low - bucket.low, high - bucket.low)
+                fault = fault_of(bucket.param_shard[part]) or fault_of(master[part])
+                if fault:
+                    self.found.append(([WEIGHT, 0, 0, 0], f"the weight {name}: {fault}"))
+                    return
+
+    def look_at_sums(self) -> None:
+        """Look at the sums of the gradients."""
+        for bucket in self.run.sink.buckets:
+            for name, low, high, _ in bucket.owned():
+                if fault := fault_of(bucket.grad_shard[low - bucket.low : high - bucket.low]):
+                    self.found.append(([SUM, 0, 0, 0], f"the summed gradient of {name}: {fault}"))
+                    return
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Look at every tensor that passes between modules, until the block is left."""
+        sink, handles = self.run.sink, []
+        for name, module in self.run.module.named_modules():
+            handles.append(module.register_forward_pre_hook(self._before(name, module)))
+            handles.append(module.register_forward_hook(self._after(name, module)))
+        ready = sink.register_grad_ready
+
+        def looked_at(param: nn.Parameter) -> None:
+            name = self._names.get(param, "a parameter")
+            self._look(sink.main_grad(param), f"the gradient of the weight {name}", BACKWARD)
+            ready(param)
+
+        sink.register_grad_ready = looked_at  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if "register_grad_ready" in vars(sink) and sink.register_grad_ready is looked_at:
+                sink.register_grad_ready = ready  # type: ignore[method-assign]
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str, module: nn.Module) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            for value in inputs:
+                self._look(value, f"what {_told(name, module)} is given", FORWARD)
+
+        return hook
+
+    def _after(self, name: str, module: nn.Module) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            for value in output if isinstance(output, (tuple, list)) else (output,):
+                self._look(value, f"the output of {_told(name, module)}", FORWARD)
+                if isinstance(value, Tensor) and value.requires_grad:
+                    what = f"the gradient of the output of {_told(name, module)}"
+                    value.register_hook(lambda grad, what=what: self._look(grad, what, BACKWARD))
+
+        return hook
+
+    @torch.no_grad()
+    def _look(self, value: Any, what: str, kind: int) -> None:
+        """Note a tensor that is not finite, if it is this rank's first of its kind."""
+        self._looks += 1
+        if not isinstance(value, Tensor) or any(order[0] == kind for order, _ in self.found):
+            return
+        if fault := fault_of(value):
+            action = self.run.monitor.action
+            place = WHERE.search(action) or DEFERRED.search(action)
+            number, stage = (int(place[3]), int(place[4])) if place else (0, 0)
+            order = [kind, number, stage if kind == FORWARD else -stage, self._looks]
+            text = f"{what} ({fault}), of micro-batch {number}: {self._samples(number, value)}"
+            self.found.append((order, text))
+
+    def _samples(self, number: int, value: Tensor) -> str:
+        """Name the first sample of a micro-batch whose values are not finite, or all of them."""
+        batch = self.batches[min(number, len(self.batches) - 1)]
+        rows = len(batch.tokens)
+        dim = {3: 1, 2: 0}.get(value.dim(), -1)  # hidden states [s, b, h], losses [b, s]
+        first = batch.first_sample
+        if rows > 1 and (dim < 0 or value.shape[dim] != rows):
+            last = first + rows - 1
+            return f"samples {first} to {last}, the first from {self.dataset.describe(first)}"
+        if rows > 1:
+            first += int((~value.isfinite()).movedim(dim, 0).flatten(1).any(1).nonzero()[0])
+        return f"sample {first}, from {self.dataset.describe(first)}"
+
+
+def _told(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"

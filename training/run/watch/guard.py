@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide what follows a step whose numbers are wrong, the same on every rank.
+
+    a norm that is not finite    the update was skipped on every rank; --on-nan: stop, skip, rewind
+    a spike                      --on-spike: report, stop, rewind
+
+A spike is a step whose loss or gradient norm is far above those of the recent steps:
+
+    z = (x - median) / max(1.4826 x median of |x - median|, floor)
+
+over the last WINDOW finite steps; x is the loss and the logarithm of the gradient norm. Median and
+median deviation are not moved by a few outliers, as mean and standard deviation are. All of it
+stays on the device. No step waits for the answer: it travels with the ranks' other flags, and is
+judged one step later, unless a save follows.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from training.data.loader import Loader
+from training.run.log import Log
+from training.run.state import Run, RunSchedule
+from training.run.stop import Agreement, Heard
+from training.run.watch.first_nonfinite import find_first
+from training.run.watch.rewind import Rewind
+from training.run.watch.step import BACK, Decision, Step
+
+SKIPS = 10  # skipped updates in a row that end a run
+WINDOW, LEAST = 128, 32  # steps that are compared with; so many are needed
+FLOOR = (0.01, 0.05)  # of the deviation: of the loss, a share of its median; of log(norm)
+NAMES = ("loss", "gradient norm")
+
+
+class Guard:
+    """Judges the numbers of one run's steps, and hears what ranks reported of signals and time.
+
+    data: what is trained on. rerun: forward and backward of micro-batches without an update
+    (first_nonfinite.py). Every rank makes the same calls.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        rewind: Rewind,
+        data: Loader,
+        log: Log,
+        agreement: Agreement,
+        rerun: RunSchedule,
+    ) -> None:
+        self.run, self.rewind, self.data, self.log = run, rewind, data, log
+        self.agreement, self._rerun = agreement, rerun
+        fault = run.config.fault
+        self.on_nan, self.on_spike = run.config.run.on_nan, fault.on_spike
+        self._spikes = Spikes(fault.spike_z_score, run.device) if self.on_spike else None
+        self._before: Step | None = None  # a step that is not judged yet
+        self._skipped = 0  # updates in a row, up to the step judged last
+
+    def spiked(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the flag of a step that was just made, for the ranks to agree on."""
+        if self._spikes is None:
+            return ()
+        return (self._spikes.judge(step.iteration, step.loss, step.norm),)
+
+    def after_step(self, step: Step) -> Decision:
+        """Judge the step before; judge this one too where it is the last, or a save follows.
+
+        So no step is saved, nor copied, that the ranks have not agreed on. A step is judged once.
+        """
+        heard, asked = step.heard, step.asked
+        if self._before is not None and self._goes_back(self._before, heard):
+            return BACK
+        self._before = step
+        if asked.stop or asked.save or asked.copy or heard.signal or heard.over:
+            now = self.agreement.close()
+            if self._goes_back(step, now):
+                return BACK
+            heard |= now
+            self._before = None
+        stop = heard.signal or heard.over
+        save = stop and bool(self.run.config.checkpoint.save)
+        return Decision(stop=stop, signal=heard.signal, save=save, skipped=self._skipped > 0)
+
+    def _goes_back(self, step: Step, heard: Heard) -> bool:
+        """Judge a step by what all ranks said of it; return whether the run went back.
+
+        Raises FloatingPointError where it is to end.
+        """
+        i = step.iteration
+        self._skipped = self._skipped + 1 if heard.skipped else 0
+        if heard.skipped:
+            what = f"the gradient norm was not finite at iteration {i}: that update was "
+            what += "skipped on every rank"
+            if self._skipped == 1:
+                what = "; ".join([what, *self._first_nonfinite(step)])
+            return self._answer(self.on_nan, what, [i])
+        if heard.spiked and self._spikes is not None:
+            what = f"a spike at iteration {i}: {self._spikes.describe(i)}"
+            # the update before may be the cause
+            return self._answer(self.on_spike or "", what, [i - 1, i])
+        return False
+
+    def _answer(self, how: str, what: str, iterations: list[int]) -> bool:
+        if how == "stop":
+            raise FloatingPointError(what)
+        if how == "skip" and self._skipped >= SKIPS:
+            raise FloatingPointError(
+                f"{what}; it is the {SKIPS}th in a row: no data is that bad, so a weight or this "
+                "program is; the checkpoints from before are still there"
+            )
+        if how != "rewind":
+            self.log.note(what)
+            return False
+        self.rewind.go_back(what, over=iterations)
+        self._before, self._skipped = None, 0
+        return True
+
+    def _first_nonfinite(self, step: Step) -> list[str]:
+        """Run the step's micro-batches again and return sentences on what was found."""
+        run = self.run
+        if run.config.fault.rerun_mode == "disabled":
+            return []
+        i = step.iteration
+        run.monitor.action = f"running iteration {i} again, as its norm was not finite"
+        batches = step.batches(self.data, run.device)
+        return find_first(run, self.data.dataset, batches, self._rerun, f"of iteration {i} again")
+
+
+class Seen(NamedTuple):
+    """One step: its iteration, (loss, norm) and their z-scores, on the device."""
+
+    iteration: int
+    values: Tensor
+    scores: Tensor
+
+
+class Spikes:
+    """Judge each step by the steps before it. threshold: the z-score from which it is a spike."""
+
+    def __init__(self, threshold: float, device: torch.device | str) -> None:
+        self.threshold = threshold
+        self._window = torch.full((2, WINDOW), torch.nan, dtype=torch.float64, device=device)
+        self._seen: deque[Seen] = deque(maxlen=2)
+
+    @torch.no_grad()
+    def judge(self, iteration: int, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return 1 where the step is a spike, else 0: a scalar on the device. NaN is none."""
+        values = torch.stack([loss.double(), norm.double()])
+        x = torch.stack([values[0], values[1].log()])
+        middle = self._window.nanmedian(dim=1, keepdim=True).values
+        deviation = 1.4826 * (self._window - middle).abs().nanmedian(dim=1).values
+        middle = middle[:, 0]
+        floor = torch.stack([FLOOR[0] * middle[0].abs(), torch.full_like(middle[1], FLOOR[1])])
+        scores = (x - middle) / torch.maximum(deviation, floor)
+        enough = self._window[0].isfinite().sum() >= LEAST
+        spike = (scores > self.threshold).any() & enough
+        moved = torch.cat([self._window[:, 1:], x[:, None]], dim=1)
+        self._window = torch.where(x.isfinite().all(), moved, self._window)
+        self._seen.append(Seen(iteration, values, scores))
+        return spike.double()
+
+    def describe(self, iteration: int) -> str:
+        """Return what was seen at one of the last two steps, as text. Waits for the device."""
+        found = next((seen for seen in self._seen if seen.iteration == iteration), None)
+        if found is None:
+            return ""
+        values, scores = found.values.tolist(), found.scores.tolist()
+        return ", ".join(
+            f"{name} {value:.4g} (z-score {score:.1f})"
+            for name, value, score in zip(NAMES, values, scores, strict=True)
+        )

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write what --profile asks for: torch's trace, and a timeline of each pipeline rank's actions.
+
+`python tools/draw_schedule.py --profile DIR` draws the timelines. --record-memory-history writes
+what CUDA's allocator did, for torch's viewer, https://pytorch.org/memory_viz.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
+from mpu.pipeline.engine import Engine
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from training.config import Config
+from training.run.output import say
+from training.run.stop import Agreement
+from training.run.watch.step import CONTINUE, Decision, Step
+
+EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
+VIEWER = "https://pytorch.org/memory_viz"
+
+
+def folder_of(config: Config) -> Path:
+    """Return where a run's profile goes: --tensorboard-dir, or a folder of the run's own files.
+
+    That is `profile` in --save, else beside --log-json, else here.
+    """
+    if config.log.tensorboard_dir:
+        return Path(config.log.tensorboard_dir)
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save) / "profile"
+    return Path(config.log.log_json or "").parent / "profile"
+
+
+def snapshot_of(config: Config, rank: int) -> Path | None:
+    """Return where a rank's --record-memory-history goes, None where it writes none."""
+    if not config.log.record_memory_history or rank not in config.log.profile_ranks:
+        return None
+    path = Path(config.log.memory_snapshot_path or folder_of(config) / "memory.pickle")
+    return path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
+
+
+class Profile:
+    """Trace steps [--profile-step-start, --profile-step-end), counted from 0 at the run's start.
+
+    The ranks of --profile-ranks write torch's trace; the ranks of the first pipeline write
+    pipeline_rank<r>.json, the spans of these steps in seconds of the wall clock. Both go to
+    `folder_of` the run. note: called with a line that says where, on rank 0. A context manager;
+    without its flags it does nothing.
+
+    torch's profiler frees its events when it stops. A collective of gloo that ends later writes
+    into its event all the same: into memory that is in use again. So what is in flight between two
+    steps (the weights of `sink`, the flags of `agreement`) is waited for before the trace stops,
+    and after an error, when nobody can wait, the trace is not stopped, nor written.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        engine: Engine,
+        sink: ParamAndGradBuffer,
+        agreement: Agreement,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        log = config.log
+        self._folder, self._steps, self._note_line = folder_of(config), 0, note
+        self._told = not log.profile or grid.rank != 0  # it speaks for all
+        self._ranks = ", ".join(map(str, log.profile_ranks))
+        self._snapshot = snapshot_of(config, grid.rank)
+        self._first, self._end = log.profile_step_start, log.profile_step_end
+        first_pipeline = grid.pp.size > 1 and grid.tp.rank == grid.dp_cp.rank == 0
+        self._engine = engine if log.profile and first_pipeline else None
+        self._pp: Axis = grid.pp
+        self._in_flight = (sink.wait_for_weights, agreement.wait)
+        self._trace: torch.profiler.profile | None = None
+        self._recorded: list[dict[str, Any]] = []
+        if log.profile and grid.rank in log.profile_ranks:
+            self._trace = torch.profiler.profile(
+                schedule=torch.profiler.schedule(
+                    wait=max(0, self._first - 1),
+                    warmup=1,
+                    active=self._end - self._first,
+                    repeat=1,
+                ),
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(
+                    str(self._folder), f"rank{grid.rank}"
+                ),
+            )
+
+    def __enter__(self) -> "Profile":
+        if self._snapshot is not None:
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+        self._measure()
+        if self._trace is not None:
+            self._trace.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._trace is not None and error[0] is None:
+            self._settle()
+            self._trace.__exit__(*error)
+        if self._recorded:  # also where the run ended before --profile-step-end
+            self._write()
+        if error[0] is None and self._steps > self._first:
+            self._tell()
+        if self._snapshot is not None:  # also after an error, such as no memory left
+            self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            say(f"memory history: {self._snapshot}; open it at {VIEWER}")
+
+    def after_step(self, step: Step) -> Decision:
+        """Do what step() does."""
+        self.step()
+        return CONTINUE
+
+    def step(self) -> None:
+        """Count one training step."""
+        if self._trace is not None:
+            if self._trace.current_action is torch.profiler.ProfilerAction.RECORD_AND_SAVE:
+                self._settle()  # it stops now
+            self._trace.step()
+        self._steps += 1
+        if self._engine is not None and self._engine.spans is not None:
+            self._note(self._engine)
+        self._measure()
+
+        if self._steps == self._end:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say once where the profile is."""
+        if not self._told:
+            self._told, last = True, min(self._steps, self._end) - 1
+            self._note_line(
+                f"profile: steps {self._first} to {last} of this start, in {self._folder} (torch's "
+                f"traces of rank {self._ranks}: `tensorboard --logdir`, or ui.perfetto.dev)"
+            )
+
+    def _settle(self) -> None:
+        for wait in self._in_flight:
+            wait()
+
+    def _measure(self) -> None:
+        if self._engine is not None:
+            self._engine.spans = [] if self._first <= self._steps < self._end else None
+
+    def _note(self, engine: Engine) -> None:
+        schedule, to_wall = engine.schedule, time.time() - time.perf_counter()
+        assert schedule is not None and engine.spans is not None
+        spans = [[*span[:3], span[3] + to_wall, span[4] + to_wall] for span in engine.spans]
+        self._recorded.append({"iteration": self._steps, "spans": spans})
+
+    def _write(self) -> None:
+        assert self._engine is not None and self._engine.schedule is not None
+        schedule = self._engine.schedule
+        record = {
+            "schedule": schedule.name,
+            "chunks": schedule.chunks,
+            "v_shape": schedule.v_shape,
+            "split": schedule.split,
+            "pp_rank": self._pp.rank,
+            "pp_size": self._pp.size,
+            "steps": self._recorded,
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"pipeline_rank{self._pp.rank}.json"
+        path.write_text(json.dumps(record) + "\n")

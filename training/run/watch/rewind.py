@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Go back to the newest sound checkpoint of --save, and pass over iterations.
+
+An iteration that is passed over counts, and so do its samples, but nothing is trained on them.
+Every later checkpoint lists what was passed over, so that a resume passes over the same.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from training.run.log import Log
+from training.run.saver import Saver
+from training.run.state import Run
+from training.run.stop import Agreement
+from training.run.watch.step import Step
+
+REWINDS = 3  # to one checkpoint; then the fault is not in the samples
+
+
+class Rewind:
+    """The way back of one run. Every rank makes the same calls."""
+
+    def __init__(self, run: Run, saver: Saver, log: Log, agreement: Agreement) -> None:
+        self.run, self.saver, self.log, self.agreement = run, saver, log, agreement
+        self._went_back: Counter[int] = Counter()  # by the iteration of the checkpoint
+        self.passed_over = saver.passed_over
+        self.passed_over.update(run.config.fault.iterations_to_skip)
+
+    def begin(self) -> None:
+        """Save the run's start, where an answer to bad numbers may be to go back to it."""
+        run, fault = self.run, self.run.config.fault
+        answers = run.config.run.on_nan, fault.on_spike, fault.on_replica_mismatch
+        if "rewind" in answers and not run.iteration:
+            self.saver.save(0, 0, must=True)
+
+    def goes_on(self, total: int) -> bool:
+        """Return whether a step of the run's `total` follows, after those that are passed over.
+
+        Where the run's last steps are passed over, it saves.
+        """
+        run = self.run
+        passed = self.pass_over(total)
+        if passed and run.iteration >= total and run.config.checkpoint.save:
+            self.saver.save(run.iteration, run.consumed, must=True)
+        return run.iteration < total
+
+    def pass_over(self, total: int) -> bool:
+        """Count the iterations that follow and are to be passed over; return whether there are."""
+        run, passed = self.run, False
+        while run.iteration < total and run.iteration + 1 in self.passed_over:
+            step, passed = Step.next(run), True
+            step.count(run)
+            samples = f"samples {step.consumed} to {run.consumed - 1}"
+            self.log.note(f"iteration {run.iteration} is passed over: {samples}")
+        return passed
+
+    def go_back(self, why: str, over: Iterable[int] = ()) -> None:
+        """Load the newest sound checkpoint of --save; every rank is at its iteration then.
+
+        over: iterations to pass over from now on. Raises FloatingPointError where that was done
+        REWINDS times already, and where there is no such checkpoint.
+        """
+        run = self.run
+        self.passed_over.update(i for i in over if i > 0)
+        self.agreement.close()  # what it says of the steps that are taken back
+        run.monitor.enter("load", f"going back from iteration {run.iteration}")
+        before, found = run.iteration, self.saver.rewind()
+        if found is None:
+            raise FloatingPointError(f"{why}; there is no sound checkpoint under --save to go to")
+        run.iteration, run.consumed = found
+        self._went_back[run.iteration] += 1
+        if self._went_back[run.iteration] > REWINDS:
+            raise FloatingPointError(
+                f"{why}; going back to iteration {run.iteration} did not help {REWINDS} times: the "
+                "cause is not in the samples passed over; start from an earlier checkpoint "
+                "(--ckpt-step), or look at the learning rate, the data and the machine"
+            )
+        self.log.note(f"{why}; going back from iteration {before} to {run.iteration}")

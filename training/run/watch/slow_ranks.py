@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the rank or the link that slows all others down, from the times that each rank waits.
+
+Every step takes all ranks the same time, so the time says nothing. What differs is how long each
+one waited for the others (mpu/comm/waits.py): the slow rank is the one that did not.
+
+    own(r)    = step - data(r) - waits(r)          a rank's own work
+    link(g)   = least wait over an axis among its group g: the last to come waits for bytes alone
+
+A rank's own work is compared with that of the ranks of its pipeline stage, its waits for data with
+all ranks'. A stage of one rank, and the link of the only group of an axis, have nobody like them:
+they are compared with themselves when the run was young. On NCCL a host does not wait for its
+peers, so there only data and the clocks of the GPUs are compared.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import all_gather
+from mpu.comm.transport import Handle, Label
+from mpu.grid import Grid
+from training.run.gpu_health import Health, read_health
+from training.run.log import Log
+from training.run.watch.step import CONTINUE, Decision, Step
+
+SHARE = 0.10  # of a step: less is no slow rank
+FLOOR = 0.005  # seconds a step: less is no slow rank either
+NOISE = 4.0  # times the middle deviation of a rank's steps: less is chance
+CLOCK = 0.9  # of the others' clock: a GPU below it is slow
+WINDOW = 20  # steps, at least, of which the middle one counts
+WARM = 3  # steps that are left out at the start
+LINKS = {
+    "tp": ("tp", "tp_kv"),
+    "cp": ("cp",),
+    "dp": ("dp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "edp", "edp_shard", "edp_replicate"),
+    "pp": ("pp", "pp_back", "embd"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's middle step of a window, in seconds. noise: how far its steps lie from it.
+
+    links: {axis: waits for its peers there}. health: of its GPU.
+    """
+
+    step: float
+    data: float
+    own: float
+    noise: float
+    links: dict[str, float]
+    health: Health = Health()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is like whom. stages: ranks of each pipeline stage. groups: {axis: its groups}."""
+
+    stages: tuple[tuple[int, ...], ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+
+    @classmethod
+    def of(cls, grid: Grid) -> "Layout":
+        """Return a grid's."""
+        stages = grid.groups("tp", "cp", "dp")
+        groups = {name: grid.groups(name) for name in LINKS if getattr(grid, name).size > 1}
+        return cls(stages, groups)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """What slows a step down, and by how much. ranks: one, or a link's."""
+
+    ranks: tuple[int, ...]
+    what: str
+    seconds: float
+    step: float
+    more: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is worth a line."""
+        return self.seconds > max(FLOOR, SHARE * self.step)
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]} is slow in {self.what}"
+        if len(self.ranks) > 1:
+            who = f"the {self.what} link of ranks {', '.join(map(str, self.ranks))} is slow"
+        return (
+            f"{who}: {self.seconds * 1e3:.1f} ms of each step of {self.step * 1e3:.1f} ms "
+            f"({self.seconds / self.step:.0%}){self.more}"
+        )
+
+
+def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -> Slow | None:
+    """Return what costs the most time beyond its like, None where nothing stands out of the noise.
+
+    young: the rows of an early window, None where this is the first. The result may be too little
+    to count.
+    """
+    step, noise = median(row.step for row in rows), median(row.noise for row in rows)
+    before, found = young or rows, list[Slow]()
+    growth = [new.own - old.own for new, old in zip(rows, before, strict=True)]
+
+    def find(ranks: tuple[int, ...], what: str, seconds: float) -> None:
+        row = rows[ranks[0]]
+        words = row.health.words() if what == "compute" else ""
+        if seconds > NOISE * max(noise, row.noise):
+            found.append(Slow(ranks, what, seconds, step, words))
+
+    for rank, late in enumerate(_beyond([row.data for row in rows])):
+        find((rank,), "data", late)
+    alone = _beyond(growth)
+    for ranks in layout.stages:
+        twins = _beyond([rows[r].own for r in ranks])
+        for rank, more in zip(ranks, twins, strict=True):
+            find((rank,), "compute", more if len(ranks) > 1 else alone[rank])
+    for axis, groups in layout.groups.items():
+        now = [min(rows[r].links[axis] for r in ranks) for ranks in groups]
+        sisters = _beyond(now)
+        for i, ranks in enumerate(groups):
+            then = min(before[r].links[axis] for r in ranks) + max(0.0, median(growth))
+            find(ranks, axis, sisters[i] if len(groups) > 1 else now[i] - then)
+    found += _clocks(rows, step)
+    return max(found, key=lambda slow: slow.seconds, default=None)
+
+
+def _beyond(values: Sequence[float]) -> list[float]:
+    """Return how far each value lies beyond the others': the middle one, or of two the other."""
+    if len(values) == 2:
+        return [values[0] - values[1], values[1] - values[0]]
+    usual = median(values)
+    return [value - usual for value in values]
+
+
+def _clocks(rows: Sequence[Row], step: float) -> list[Slow]:
+    """Return the GPUs whose clock is below the others', with what that may cost."""
+    clocks = [row.health.clock for row in rows]
+    if any(math.isnan(clock) for clock in clocks):
+        return []
+    usual = median(clocks)
+    return [
+        Slow((rank,), "compute", step * (1 - clock / usual), step, rows[rank].health.words())
+        for rank, clock in enumerate(clocks)
+        if clock < CLOCK * usual
+    ]
+
+
+class SlowRanks:
+    """Watches this rank's times; where a log line is due, compares all ranks', one line late.
+
+    A finding is a line of the log when it comes, or comes back; its numbers go to the log's files.
+    """
+
+    def __init__(self, grid: Grid, device: torch.device, log: Log) -> None:
+        self.grid, self.device, self.log = grid, device, log
+        self.layout = Layout.of(grid)
+        self._steps = deque[list[float]](maxlen=max(WINDOW, log.config.log_interval))
+        self._left, self._waited = WARM, dict(grid.waits.seconds)
+        self._gathered: tuple[Tensor, Handle] | None = None
+        self._young: list[Row] | None = None
+        self._last: tuple[tuple[int, ...], str] | None = None  # what the window before found
+        self._said: tuple[tuple[int, ...], str] | None = None
+
+    def after_step(self, step: Step) -> Decision:
+        """Count a step that ends now; where a line of the log is due, add numbers to it."""
+        due = self.log.due(step.iteration)
+        step.values |= self._count(step.begin, step.waited, due)
+        return CONTINUE
+
+    def wait(self) -> None:
+        """Wait for the times that are on their way."""
+        if self._gathered is not None:
+            self._gathered[1].wait()
+
+    def _count(self, begin: float, data: float, due: bool) -> dict[str, float]:
+        if self.grid.world_size == 1:
+            return {}
+        waits, before = dict(self.grid.waits.seconds), self._waited
+        self._waited = waits
+        self._left -= 1
+        seconds = time.perf_counter() - begin
+        if self._left < 0:
+            spent = {name: waits[name] - before.get(name, 0.0) for name in waits}
+            links = [sum(spent.get(name, 0.0) for name in names) for names in LINKS.values()]
+            own = seconds - data - sum(spent.values())
+            self._steps.append([seconds, data, own, *links])
+        if not due or len(self._steps) < WINDOW // 2:
+            return {}
+        slow = self._read() if self._gathered is not None else None
+        mine = torch.tensor([self._middle()], dtype=torch.float64, device=self.device)
+        label = Label("slow ranks", "times")
+        self._gathered = all_gather(mine, self.grid.world, async_op=True, label=label)
+        if slow is None:
+            return {"slow_rank_seconds": 0.0}
+        return {"slow_rank": float(slow.ranks[0]), "slow_rank_seconds": slow.seconds}
+
+    def _middle(self) -> list[float]:
+        """Return this rank's middle step, as `_row` reads it."""
+        middle = [median(column) for column in zip(*self._steps, strict=True)]
+        noise = median(abs(step[2] - middle[2]) for step in self._steps)
+        return [*middle, noise, *read_health(self.device)]
+
+    def _read(self) -> Slow | None:
+        """Return what the last gathered window shows, and print it if it is new."""
+        assert self._gathered is not None
+        every, handle = self._gathered
+        handle.wait()
+        if self.grid.rank > 0:
+            return None
+        rows = [_row(line) for line in every.tolist()]
+        slow = diagnose(rows, self.layout, self._young)
+        if self._young is None and len(self._steps) == self._steps.maxlen:
+            self._young = rows
+        name = (slow.ranks, slow.what) if slow is not None and slow.counts else None
+        if name is not None and name == self._last and name != self._said:
+            self.log.note(str(slow))  # seen twice: no chance
+            self._said = name
+        if name is None:
+            self._said = None
+        self._last = name
+        return slow
+
+    def __enter__(self) -> "SlowRanks":
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        if kind is None:
+            self.wait()
+
+
+def _row(numbers: list[float]) -> Row:
+    step, data, own, *links, noise, clock, heat, power = numbers
+    waits = dict(zip(LINKS, links, strict=True))
+    return Row(step, data, own, noise=noise, links=waits, health=Health(clock, heat, power))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step, what watches it, and what is decided to follow it.
+
+for each watcher: decision = watcher.after_step(step)
+combine(decisions): back > stop > save > copy
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from training.batch_size import global_batch_size
+from training.data.batch import Batch
+from training.data.loader import Loader
+from training.learning_rate import decoupled_learning_rate, learning_rate
+from training.run.state import Run
+from training.run.stop import Heard
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one watcher asks for after a step, or what follows the step; the same on every rank."""
+
+    back: bool = False  # the run is at a checkpoint again: the step does not count any more
+    stop: bool = False  # this step is the last one
+    signal: bool = False  # and a signal is why
+    skipped: bool = False  # the update was skipped: the weights are those of a step before
+    save: bool = False
+    copy: bool = False  # to the supervisor's memory (--peer-checkpoint)
+    evaluate: bool = False
+    evaluate_after_save: bool = False  # of combine() alone: no watcher asks for it
+    sample: bool = False
+
+    @property
+    def hurry(self) -> bool:
+        """Whether a save is to remove no older checkpoint: no time, or the older one is better."""
+        return self.signal or self.skipped
+
+
+CONTINUE, BACK = Decision(), Decision(back=True)
+
+
+def combine(decisions: Iterable[Decision]) -> Decision:
+    """Return what follows a step of which each watcher decided this.
+
+    back        nothing follows: no evaluation, no sample, no save
+    stop        a save is made even where the update was skipped
+    skipped     no save else, and no copy: it would push an older checkpoint out
+    save        no copy
+    signal      evaluate after the save, as a signal's grace may be short
+    """
+    asked = union(decisions)
+    if asked.back:
+        return BACK
+    return Decision(
+        stop=asked.stop,
+        signal=asked.signal,
+        skipped=asked.skipped,
+        save=asked.save and (asked.stop or not asked.skipped),
+        copy=asked.copy and not asked.save and not asked.skipped,
+        evaluate=asked.evaluate and not asked.signal,
+        evaluate_after_save=asked.evaluate and asked.signal,
+        sample=asked.sample,
+    )
+
+
+def union(decisions: Iterable[Decision]) -> Decision:
+    """Return all that any of the decisions asks for."""
+    found = list(decisions)
+    names = [each.name for each in fields(Decision)]
+    return Decision(**{name: any(getattr(each, name) for each in found) for name in names})
+
+
+NOT_YET = torch.tensor(torch.nan)
+
+
+@dataclass(eq=False)
+class Step:
+    """One training step. loss, norm, found_inf: as train_step returns them, on the device."""
+
+    iteration: int  # counted from 1
+    consumed: int  # samples before it
+    size: int  # samples of its global batch
+    lr: float
+    decoupled_lr: float | None
+    begin: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0  # seconds, for its data
+    loss: Tensor = NOT_YET
+    norm: Tensor = NOT_YET
+    found_inf: Tensor = NOT_YET
+    auxiliary: Tensor | None = None  # the part of the loss that is auxiliary
+    heard: Heard = Heard()  # what all ranks reported of the step before
+    values: dict[str, Any] = field(default_factory=dict)  # for its line of the log, if it has one
+    decisions: list[Decision] = field(default_factory=list)  # of the watchers asked so far
+
+    @classmethod
+    def next(cls, run: Run) -> "Step":
+        """Return the step that follows: its number, its samples, its learning rates."""
+        config, consumed = run.config, run.consumed
+        return cls(
+            run.iteration + 1,
+            consumed,
+            global_batch_size(config, consumed),
+            learning_rate(config, consumed),
+            decoupled_learning_rate(config, consumed),
+        )
+
+    def batches(self, data: Loader, device: torch.device) -> list[Batch]:
+        """Return this rank's micro-batches."""
+        batches = data.next_global_batch(self.consumed, self.size)
+        return [batch.to(device) for batch in batches]
+
+    def count(self, run: Run) -> None:
+        """Count it as made."""
+        run.iteration, run.consumed = self.iteration, self.consumed + self.size
+
+    @property
+    def asked(self) -> Decision:
+        """Return all that the watchers before asked for."""
+        return union(self.decisions)
+
+
+class Watcher(Protocol):
+    """Looks at each step once it is made, on every rank."""
+
+    def after_step(self, step: Step) -> Decision:
+        """Return what is to follow the step. Raises FloatingPointError where the run is to end."""
+
+
+def after_step(step: Step, watchers: Sequence[Watcher]) -> Decision:
+    """Let each watcher look at a step, up to one that goes back; return what follows the step."""
+    for watcher in watchers:
+        step.decisions.append(watcher.after_step(step))
+        if step.decisions[-1].back:
+            break
+    return combine(step.decisions)
