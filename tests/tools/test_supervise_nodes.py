@@ -176,8 +176,8 @@ def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None
     strangers.start()
     try:
         deadline = time.monotonic() + 60
-        while strangers.came < 150:
-            assert time.monotonic() < deadline, "the strangers never came"
+        while strangers.came <= 200:
+            assert time.monotonic() < deadline, "no stranger was sent away"
             time.sleep(0.1)
         second = nodes.join(1)
         second.until("0 1 2 ", seconds=30.0)
@@ -187,7 +187,6 @@ def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None
     finally:
         strangers.over = True
         strangers.join()
-    assert strangers.came > 200  # some were sent away
     assert [words[:2] for words in back.starts()] == [["1", "1"]]
 
 

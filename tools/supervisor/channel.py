@@ -104,7 +104,9 @@ class Listener:
         self._selector, self._silence, self._serve = selectors.DefaultSelector(), silence, serve
         listener = socket.create_server((host, port), backlog=128)
         self.port: int = listener.getsockname()[1]
-        self.door = Door(listener, _key(secret), self._selector, "node", nodes, (VISIT,), wrong)
+        self.door = Door(
+            listener, _key(secret), self._selector, "node", nodes, visitors=(VISIT,), wrong=wrong
+        )
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
         self._thread.start()
