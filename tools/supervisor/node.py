@@ -114,7 +114,9 @@ class Node:
 
         if options.nnodes > 1:
             try:
-                self._listener = Listener(host, port, secret, self.silence, met, nodes, wrong)
+                self._listener = Listener(
+                    host, port, secret, self.silence, met, nodes=nodes, wrong=wrong
+                )
             except OSError:  # the port is taken
                 self._remove()
                 raise
