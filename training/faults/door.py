@@ -24,6 +24,7 @@ from training.faults.wire import Connection, Hello
 SPARE = 128  # strangers
 PATIENCE = 5.0  # seconds until a stranger must have shown that it knows the secret
 ACCEPTS = 64  # connections accepted in one turn
+CLAIMS = 64  # processes refused so far that are remembered
 NAMED = 8  # hosts with another secret that are spoken of
 
 
@@ -70,7 +71,7 @@ class Door:
         self.most = len(numbers) + SPARE
         self.strangers: list[Stranger] = []  # the oldest first
         self.seats: dict[int, Seat] = {}
-        self._claims: dict[int, tuple[bytes, float]] = {}  # {seat: (session, since when)}
+        self._claims: dict[tuple[int, bytes], float] = {}  # {(seat, session): since when}
         self._lock = threading.Lock()  # of the seats: another thread may free one
         self._wrong, self._named = wrong, set[str]()
 
@@ -148,11 +149,11 @@ class Door:
             seat, now = self.seats.get(number), time.monotonic()
             if seat is None or seat.session == session:
                 self.seats[number] = Seat(session, address)
-                self._claims.pop(number, None)
                 return "", True
-            if self._claims.get(number, (b"", 0.0))[0] != session:
-                self._claims[number] = (session, now)
-            final = not seat.session or seat.heard > self._claims[number][1]
+            since = self._claims.setdefault((number, session), now)
+            if len(self._claims) > CLAIMS:
+                del self._claims[next(iter(self._claims))]
+            final = not seat.session or seat.heard > since
             return f"another process, at {seat.address}, is {kind} {number} already", final
 
     def close_seat(self, number: int) -> None:
