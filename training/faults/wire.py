@@ -36,7 +36,7 @@ NO, YES = b"-", b"+"
 HEAD = struct.Struct("!II")  # bytes of a frame's text, bytes behind it
 MAC = 32  # bytes
 TEXT_LIMIT, BLOB_LIMIT = 4 << 20, 8 << 20  # bytes; no frame of ours has more
-READ = 1 << 16  # bytes read at a time, or what a frame lacks
+READ, MOST = 1 << 16, 1 << 20  # bytes read at a time: what a frame lacks, within these
 PRINTED = 2000  # characters, at most, of one text
 
 Said = dict[str, Any]
@@ -132,18 +132,22 @@ class Connection:
         )
         self._keys = (read, write)
 
-    def _mac(self, way: int, body: bytes) -> bytes:
-        return hmac.digest(self._keys[way], self._counts[way].to_bytes(8, "big") + body, "sha256")
+    def _mac(self, way: int, *parts: bytes) -> bytes:
+        mac = hmac.new(self._keys[way], self._counts[way].to_bytes(8, "big"), "sha256")
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
 
     def send(self, message: Said, blob: bytes = b"") -> None:
         """Queue a message, and bytes beside it; send what the socket takes now."""
         text = json.dumps(message).encode()
         assert len(text) <= TEXT_LIMIT and len(blob) <= BLOB_LIMIT, "the frame is too long"
-        head, body = HEAD.pack(len(text), len(blob)), text + blob
+        head = HEAD.pack(len(text), len(blob))
         with self._lock:
-            mac = self._mac(1, head + body)
+            mac = self._mac(1, head, text, blob)
             self._counts[1] += 1
-            self._out += head + mac + body
+            self._out += head + mac + text
+            self._out += blob
             self._flush()
 
     def send_raw(self, data: bytes) -> None:
@@ -202,7 +206,7 @@ class Connection:
         """
         messages = []
         try:
-            self._in += self.receive(max(READ, self._lacking()))
+            self._in += self.receive(min(MOST, max(READ, self._lacking())))
             while len(self._in) >= HEAD.size and not self._lacking():
                 messages.append(self._take())
         except (ValueError, RecursionError):
@@ -221,17 +225,19 @@ class Connection:
     def _take(self) -> tuple[Said, bytes]:
         """Take the first frame. Raises ValueError, RecursionError where it is none of ours."""
         texts, blobs = HEAD.unpack_from(self._in)
-        start, end = HEAD.size + MAC, HEAD.size + MAC + texts + blobs
-        head, mac = bytes(self._in[: HEAD.size]), bytes(self._in[HEAD.size : start])
-        body = bytes(self._in[start:end])
+        start = HEAD.size + MAC
+        middle, end = start + texts, start + texts + blobs
+        with memoryview(self._in) as view:
+            head, mac = bytes(view[: HEAD.size]), bytes(view[HEAD.size : start])
+            text, blob = bytes(view[start:middle]), bytes(view[middle:end])
         del self._in[:end]
-        if not hmac.compare_digest(mac, self._mac(0, head + body)):
+        if not hmac.compare_digest(mac, self._mac(0, head, text, blob)):
             raise ValueError("not from our peer, or changed on the way")
         self._counts[0] += 1
-        message = json.loads(body[:texts])
+        message = json.loads(text)
         if not isinstance(message, dict):
             raise ValueError("not an object")
-        return message, body[texts:]
+        return message, blob
 
     def hang_up(self) -> None:
         """End the connection for both sides: a thread that waits here sees it."""
