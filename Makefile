@@ -4,6 +4,7 @@ RUN    := .venv/bin/python
 # A variable counts only if it is given on make's own command line, so that a DATA or TP in somebody's
 # environment changes nothing.
 given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
+quoted  = '$(subst ','\'',$(DATA))'
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 # What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
@@ -15,7 +16,9 @@ $(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: FORCE help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -24,12 +27,33 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 
-# before set-up, which may take minutes; what DATA holds reaches the shell as a variable, spaces and all
+# before set-up, which may take minutes
 check-data:
-	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --check-only "$$DATA")
+	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --data $(quoted) --check-only)
+	@for n in $(or $(call given,TP),1) $(or $(call given,PP),1) $(or $(call given,ITERS),1); do [ "$$n" -ge 1 ] 2>/dev/null || { echo "make train: TP, PP and ITERS are 1 or more" >&2; exit 1; }; done
 
-train: check-data setup ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" JSON_KEYS=content ON_BAD_DOCUMENT=skip ...)
-	@$(RUN) tools/quickstart.py $(if $(call given,DATA),--data "$$DATA") $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(if $(call given,JSON_KEYS),--json-keys "$$JSON_KEYS") $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters) $(call flag,OUT,--out)
+# What `make train` trains on. A file is made where it is missing, or older than what it is made from.
+QUICK  := $(or $(call given,OUT),runs/quickstart$(if $(call given,DATA),-$(firstword $(shell printf %s $(quoted) | cksum))))
+CORPUS  = $(if $(call given,DATA),--data $(quoted)) $(call flag,ON_BAD_DOCUMENT,--on-bad-document) $(if $(call given,JSON_KEYS),--json-keys $(JSON_KEYS))
+TOKENS := weft_text_document.idx
+
+# DATA's sizes and times: it is looked at each time, and written only where they have changed
+$(QUICK)/source.json: FORCE
+	@$(RUN) tools/build_corpus.py $(CORPUS) --source $@
+
+$(QUICK)/corpus/corpus.json: $(QUICK)/source.json tools/build_corpus.py
+	$(RUN) tools/build_corpus.py $(CORPUS) --output-dir $(@D)
+
+$(QUICK)/tokenizer/weft.model: $(QUICK)/corpus/corpus.json tools/train_tokenizer.py
+	@mkdir -p $(@D)
+	$(RUN) tools/train_tokenizer.py --input $(QUICK)/corpus/train.jsonl --check $(QUICK)/corpus/heldout.jsonl --vocab-size 2048 --output-prefix $(basename $@)
+
+$(QUICK)/tokens/%/$(TOKENS): $(QUICK)/tokenizer/weft.model tools/preprocess_data.py
+	@mkdir -p $(@D)
+	$(RUN) tools/preprocess_data.py --input $(QUICK)/corpus/$*.jsonl --append-eod --tokenizer-type SentencePieceTokenizer --tokenizer-model $< --output-prefix $(@D)/weft
+
+train: check-data setup $(QUICK)/tokens/train/$(TOKENS) $(QUICK)/tokens/heldout/$(TOKENS) ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" JSON_KEYS=content ON_BAD_DOCUMENT=skip ...)
+	@$(RUN) tools/quickstart.py --out $(QUICK) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters)
 
 test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile

@@ -63,7 +63,6 @@ from training.data.loader import Loader
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.flags.zero_rules import zero_config
 from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, memory
@@ -88,6 +87,7 @@ from training.run.watch.rewind import Rewind
 from training.run.watch.slow_ranks import SlowRanks
 from training.run.watch.step import Step, Watcher, after_step
 from training.untrusted import printable
+from training.zero import zero_config
 
 
 @dataclass

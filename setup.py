@@ -40,8 +40,10 @@ PACKAGES = [
     "training",
     "training.checkpoint",
     "training.data",
+    "training.faults",
     "training.flags",
     "training.run",
+    "training.run.watch",
 ]
 
 

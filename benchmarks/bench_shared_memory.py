@@ -42,7 +42,7 @@ from mpu.comm.symmetric import SymmetricBuffer  # noqa: E402
 from mpu.comm.transport import Axis  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
-from mpu.overlap.shared import Symmetric  # noqa: E402
+from mpu.overlap.method import Symmetric  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"
@@ -111,7 +111,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         x, out = full[:part], torch.empty_like(full)
 
         def in_place() -> Tensor:
-            gathering = Symmetric(axis, axis.transport.workspace).all_gather(x, None)
+            gathering = Symmetric.start_all_gather(x, axis, None)
             whole = gathering.whole()
             gathering.close()  # a longer reader would close later
             return whole

@@ -9,12 +9,16 @@ of seconds that prints Weft / peer is turned over.
 """
 
 import argparse
-import math
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # as a script, find tools
+
+from tools.pictures.style import PALETTE, QUIET, axes_at, page, shapes  # noqa: E402
+
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "ratios.svg"
 # heading of performance.md, label, against what, whether its ratios are of seconds, Weft / peer
 TABLES = [
@@ -25,8 +29,6 @@ TABLES = [
     ("Checkpoints", "save, load", "torch DCP", False),
 ]
 TICKS = [0.8, 1, 1.25, 1.5, 2, 3, 4, 5]
-WIDTH, LEFT, RIGHT, TOP, ROW = 900, 290, 120, 58, 34
-INK, QUIET, RULE, DOT = "#222222", "#666666", "#d8d8d8", "#1d4f91"
 
 
 def ratios(page: str) -> dict[str, list[float]]:
@@ -47,48 +49,28 @@ def ratios(page: str) -> dict[str, list[float]]:
     return found
 
 
-def place(ratio: float) -> float:
-    """Return the x of a ratio, on a logarithmic axis."""
-    low, high = math.log(TICKS[0]), math.log(TICKS[-1])
-    return LEFT + (math.log(ratio) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-
-def draw(found: dict[str, list[float]]) -> str:
-    """Return the picture: a row a table, a dot a ratio, the range at its end."""
-    bottom = TOP + ROW * len(found)
-    height = bottom + 48
-
-    def text(x: float, y: float, words: str, colour: str = INK, anchor: str = "start") -> str:
-        at = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"'
-        return f"<text {at}>{words}</text>"
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="DejaVu Sans, Arial, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        text(16, 26, "Speed of Weft over its peer, on 2 CPU cores: each dot is one measured case"),
-    ]
-    for tick in TICKS:
-        x = place(tick)
-        colour, wide = (INK, 1.4) if tick == 1 else (RULE, 0.8)
-        lines.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 14}" y2="{bottom}" stroke="{colour}" '
-            f'stroke-width="{wide}"/>'
-        )
-        lines.append(text(x, bottom + 18, f"{tick:g}", QUIET, "middle"))
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    lines.append(text(middle, bottom + 38, "times as fast as the peer (1: equal)", QUIET, "middle"))
-    for row, (label, values) in enumerate(found.items()):
-        y = TOP + ROW * row + 8
-        against = next(peer for _, name, peer, _ in TABLES if name == label)
-        lines.append(text(16, y + 4, label))
-        lines.append(text(LEFT - 16, y + 4, against, QUIET, "end"))
-        lines += [
-            f'<circle cx="{place(value):.1f}" cy="{y}" r="5" fill="{DOT}" fill-opacity="0.55"/>'
-            for value in sorted(values)
-        ]
-        lines.append(text(WIDTH - RIGHT + 14, y + 4, span(values)))
-    return "\n".join([*lines, "</svg>", ""])
+def draw(found: dict[str, list[float]], path: Path) -> None:
+    """Draw a row a table, a dot a ratio, the range at its end."""
+    title = "Speed of Weft over its peer, on 2 CPU cores"
+    tall = 1.4 + 0.34 * len(found)
+    with page(path, 8.4, tall, title, "each dot is one measured case") as figure:
+        axes = axes_at(figure, 2.5, 0.75, 4.7, 0.34 * len(found))
+        for row, (label, values) in enumerate(found.items()):
+            look = {"color": PALETTE[0], "markersize": 6, "alpha": 0.55, "markeredgewidth": 0}
+            axes.plot(sorted(values), [row] * len(values), "o", gid=label, **look)
+            peer = next(peer for _, name, peer, _ in TABLES if name == label)
+            where = {"transform": axes.get_yaxis_transform(), "va": "center"}
+            axes.text(-0.468, row, label, **where)
+            axes.text(-0.03, row, peer, color=QUIET, ha="right", **where)
+            axes.text(1.03, row, span(values), **where)
+        axes.axvline(1, color=QUIET, linewidth=1)
+        axes.set_xscale("log")
+        axes.set(xlim=(TICKS[0], TICKS[-1]), ylim=(len(found) - 0.5, -0.5), yticks=[])
+        axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("times as fast as the peer (1: equal)")
+        axes.grid(axis="x")
+        axes.spines["left"].set_visible(False)
 
 
 def span(values: list[float]) -> str:
@@ -101,13 +83,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     check = parser.parse_args().check
     found = ratios(PAGE.read_text())
-    picture = draw(found)
     for label, values in found.items():
         print(f"{label:<18} {span(values)}  ({len(values)} ratios)")
-    if check:
-        return int(picture != PICTURE.read_text())
-    PICTURE.write_text(picture)
-    return 0
+    if not check:
+        draw(found, PICTURE)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        draw(found, Path(folder) / "ratios.svg")
+        return int(shapes(Path(folder) / "ratios.svg") != shapes(PICTURE))
 
 
 if __name__ == "__main__":

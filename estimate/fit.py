@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from training.config import Config, UsageError
-from training.flags import rules, zero_rules
+from training.flags import parallel_rules, rules
 
 GPU_BYTES = 80e9  # memory of an H100 or A100
 
@@ -54,7 +54,7 @@ def fit_lines(
 def measures(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield (flags, the config with them) of what saves memory and is not in use yet."""
     p, b, g = config.parallel, config.batch, config.gpu
-    over = f" (over {p.gradient_ranks} {zero_rules.sharers(config)})"
+    over = f" (over {p.gradient_ranks} {parallel_rules.sharers(config)})"
     for stage in range(p.zero + 1, 4) if p.gradient_ranks > 1 else ():
         yield f"--zero-stage {stage}{over}", replace(config, parallel=replace(p, zero_stage=stage))
     if p.recompute_granularity is None:

@@ -53,6 +53,7 @@ class Comm:
         query_groups: int = 0,
         hierarchical: tuple[int, ...] | None = None,
         order: tuple[str, ...] = ("tp", "cp", "dp", "pp"),
+        ep: int = 0,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
@@ -64,14 +65,15 @@ class Comm:
         from mpu.launch import Launch
 
         query_groups = query_groups if query_groups < tp else 0
-        key = (tp, cp, pp, instances, memory, query_groups, hierarchical, order)
+        key = (tp, cp, pp, instances, memory, query_groups, hierarchical, order, ep)
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
             grid = Grid(
-                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical, order
-            )
+                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical,
+                order, ep,
+            )  # fmt: skip
             grid.add_groups(torch.device("cpu"), wait)
             if memory:
                 share(grid, wait)

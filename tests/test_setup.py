@@ -192,7 +192,11 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
     said = make("explain", "TP=2", "ZERO=1").stdout
     assert "tools/explain.py --tp 2" in said and "--zero 1" in said and "--dp" not in said
     said = make("train", "DATA=a.txt b.jsonl", "ITERS=5", TP="4").stdout
-    assert '--data "$DATA"' in said and "--iters 5" in said and "--tp" not in said
+    assert "--data 'a.txt b.jsonl'" in said and "--iters 5" in said and "--tp" not in said
+    folders = {make("train", f"DATA={name}").stdout.split("--out ")[1].split()[0]
+               for name in ("a.txt", "it's b.txt", "a.txt")}  # fmt: skip
+    assert len(folders) == 2 and all(re.match(r"runs/quickstart-\d+$", at) for at in folders)
+    assert "--out runs/quickstart \n" in make("train").stdout.replace("   ", " ").replace("  ", " ")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")

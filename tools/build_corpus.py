@@ -11,13 +11,16 @@ file is held out by a hash of its path, so every machine and every Python hold o
 With --input the corpus is made of those files, folders or patterns instead (.txt, .jsonl, both also
 as .gz or .zst, .parquet). A long text is cut, at line ends where it has some, into pieces of about
 16,000 characters, or into fewer where there is little text, and a piece is held out by its own
-hash. At least one is always held out. --check-only looks at the files and builds nothing.
+hash. At least one is always held out. --data is --input as make's DATA gives it, in one word.
+--check-only looks at the files and builds nothing; --source FILE writes what the corpus would be
+made from, and leaves a FILE that says the same as it is: for make, which compares times.
 """
 
 import hashlib
 import json
 import platform
 import re
+import signal
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.command_line import Parser, told
-from tools.progress import progress
+from tools.command_line import Parser, progress, told
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
@@ -194,6 +196,17 @@ def build_given(
         return build(pieces(files, size, bad, keys), output, percent, few.least)
 
 
+def write_source(path: Path, names: list[str] | None, how: list[Any]) -> None:
+    """Write sizes and times of the files that a corpus is made from, unless `path` has the same."""
+    what: list[Any] = [platform.python_version(), sysconfig.get_path("stdlib")]
+    if names:
+        what = [file[1:] for file in stat_files(find_files(names))]
+    text = json.dumps([what, how]) + "\n"
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def main() -> None:
     """Build the corpus and print what it holds."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -214,14 +227,19 @@ def main() -> None:
     parser.add_argument(
         "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
     )
-    parser.add_argument(
-        "--check-only", metavar="PATHS", help="check these, separated by spaces; build nothing"
-    )
+    parser.add_argument("--data", metavar="PATHS", help="--input in one word, between spaces")
+    parser.add_argument("--check-only", action="store_true", help="of the files; build nothing")
+    parser.add_argument("--source", type=Path, metavar="FILE", help="write it; build nothing")
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document, SKIP)
     try:
-        if args.check_only is not None:
-            stat_files(find_files(split_names(args.check_only), "DATA"), "DATA")
+        if args.data:
+            args.input = split_names(args.data)
+        if args.check_only:
+            stat_files(find_files(args.input, "DATA"), "DATA")
+            return
+        if args.source is not None:
+            write_source(args.source, args.input, [args.json_keys, args.on_bad_document])
             return
         if args.output_dir is None:
             parser.error("--output-dir is missing: the folder to write into")
@@ -242,4 +260,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in make train: no traceback
     main()

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
 from tools.command_line import Parser, told
-from tools.pictures.schedule import LEGEND
-from tools.pictures.style import PALETTE, RULE, STYLE, check_name, save, write_title
+from tools.pictures.style import PALETTE, RULE, axes_at, page
 
 MOST = 1 << 14  # tokens of a row: a picture shows no more
 DOCS = {"causal": (64,), "documents": (37, 1, 16, 10)}  # the pictures of docs/long_context.md
@@ -32,15 +31,12 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
 
     Raises ValueError for another suffix, and where the row does not divide over the ranks.
     """
-    check_name(path)
     held, size = shards(cp, documents), sum(documents)
-    import matplotlib
-    from matplotlib.figure import Figure
+    asked = (cp, documents, window)
     from matplotlib.patches import Patch, Polygon
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.8, 5.9))
-        axes = figure.add_axes((0.06, 0.02, 0.74, 0.86))
+    with page(path, 6.8, 5.9, heading(*asked), caption(*asked)) as figure:
+        axes = axes_at(figure, 0.3, 0.72, 5.05, 5.05)
         axes.set_xlim(-0.06 * size, size)
         axes.set_ylim(size, 0)
         axes.set_aspect("equal")
@@ -61,10 +57,7 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
             axes.plot([end, end], [0, size], color=RULE, linewidth=0.4, zorder=0)
         shares = _shares(cp, documents, window)
         legend = [Patch(**_look(r), label=f"rank {r}  {shares[r]:.1%}") for r in range(cp)]
-        figure.legend(handles=legend, **(LEGEND | {"loc": "center right"}), fontsize=8)
-        asked = (cp, documents, window)
-        write_title(figure, 0.06, 0.3, heading(*asked), caption(*asked))
-        save(figure, path)
+        figure.legend(handles=legend, loc="center right", bbox_to_anchor=(0.98, 0.5))
 
 
 def _look(rank: int) -> dict[str, Any]:

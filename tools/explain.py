@@ -170,16 +170,19 @@ def explain(config: Config, grid: Grid) -> Explained:
             agreement.close()
     finally:
         grid.traced(None)
-    applied = apply(config, read_formulas(), grid.pp.rank)
+    formulas = read_formulas()
+    applied = apply(config, formulas, grid.pp.rank)
     stated = add_up([(a.row.axis, a.row.verb, a.count, a.sent) for a in applied])
     seen = [(STANDS_FOR.get(e.axis, e.axis), e.verb, 1, e.sent) for e in explainer.events]
     counted = add_up(seen)
+    known = {row.axis for row in formulas}
+    equal = {key: sent for key, sent in counted.items() if key[0] in known} == stated
     assert explainer.buckets is not None
     own = explainer.buckets.held()
     if grid.pp.size == 1:
         lines = [*head(config), *own, *story(explainer, False)]
         lines += sums(counted, stated, applied) if explainer.events else NOTHING
-        return Explained(counted, stated, counted == stated, "\n".join(lines))
+        return Explained(counted, stated, equal, "\n".join(lines))
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {describe_stages(run.model.stages)}", "=")]
     sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.zero_stage else [])]
@@ -190,7 +193,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         "order": in_order(explainer, len(run.model.stages)),
         "story": lines,
         "sent": [sent.count("F"), sent.count("B")],
-        "equal": counted == stated,
+        "equal": equal,
     }
     every = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp)]
     equal, lines = pipeline(config, every)

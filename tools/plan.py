@@ -157,7 +157,7 @@ def answer(args: argparse.Namespace) -> list[str]:
         asked["global-batch-size"] = args.global_batch_size
     plans = plans_of(args.model, cluster, asked)
     if args.svg is not None:
-        args.svg.write_text(picture.svg(plans), encoding="utf-8")
+        picture.draw(plans, args.svg)
     if args.why is not None:
         return table.why(plans, own_plan(plans, args.why))
     if args.what_if is not None:

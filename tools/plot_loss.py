@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told
-from tools.pictures.style import GRID, PALETTE, QUIET, RULE, STYLE, check_name, save, write_title
+from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
 from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
@@ -137,17 +137,9 @@ def draw(
     axis: str = "iterations",
 ) -> None:
     """Draw the curves of {name: run} to `output`, a .png or .svg by its suffix."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE | {"font.size": 10}):
-        figure = Figure(figsize=(8, 4.5), dpi=150)
-        axes = figure.add_axes((0.085, 0.12, 0.68, 0.74))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(RULE)
-        axes.tick_params(color=RULE, labelcolor=QUIET, length=3)
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
+    with page(output, 8, 4.5, title, dpi=150) as figure:
+        axes = axes_at(figure, 0.68, 0.55, 5.5, 3.4)
+        axes.grid()
         labels: list[tuple[float, str, str]] = []  # height, text, colour
         end = 0.0
         for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
@@ -169,10 +161,7 @@ def draw(
             labels.append((value, f"{name} {value:.2f}", QUIET))
         axes.set_xlim(0, end)
         _write_labels(axes, labels)
-        write_title(figure, 0.085, 0.32, title)
-        axes.set_xlabel(AXES[axis], color=QUIET)
-        axes.set_ylabel("loss, nats a token", color=QUIET)
-        save(figure, output)
+        axes.set(xlabel=AXES[axis], ylabel="loss, nats a token")
 
 
 def _write_labels(axes: Any, labels: list[tuple[float, str, str]]) -> None:

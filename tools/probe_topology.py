@@ -40,7 +40,7 @@ from tools.topology import host
 from tools.topology.levels import levels_of
 from tools.topology.measure import Prober, collectives
 from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
-from training.flags.context_rules import rank_order
+from training.flags.parallel_rules import rank_order
 from training.run.meeting import meet
 
 EVERY = 64  # ranks up to which every pair is measured

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run `make train`: corpus, tokenizer, tokens, a Llama pretrained on 2 ranks, and a sample.
+"""Train the Llama of `make train` on 2 ranks, print what it reached, and draw its loss.
 
     make train                                      the standard library's sources, TP 2, 3 minutes
     make train PP=2                                 the same in two pipeline stages, TP 1
     make train DATA="a.txt b/ c/*.gz" TP=1          your own text, one process
     make train DATA="my text.txt" ITERS=500         one file will do; 500 iterations
 
-Each stage runs a command, which is printed so that you can run it yourself. A stage whose input has
-not changed is reused. The training resumes from its last checkpoint: after a call that was stopped,
-the next one trains to the same end; after a finished one, it trains ITERS iterations more.
+The Makefile makes corpus, tokenizer and tokens, where they are missing or their source has changed.
+The training resumes from its last checkpoint: after a call that was stopped, the next one trains to
+the same end; after a finished one, it trains ITERS iterations more.
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import os
-import platform
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.command_line import told
-from tools.stages import CORES, PYTHON, ROOT, command_line, digest, run, show, stage
-from training.data.bad_documents import POLICIES
 from training.data.indexed import IndexedTokens
-from training.data.text_files import find_files, split_names, stat_files
 
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = os.path.relpath(sys.executable, ROOT)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
@@ -53,31 +53,54 @@ MODEL: dict[str, Any] = {
 SWITCHES = ["group-query-attention", "swiglu", "disable-bias-linear"]
 
 
-def prepare(data: list[str], out: Path, on_bad: str | None, keys: list[str] | None) -> str:
-    """Make corpus, tokenizer and token files; return the key of corpus and tokenizer.
+def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
+    """Return {"num-layers": 4} and ["swiglu"] as ["--num-layers", "4", "--swiglu"]."""
+    pairs = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return pairs + [f"--{name}" for name in switches]
 
-    data: files, folders and patterns. on_bad: --on-bad-document. keys: --json-keys.
+
+def show(command: list[str], threads: int | None = None) -> None:
+    """Print a command as typed in the checkout, a flag a line."""
+    words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + [shlex.quote(word) for word in command]
+    print("\n  $ " + " ".join(words).replace(" --", " \\\n      --") + "\n", flush=True)
+
+
+def run(command: list[str], threads: int | None = CORES, stdout: int | None = None) -> str:
+    """Run a command of this checkout; return its stdout if that is piped.
+
+    threads: None lets the command choose. It runs in a session of its own, so that Ctrl-C reaches
+    it once, from here, and its ranks have the time to finish their step and save.
     """
-    if data:
-        source: list[Any] = [file[1:] for file in stat_files(find_files(data, "DATA"), "DATA")]
-        given = ["--input", *data, *(["--on-bad-document", on_bad] if on_bad else [])]
-        given += ["--json-keys", *keys] if keys else []
-    else:
-        source, given = [platform.python_version(), sysconfig.get_path("stdlib")], []
-    corpus, model = out / "corpus", out / "tokenizer" / "weft.model"
-    train, heldout = corpus / "train.jsonl", corpus / "heldout.jsonl"
-    command = [PYTHON, "tools/build_corpus.py", "--output-dir", str(corpus), *given]
-    key = stage(corpus, digest(source), command, ["train.jsonl", "heldout.jsonl"])
-    command = [PYTHON, "tools/train_tokenizer.py", "--input", str(train), "--check", str(heldout)]
-    command += ["--vocab-size", str(VOCABULARY), "--output-prefix", str(model.with_suffix(""))]
-    key = stage(model.parent, key, command, ["weft.model"])
-    for file in (train, heldout):
-        folder = out / "tokens" / file.stem
-        command = [PYTHON, "tools/preprocess_data.py", "--input", str(file), "--append-eod"]
-        command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
-        command += ["--output-prefix", str(folder / "weft")]
-        stage(folder, key, command, [f"{TOKENS}.bin", f"{TOKENS}.idx"])
-    return key
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    with subprocess.Popen(
+        command, env=environment, text=True, start_new_session=True, stdout=stdout
+    ) as child:
+        try:
+            said = child.communicate()[0]
+        except KeyboardInterrupt:
+            number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
+            while child.poll() is None:  # a second Ctrl-C signals once more: no time to save
+                for process in ranks(child.pid) if "--nproc-per-node" in command else [child.pid]:
+                    os.kill(process, number)
+                with contextlib.suppress(KeyboardInterrupt):
+                    child.wait()
+            raise
+    if child.returncode:
+        script = next(Path(word).name for word in command if word.endswith(".py"))
+        raise SystemExit(f"make train: {script} failed, as it says above")
+    return said
+
+
+def ranks(launcher: int) -> list[int]:
+    """Return the processes that torchrun started: a signal makes them save, and it ends quietly.
+
+    Without /proc, return the launcher itself, which passes a signal on with a traceback.
+    """
+    file = Path(f"/proc/{launcher}/task/{launcher}/children")
+    started = file.read_text().split() if file.exists() else []
+    return [int(process) for process in started] or [launcher]
 
 
 def unigram_entropy(prefix: Path) -> float:
@@ -137,11 +160,12 @@ def goes_on(folder: Path, done: int, target: int) -> str:
     )
 
 
-def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[str, Any], Path]:
+def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any], Path]:
     """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
-    wanted = digest(key, MODEL, SWITCHES)
+    text = json.loads((out / "corpus" / "corpus.json").read_text())["sha256"]
+    wanted = digest(text, MODEL, SWITCHES)
     if about.exists() and json.loads(about.read_text())["key"] != wanted:
         raise SystemExit(
             f"make train: {folder} holds a run of another model or other text;"
@@ -173,6 +197,11 @@ def train(out: Path, tp: int, pp: int, iterations: int, key: str) -> tuple[dict[
     print(f"\n{start}: a Llama of {parameters() / 1e6:.1f} M parameters, to iteration {target}")
     launch({**flags, **rounds}, tp, pp)
     return flags, folder
+
+
+def digest(*things: object) -> str:
+    """Return a short hash of what a run depends on."""
+    return hashlib.sha256(json.dumps(things).encode()).hexdigest()[:16]
 
 
 def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
@@ -244,33 +273,21 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
 
 
 def main() -> None:
-    """Run every stage whose input has changed, train, and print the results."""
+    """Train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--data", default="", help="files, folders, patterns, between spaces")
-    parser.add_argument("--on-bad-document", choices=POLICIES, help="of --data")
-    parser.add_argument("--json-keys", type=str.split, help="of --data: keys of a line, or columns")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
-    parser.add_argument("--out", type=Path, help="folder for everything that is written")
+    parser.add_argument("--out", type=Path, required=True, help="where make put corpus and tokens")
     args = parser.parse_args()
     tp = args.tp if args.tp is not None else 1 if args.pp > 1 else 2
-    if min(tp, args.pp, args.iters) < 1:
-        sys.exit("make train: TP, PP and ITERS are 1 or more")
-    data = [os.path.abspath(name) for name in split_names(args.data)]
-    try:
-        stat_files(find_files(data, "DATA"), "DATA")
-    except ValueError as error:
-        sys.exit(told("make train", error))
-    name = f"quickstart-{digest(data)[:8]}" if data else "quickstart"
-    out = (args.out or ROOT / "runs" / name).resolve()
+    out = args.out.resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        key = prepare(data, out, args.on_bad_document, args.json_keys)
-        flags, folder = train(out, tp, args.pp, args.iters, key)
+        flags, folder = train(out, tp, args.pp, args.iters)
         finish(out, folder, flags, tp, args.pp)
     except KeyboardInterrupt:
         print("\nstopped; make train goes on from here", flush=True)

@@ -12,6 +12,7 @@ does not come back: U+2581, SentencePiece's own sign for a space, becomes one.)
 """
 
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +24,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
-from tools.command_line import Parser, told, whole
-from tools.progress import progress
+from tools.command_line import Parser, progress, told, whole
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
@@ -179,4 +179,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in make train: no traceback
     main()

@@ -23,7 +23,7 @@ def check_device(config: Config, device: torch.device) -> None:
     """Raise UsageError where a GPU cannot multiply as the run's recipe asks."""
     f = config.float8
     if f.fp8_format is not None and device.type == "cuda":
-        assert f.fp8_recipe is not None, "float8_rules.check"
+        assert f.fp8_recipe is not None, "compute_rules.check_float8"
         if why := float8_cuda.unsupported(f.fp8_recipe, device):
             raise UsageError(why)
 
@@ -32,7 +32,7 @@ def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     """Let a model's layers multiply in float8 if the run does. Raises ValueError (use_float8)."""
     f = config.float8
     if f.fp8_format is not None:
-        assert f.fp8_recipe is not None, "float8_rules.check"
+        assert f.fp8_recipe is not None, "compute_rules.check_float8"
         check_device(config, ctx.device)
         recipe = Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
         use_float8(model, recipe, layers_in_bf16(config), gather=f.fp8_param_gather)

@@ -12,7 +12,7 @@ slower than the all-to-all used here.
 
 The axis' transport carries the tensors. ProcessGroupTransport, below, uses torch.distributed. Where
 the ranks of an axis share memory, SharedMemoryTransport (mpu/comm/shared_memory.py) carries gathers
-and sums: a tensor is written once and read in place, and sums are in rank order.
+sums and exchanges: a tensor is written once and read in place, and sums are in rank order.
 """
 
 from collections.abc import Callable, Sequence
@@ -243,14 +243,9 @@ def by_process_group(axis: Axis, why_not: str = "") -> Axis:
 
 def group_of(axis: Axis) -> Any:
     """Return the process group of an axis whose transport has one."""
-    return carrier_of(axis).group
-
-
-def carrier_of(axis: Axis) -> ProcessGroupTransport:
-    """Return the transport of an axis, which has a process group."""
     transport = axis.carrier
     assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
-    return transport
+    return transport.group
 
 
 def to_wire(x: Tensor, axis: Axis) -> Tensor:

@@ -12,7 +12,7 @@ from mpu.comm.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mpu.context import LayerContext
-from mpu.layers.placement import column_placement
+from mpu.layers.linear import column_placement
 from mpu.param import parameter
 
 

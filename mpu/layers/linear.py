@@ -20,8 +20,9 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
 pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. The layer's
-OverlapMethod (mpu/overlap/method.py) gathers and scatters. The layer's Recipe makes the operands:
-what is multiplied, saved and sent.
+OverlapMethod (mpu/overlap/method.py) says how the gather and the scatter travel: start_all_gather
+starts the one, matmul_reduce_scatter the other. The layer's Recipe makes the operands: what is
+multiplied, saved and sent.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,6 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.layers.placement import column_placement
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
 from mpu.param import Placement, divide, parameter
@@ -135,6 +135,25 @@ class _ParallelLinear(nn.Module):
         return f"{self.in_features} -> {self.out_features}, rank {tp.rank} of {tp.size}"
 
 
+def column_placement(
+    width: int, sections: tuple[int, ...], ctx: LayerContext, pad_to: int = 0
+) -> Placement:
+    """Return the Placement of a [sum(sections), width] weight cut by rows, as embeddings are too.
+
+    pad_to: round the local rows of a single section up to a multiple of this.
+    """
+    tp = ctx.tp
+    if pad_to:
+        (rows,) = sections
+        local = -(-rows // (pad_to * tp.size)) * pad_to
+    else:
+        local = sum(
+            divide("tensor-parallel", n, tp, "output features of a column-parallel layer")
+            for n in sections
+        )
+    return Placement((sum(sections), width), 0, tp, sections, local)
+
+
 class ColumnParallelLinear(_ParallelLinear):
     """y = x A^T, A [o, i] cut by rows, no bias: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t].
 
@@ -182,8 +201,8 @@ class AllGatherMatmul(torch.autograd.Function):
         operand = layer.operand(x, "x")
         saved_ctx.layer = layer
         saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
-        method = layer.method.of("gather", operand, len(weight))
-        gathering = method.all_gather(operand, layer.on_forward)
+        method, tp = layer.method.of("gather", operand, len(weight)), layer.ctx.tp
+        gathering = method.start_all_gather(operand, tp, layer.on_forward)
         y = gathering.multiply(layer.operand_of_weight("w"), layer.recipe.product)
         gathering.close()
         layer.end_use()
@@ -198,10 +217,11 @@ class AllGatherMatmul(torch.autograd.Function):
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        operand = layer.operand(dy, "dy")
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
-        again = None if deferred else method.all_gather_beside(x, layer.on_backward)
+        again = None if deferred else method.start_all_gather_beside(x, tp, layer.on_backward)
         w = layer.operand_of_weight("wt")
         dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
         layer.end_use()
@@ -209,7 +229,7 @@ class AllGatherMatmul(torch.autograd.Function):
         x = x.detach() if deferred else x  # else the graph lives on, and with it the stage's input
 
         def wgrad() -> None:
-            gathering = again or method.all_gather_beside(x, layer.on_wgrad)
+            gathering = again or method.start_all_gather_beside(x, tp, layer.on_wgrad)
             layer.wgrad(gathering.whole(), kept)
             gathering.close()
 
@@ -269,12 +289,13 @@ class MatmulReduceScatter(torch.autograd.Function):
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
         (x,) = saved_ctx.saved_tensors
-        operand, queue, recipe = layer.operand(dy, "dy"), layer.ctx.queue, layer.recipe
+        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        operand = layer.operand(dy, "dy")
         method = layer.method.of("gather", operand, layer.weight.shape[1])
-        gathering = method.all_gather(operand, layer.on_backward)
+        gathering = method.start_all_gather(operand, tp, layer.on_backward)
         kept, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
         if arrived and kept is not operand:  # what wgrad takes arrives beside dgrad
-            arrived = method.all_gather_beside(kept, layer.on_wgrad)
+            arrived = method.start_all_gather_beside(kept, tp, layer.on_wgrad)
         dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
         layer.end_use()
         if arrived is not gathering:
@@ -282,7 +303,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         x = x.detach() if queue.defers() else x
 
         def wgrad() -> None:
-            whole_dy = arrived or method.all_gather_beside(kept, layer.on_wgrad)
+            whole_dy = arrived or method.start_all_gather_beside(kept, tp, layer.on_wgrad)
             layer.wgrad(x, whole_dy.whole())
             whole_dy.close()
 

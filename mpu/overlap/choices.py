@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.transport import Axis
-from mpu.overlap.method import NoOverlap, OverlapMethod, Replicated
+from mpu.overlap.method import NoOverlap, OverlapMethod, Replicated, Symmetric
 from mpu.overlap.ring import Ring
-from mpu.overlap.shared import Symmetric
 
 METHODS = ("none", "ring", "symmetric")  # what a shape can take; auto chooses among them
 
@@ -80,11 +79,8 @@ def method_called(name: str, axis: Axis) -> OverlapMethod:
     if name == "ring" or not axis.symmetric:
         return Ring(axis)
     assert name == "symmetric", name
-    transport = axis.carrier
-    if isinstance(transport, SharedMemoryTransport):
-        return Symmetric(axis, transport.workspace)
-    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
+    if isinstance(axis.carrier, SharedMemoryTransport):
+        return Symmetric(axis)
     from mpu.overlap.cuda import KernelOverlap  # which needs triton
 
-    assert isinstance(transport, CudaSymmetricTransport)
-    return KernelOverlap(axis, transport.workspace)
+    return KernelOverlap(axis)

@@ -14,7 +14,7 @@ float8 (uint8, mpu/layers/float8) take `ring`, which multiplies parts by the rec
 import torch
 from torch import Tensor
 
-from mpu.comm.symmetric_cuda import CHUNKS, CudaTurn, CudaWorkspace
+from mpu.comm.symmetric_cuda import CHUNKS, CudaSymmetricTransport, CudaTurn, CudaWorkspace
 from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
 from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
@@ -33,14 +33,21 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def _workspace(axis: Axis) -> CudaWorkspace:
+    transport = axis.carrier
+    assert isinstance(transport, CudaSymmetricTransport)
+    return transport.workspace
+
+
 class _Pushed(Gathering):
-    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
-        super().__init__(x, axis)
-        self._workspace = workspace
+    """x of all ranks inside the launch that multiplies it."""
+
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+        self.x, self.axis = x, axis
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
         x = _rows(self.x)
-        self._turn: CudaTurn = self._workspace.begin(x.nbytes)
+        self._turn: CudaTurn = _workspace(self.axis).begin(x.nbytes)
         exchange = self._turn.exchange(chunk_rows(len(x)))
         y = all_gather_matmul(x, weight, exchange)
         return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
@@ -62,9 +69,9 @@ class _Copied(Gathering):
     (in `whole`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, workspace: CudaWorkspace) -> None:
-        super().__init__(x.contiguous(), axis)
-        self._turn, self._arrived = workspace.begin(x.nbytes), False
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+        self.x = x.contiguous()
+        self._turn, self._arrived = _workspace(axis).begin(x.nbytes), False
         self._turn.send(self.x)
 
     def whole(self) -> Tensor:
@@ -82,26 +89,19 @@ class _Copied(Gathering):
 class KernelOverlap(OverlapMethod):
     """Rows travel inside the kernels that multiply them."""
 
-    def __init__(self, axis: Axis, workspace: CudaWorkspace) -> None:
-        super().__init__(axis)
-        self.workspace = workspace
+    start_all_gather = _Pushed
+    start_all_gather_beside = _Copied
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
         if x.dtype == torch.uint8:
             return Ring(self.axis)
         return NoOverlap(self.axis) if x.dtype == torch.float64 else self
 
-    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Pushed(x, self.axis, self.workspace)
-
-    def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Copied(x, self.axis, self.workspace)
-
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(weight)))
-        turn = self.workspace.begin(out.nbytes)
+        turn = _workspace(self.axis).begin(out.nbytes)
         rows = _rows(out)
         exchange = turn.exchange(chunk_rows(len(rows)))
         matmul_scatter(_rows(x), weight, exchange)

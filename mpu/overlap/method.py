@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather what a matmul needs, and scatter what it makes: the methods of --tp-comm-overlap.
 
-    all_gather             x [n, ...] of every rank -> Gathering; multiply(w) gives gather(x) w^T
+    start_all_gather       x [n, ...] of every rank -> Gathering; multiply(w) gives gather(x) w^T
     matmul_reduce_scatter  x [t n, ..., k], w [o, k] -> this rank's rows [n, ..., o] of the sum
 
 The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
@@ -12,8 +12,8 @@ OverlapMethod, one of these:
     none         the collective, then the matmul: the reference
     ring         one part per rank, by messages: the next part arrives while this one is multiplied
                  (mpu/overlap/ring.py)
-    symmetric    parts lie in memory that all ranks see and are multiplied where they lie
-                 (mpu/overlap/shared.py; on GPUs mpu/overlap/cuda.py)
+    symmetric    parts lie in memory that all ranks see and are multiplied where they lie (Symmetric
+                 below; on GPUs mpu/overlap/cuda.py)
     auto         for each shape the method that was chosen (mpu/overlap/choices.py)
 
 `ring` and `symmetric` add the ranks' parts in rank order, 16-bit ones in fp32; so does `none` on a
@@ -22,20 +22,25 @@ CPU. The multiplication (`product`) is an argument: the layer's recipe gives it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
-from mpu.comm.transport import DONE, Axis, Handle, Label
+from mpu.comm.shared_memory import SharedMemoryTransport
+from mpu.comm.transport import Axis, Handle, Label
+from mpu.comm.workspace import Turn
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [..., o]
 
 
 class Gathering(ABC):
-    """x of all ranks, on its way to this one. Call `close` when it is no longer read."""
+    """x of all ranks, on its way to this one. Making one starts the all-gather; call `close` when
+    x is no longer read.
+    """
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.x, self.axis = x, axis
+    @abstractmethod
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None: ...
 
     @abstractmethod
     def whole(self) -> Tensor:
@@ -45,12 +50,20 @@ class Gathering(ABC):
         """Return gather(x) w^T: w [o, k] -> [t n, ..., o]."""
         return product(self.whole(), weight)
 
-    def close(self) -> None:  # noqa: B027 - where nothing is held, there is nothing to do
+    def close(self) -> None:  # noqa: B027 - by default there is no memory to release
         """Release the memory in which x arrived."""
 
 
 class OverlapMethod(ABC):
-    """How the parts of a matmul's input, or of its output, travel over an axis."""
+    """How the parts of a matmul's input, or of its output, travel over an axis.
+
+    start_all_gather(x, axis, label): how x is gathered to be multiplied. start_all_gather_beside:
+    how it is gathered while something else is multiplied; only the kernels of GPUs, which gather
+    inside a matmul, have another way here.
+    """
+
+    start_all_gather: ClassVar[type[Gathering]]
+    start_all_gather_beside: ClassVar[type[Gathering]]
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -63,16 +76,6 @@ class OverlapMethod(ABC):
         return self
 
     @abstractmethod
-    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start the all-gather of x, to be multiplied."""
-
-    def all_gather_beside(self, x: Tensor, label: Label | None) -> Gathering:
-        """Start the all-gather of x for a caller that multiplies something else meanwhile. Only the
-        kernels of GPUs, which gather inside a matmul, have another way here.
-        """
-        return self.all_gather(x, label)
-
-    @abstractmethod
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
@@ -81,23 +84,20 @@ class OverlapMethod(ABC):
         """
 
 
-class _Gathered(Gathering):
-    """x of all ranks by one collective, or x that is whole already."""
+class _Whole(Gathering):
+    """x that every rank has whole already: nothing is gathered."""
 
-    def __init__(self, x: Tensor, axis: Axis, full: Tensor, handle: Handle) -> None:
-        super().__init__(x, axis)
-        self._full, self._handle = full, handle
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+        self._x = x
 
     def whole(self) -> Tensor:
-        self._handle.wait()
-        return self._full
+        return self._x
 
 
 class Replicated(OverlapMethod):
     """x is whole on every rank; partial products are all-reduced."""
 
-    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Gathered(x, self.axis, x, DONE)
+    start_all_gather = start_all_gather_beside = _Whole
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
@@ -105,13 +105,65 @@ class Replicated(OverlapMethod):
         return all_reduce(product(x, weight), self.axis, async_op=True, label=label)
 
 
+class _Gathered(Gathering):
+    """x of all ranks by one collective."""
+
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+        self._full, self._handle = all_gather(x, axis, async_op=True, label=label)
+
+    def whole(self) -> Tensor:
+        self._handle.wait()
+        return self._full
+
+
 class NoOverlap(OverlapMethod):
     """The collective, then the matmul; the matmul, then the collective."""
 
-    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _Gathered(x, self.axis, *all_gather(x, self.axis, async_op=True, label=label))
+    start_all_gather: ClassVar[type[Gathering]] = _Gathered
+    start_all_gather_beside: ClassVar[type[Gathering]] = _Gathered
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         return reduce_scatter(product(x, weight), self.axis, async_op=True, label=label)
+
+
+class _InPlace(Gathering):
+    """x of all ranks in memory that the ranks of one host share: each writes its part there."""
+
+    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+        transport = axis.carrier
+        assert isinstance(transport, SharedMemoryTransport)
+        self._shape, self._dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
+        self._copy: Tensor | None = None
+
+        def call() -> Turn:
+            self._turn = transport.workspace.begin(x.nbytes)
+            self._turn.complete = self._save
+            self._turn.put(x)
+            return self._turn
+
+        self._handle = axis.start("all_gather", x, call, (x,), None, async_op=True, label=label)
+
+    def whole(self) -> Tensor:
+        self._handle.wait()
+        return self._turn.whole(self._shape, self._dtype) if self._copy is None else self._copy
+
+    def close(self) -> None:
+        self._turn.close()
+        self._turn.complete = self._turn.close  # else turn and gathering keep each other, and x
+
+    def _save(self) -> None:
+        """Copy what a later turn is about to overwrite."""
+        self._copy = self.whole().clone()
+        self._turn.close()
+
+
+class Symmetric(NoOverlap):
+    """The parts lie one behind the other in shared memory, and one matmul reads them in place.
+
+    On a CPU there is nothing to hide but a late rank, and a matmul in parts costs more than the
+    whole. A scatter is that of NoOverlap: the transport's sum, in the same order.
+    """
+
+    start_all_gather = start_all_gather_beside = _InPlace

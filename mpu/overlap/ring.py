@@ -23,8 +23,7 @@ class _RingGathering(Gathering):
     """Each rank passes on to the left what came from the right."""
 
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        super().__init__(x, axis)
-        self._label = label
+        self.x, self.axis, self._label = x, axis, label
         self._full = x.new_empty((axis.size, *x.shape))
         self._full[axis.rank] = x
         self._turns = [axis.rank, *axis.following]
@@ -66,8 +65,7 @@ class _RingGathering(Gathering):
 class Ring(OverlapMethod):
     """Parts as messages: gathered round the ring, scattered straight to their owners."""
 
-    def all_gather(self, x: Tensor, label: Label | None) -> Gathering:
-        return _RingGathering(x, self.axis, label)
+    start_all_gather = start_all_gather_beside = _RingGathering
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None

@@ -107,7 +107,14 @@ class ParamAndGradBuffer(GradientSink):
             if not hasattr(param, "placement"):
                 param.placement = Placement(tuple(param.shape), axis=self.grid.tp)  # type: ignore[attr-defined]
         axes: dict[tuple[str, ...], tuple[Axis, ...]] = {}
-        for param in params.values():
+        for name, param in params.items():
+            if placement_of(param).axis.name == "ep" and not self.grid.ep_size:
+                if self.grid.world_size > 1:
+                    raise PlacementError(
+                        f"{name} is placed on the axis ep, which this run does not have: its "
+                        "gradient would not be summed; give the size of that axis "
+                        "(expert_model_parallel_size)"
+                    )
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
             axes[tuple(a.name for a in extra)] = extra
         entries = entries_of(params.items(), chunk_of)

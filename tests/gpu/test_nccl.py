@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.comm.collectives import ProcessGroupTransport
-from mpu.comm.transport import Axis
+from mpu.comm.transport import Axis, Splits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,11 +37,13 @@ def test_every_collective_of_a_step(axis, dtype):
     """The verbs leave an axis of one rank alone, so its transport is asked."""
     x = torch.arange(24, device="cuda", dtype=dtype).view(6, 4)
     carrier = axis.carrier
-    summed, done = carrier.all_reduce(x.clone(), axis, dist.ReduceOp.SUM, True, None)
+    summed, done = carrier.all_reduce(x.clone(), axis, True, dist.ReduceOp.SUM, None)
     done.wait()
-    gathered, done = carrier.all_gather(x, axis, None, True, None)
+    gathered, done = carrier.all_gather(x, axis, True, None, None)
     done.wait()
-    scattered, done = carrier.reduce_scatter(x, axis, None, True, None)
+    scattered, done = carrier.reduce_scatter(x, axis, True, None, None)
+    done.wait()
+    exchanged, done = carrier.all_to_all(x, axis, True, Splits((6,), (6,)), None)
     done.wait()
     torch.cuda.synchronize()
-    assert all(torch.equal(x, out) for out in (summed, gathered, scattered))
+    assert all(torch.equal(x, out) for out in (summed, gathered, scattered, exchanged))

@@ -13,6 +13,7 @@ for compute-sanitizer.
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,16 +48,18 @@ def operations(
     gathers: x [rows, k] of each rank, gathered, times w [n, k]; else x [8 rows, k] times w [n, k],
     summed over the ranks. Call it inside of `as_rank`, whose workspace is used from then on.
     """
+    from mpu.comm.symmetric_cuda import CudaSymmetricTransport
     from mpu.overlap.cuda import KernelOverlap
 
     with as_rank(0, WORLD, device) as workspace:
-        method = KernelOverlap(workspace.axis, workspace)
+        axis = replace(workspace.axis, transport=CudaSymmetricTransport(None, workspace))
+        method = KernelOverlap(axis)
         whole = torch.randn(WORLD * rows, k, dtype=torch.bfloat16, device=device)
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
 
         def overlapped() -> None:
             if gathers:
-                gathering = method.all_gather(whole[:rows], None)
+                gathering = method.start_all_gather(whole[:rows], axis, None)
                 gathering.multiply(weight, product)
                 gathering.close()
             else:

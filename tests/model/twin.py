@@ -157,7 +157,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     grid = comm.grid(
         case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
         query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
-        order=tuple(config.parallel.rank_order.split("-")),
+        order=tuple(config.parallel.rank_order.split("-")), ep=config.expert_model_parallel_size,
     )  # fmt: skip
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
@@ -291,7 +291,7 @@ class Twin:
             h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()
             x = self.norm(h, at + "post_attention_layernorm.weight")
             gate, up = (x @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
-            h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t()
+            h = h + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].t() + self.more(x, at)
             auxiliary += self.auxiliary(h)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         logits = self.norm(h, "model.norm.weight") @ head.t()
@@ -302,6 +302,10 @@ class Twin:
 
     def auxiliary(self, h: torch.Tensor) -> torch.Tensor | float:
         """Return what a block adds to the loss, summed over the tokens: nothing."""
+        return 0.0
+
+    def more(self, x: torch.Tensor, at: str) -> torch.Tensor | float:
+        """Return what a fork's layer adds beside its MLP; x: the MLP's input, at: its names."""
         return 0.0
 
     def train(

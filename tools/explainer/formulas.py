@@ -134,6 +134,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
     schedule = schedule_of(config, batch_size.micro_batches(config, 0))
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     held = rank_memory.parameters(config, model_provider, pp_rank)
+    held = {name: param for name, param in held.items() if param.entry.cut == "tp"}
     every = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
     parameters = rank_parameters(config, model_provider, every, 0)
     sp = int(p.sequence_parallel and t > 1)
@@ -184,6 +185,7 @@ def _buckets(config: Config, pp_rank: int) -> dict[str, int]:
     ranks = p.gradient_ranks // copies
     level = p.zero if ranks > 1 else 0
     flats = rank_memory.flats(config, model_provider, pp_rank)
+    flats = [flat for flat in flats if flat.sharing.cut == "tp"]  # a Llama has no others
     apart = {flat.axes[0]: flat.length for flat in flats if flat.axes}
     whole = [flat.length for flat in flats if flat.whole]
     tied = buffers.both_ends(config, model_provider, pp_rank)

@@ -8,7 +8,7 @@ from typing import Any
 from estimate.stages import describe_stages, rank_stages
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
-from tools.explainer.formulas import Applied, Totals, symbols
+from tools.explainer.formulas import Applied, Totals, read_formulas, symbols
 from tools.explainer.trace import Explainer, Seen
 from tools.explainer.zero import WIDTH, ZERO_SIZES
 from training.config import Config
@@ -193,13 +193,19 @@ def _hidden(event: Seen) -> str:
 
 
 def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "rank 0") -> list[str]:
-    """Return the totals of the trace beside the formulas that they should equal."""
+    """Return the totals of the trace beside the formulas that they should equal.
+
+    The document has none for an axis that only a fork uses.
+    """
+    known = {row.axis for row in read_formulas()}
     lines = ["", rule(f"what {who} sent in this step, and the formulas of docs/parallelism.md")]
     differ = []
     for key in dict.fromkeys([*counted, *stated]):
         (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
         verdict = "equal"
-        if (count, sent) != (times, size):
+        if key[0] not in known:
+            verdict = f"the document has no formula for {key[0]}"
+        elif (count, sent) != (times, size):
             verdict = f"DIFFERS: the document says {times:,} and {size:,} bytes"
             differ.append(" ".join(key))
         lines += ["", f"{key[0]:<6} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]

@@ -1,22 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one style of all pictures: letters, colours, titles, and files that repeat bit for bit.
+"""The one style of all pictures: a page in inches, its letters and colours, and files that repeat.
 
-tools/pictures/schedule.py draws schedules in it and holds its base, as mpu imports no tool.
+A picture drawn again by the same matplotlib is the same file, bit for bit.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.pictures.schedule import COLOURS as KINDS
-from tools.pictures.schedule import INK, QUIET, RULE, STYLE
-
-__all__ = ["GRID", "INK", "PALETTE", "QUIET", "RULE", "STYLE", "check_name", "save", "write_title"]
-
 # of runs, ranks and parts, in this order: distinct under the common colour blindnesses
-PALETTE: tuple[str, ...] = (KINDS["F"], KINDS["B"], KINDS["W"])
-PALETTE += ("#8d3b72", "#c9a227", "#5b8db8", "#a94438", "#6b6b6b")
-GRID = "#e6e6e6"
-TITLE, SUBTITLE = 12.0, 8.5  # points
+PALETTE = (
+    "#1d4f91", "#d26a14", "#4a9a78", "#8d3b72", "#c9a227", "#5b8db8", "#a94438", "#6b6b6b",
+)  # fmt: skip
+KINDS = dict(zip("FBW", PALETTE, strict=False))  # of a pipeline's actions
+IDLE, GRID, RULE, QUIET, INK = "#f1f0ed", "#e6e6e6", "#9a9a9a", "#666666", "#222222"
+DASHES = (0, (4, 3))
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial"],
+    "font.size": 8,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": QUIET,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": RULE,
+    "xtick.labelcolor": QUIET,
+    "xtick.major.size": 3,
+    "ytick.color": RULE,
+    "ytick.labelcolor": QUIET,
+    "ytick.major.size": 3,
+    "legend.frameon": False,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+    "legend.handlelength": 1.4,
+    "legend.handleheight": 0.9,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.5,
+    "svg.fonttype": "none",  # text stays text: small, searchable, for screen readers
+    "svg.hashsalt": "weft",  # the same picture is the same file
+}
 
 
 def check_name(path: Path) -> None:
@@ -25,16 +53,36 @@ def check_name(path: Path) -> None:
         raise ValueError(f"{path}: a picture is a .png or an .svg")
 
 
-def write_title(figure: Any, left: float, top: float, title: str, subtitle: str = "") -> None:
-    """Write title and subtitle from `left` (a share of the width), `top` inches below the edge."""
-    height = figure.get_figheight()
-    figure.text(left, 1 - top / height, title, fontsize=TITLE, color=INK, weight="bold")
-    under = 1 - (top + 0.22) / height
-    figure.text(left, under, subtitle, fontsize=SUBTITLE, color=QUIET)
+@contextmanager
+def page(
+    path: Path, width: float, height: float, title: str, subtitle: str = "", *, dpi: int = 200
+) -> Iterator[Any]:
+    """Yield a matplotlib Figure of so many inches with its title, and write it to `path`.
+
+    Raises ValueError for a name that is neither a .png nor an .svg.
+    """
+    check_name(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), dpi=dpi)
+        left = 0.3 / width
+        figure.text(left, 1 - 0.32 / height, title, fontsize=12, weight="bold")
+        figure.text(left, 1 - 0.54 / height, subtitle, fontsize=8.5, color=QUIET)
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        still = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=still)
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a picture; the same picture is the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    still = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
-    figure.savefig(path, metadata=still)
+def axes_at(figure: Any, left: float, top: float, width: float, height: float, **more: Any) -> Any:
+    """Add axes to a page: so many inches from its left and upper edge, and so large."""
+    wide, tall = figure.get_size_inches()
+    box = (left / wide, 1 - (top + height) / tall, width / wide, height / tall)
+    return figure.add_axes(box, **more)
+
+
+def shapes(picture: Path) -> list[str]:
+    """Return the outlines, places and words of an SVG: equal where two pictures look alike."""
+    return re.findall(r'(?: d="[^"]*"| x="[^"]*"| y="[^"]*"|>[^<>\s][^<>]*<)', picture.read_text())

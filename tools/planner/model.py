@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pretrain_llama
-from estimate import activations
-from estimate.dry_run import memory
 from estimate.model_profile import model_profile
 from training.config import Config
 from training.flags.parse import parse
@@ -88,15 +86,6 @@ def _hugging_face(path: Path) -> list[str]:
     if content.get("head_dim"):
         flags += ["--kv-channels", str(content["head_dim"])]
     return flags
-
-
-def dry_run_bytes(flags: str, world: int) -> float:
-    """Return the bytes of the fullest pipeline rank of a run, as --dry-run tells them."""
-    own = [word for word in shlex.split(flags) if word != "--bf16"]  # REST has it
-    config = parse([*own, *REST.split()], world)
-    held = activations.held(config, pretrain_llama.model_provider)
-    ranks = [memory(config, pretrain_llama.model_provider, n, each) for n, each in enumerate(held)]
-    return max(float(sum(kinds.values())) for kinds in ranks)
 
 
 def last_of_each(argv: list[str]) -> list[str]:

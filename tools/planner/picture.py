@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw plans as SVG: memory against time with its Pareto front, where the best step goes, and what
-its pipeline ranks do when.
+"""Draw plans: memory against time with its Pareto front, where the best step goes, and what its
+pipeline ranks do when.
 """
 
-from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tools.pictures.schedule import COLOURS
-from tools.pictures.style import GRID, INK, PALETTE, QUIET, RULE, STYLE
+from tools.pictures.style import DASHES, INK, KINDS, PALETTE, axes_at, page
 from tools.planner.search import Plans
 from tools.planner.table import TERMS, breakdown, timeline
 
-WIDTH, HEIGHT, LEFT, TOP = 900, 602, 70, 64
-PLOT_W, PLOT_H, BAR = 780, 350, 34
-ROW, MOST_BOXES = 14, 6000  # height of a pipeline rank; more boxes are too many to see
+LEFT, WIDTH, ROW = 0.8, 8.0, 0.16  # inches; ROW: of a pipeline rank
+MOST_BOXES = 6000  # more are too many to see
 POINT, FRONT, LIMIT = PALETTE[0], PALETTE[2], PALETTE[6]
-PARTS = (*PALETTE, QUIET, INK)[: len(TERMS)]
-FONT = ", ".join(STYLE["font.sans-serif"]) + ", sans-serif"
+PARTS = (*PALETTE, INK)
 
 
 def pareto(plans: Plans) -> list[int]:
@@ -30,123 +28,97 @@ def pareto(plans: Plans) -> list[int]:
     return front
 
 
-def svg(plans: Plans) -> str:
-    """Return the picture: each layout a point, those that fit filled; below it the best step."""
+def draw(plans: Plans, path: Path) -> None:
+    """Draw each layout as a point, filled where it fits; below them the best step.
+
+    Raises ValueError for a name that is neither a .png nor an .svg.
+    """
+    best = plans.best(1)
+    count = drawn_micro_batches(plans, best[0]) if best else 0
+    rows = plans.layouts[best[0]].pp if count else 0
+    title = f"{plans.model.name} on {plans.cluster.gpus:,} GPUs"
+    fits = f"{int(plans.fits.sum()):,} of {len(plans.layouts):,} layouts fit; filled: it fits"
+    tall = 5.1 + (1.5 if best else 0) + (0.9 + ROW * rows if rows else 0)
+    said = f"{fits}; the line: none is faster with less"
+    with page(path, LEFT + WIDTH + 0.4, tall, title, said) as figure:
+        _draw_layouts(axes_at(figure, LEFT, 0.8, WIDTH, 3.6), plans)
+        if best:
+            _draw_parts(axes_at(figure, LEFT, 5.2, WIDTH, 0.35), plans, best[0])
+        if rows:
+            axes = axes_at(figure, LEFT, 6.65, WIDTH, ROW * rows)
+            _draw_step(axes, plans, best[0], count)
+
+
+def _draw_layouts(axes: Any, plans: Plans) -> None:
+    """Draw memory against time, without layouts far slower or larger than the others."""
     seconds, gb = plans.times.step, plans.bytes / 1e9
     low, high = float(seconds.min()), float(min(seconds.max(), 4 * seconds.min()))
     most = float(min(gb.max(), 2.5 * plans.limit / 1e9))
-
-    def place(n: int) -> tuple[float, float]:
-        x = LEFT + PLOT_W * (np.log(seconds[n] / low) / max(np.log(high / low), 1e-9))
-        return float(x), float(TOP + PLOT_H * (1 - gb[n] / most))
-
-    limit, best = TOP + PLOT_H * (1 - plans.limit / 1e9 / most), plans.best(1)
-    step = _step(plans, best[0], HEIGHT) if best else []
-    height = HEIGHT + (60 + ROW * plans.layouts[best[0]].pp if step else 0)
-    fits = f"{int(plans.fits.sum()):,} of {len(plans.layouts):,} layouts fit; filled: it fits"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'font-family="{FONT}" font-size="11" fill="{INK}">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="24" font-size="16" font-weight="bold">{escape(plans.model.name)} on '
-        f"{plans.cluster.gpus:,} GPUs</text>",
-        f'<text x="{LEFT}" y="43" fill="{QUIET}">{fits}; the line: none is faster with less</text>',
-        *_axes(low, high, most),
-        f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{limit:.1f}" y2="{limit:.1f}" '
-        f'stroke="{LIMIT}" stroke-dasharray="5 4"/>',
-        f'<text x="{LEFT + PLOT_W}" y="{limit - 4:.1f}" fill="{LIMIT}" text-anchor="end">'
-        f"a GPU has {plans.limit / 1e9:.1f} GB</text>",
-    ]
-    for n in range(len(plans.layouts)):
-        if seconds[n] <= high and gb[n] <= most:
-            x, y = place(n)
-            fill = POINT if plans.fits[n] else "none"
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{POINT}">'
-                f"<title>{escape(plans.layouts[n].flags())}: {seconds[n]:.2f} s, {gb[n]:.1f} GB"
-                "</title></circle>"
-            )
-    front = [place(n) for n in pareto(plans) if seconds[n] <= high and gb[n] <= most]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
-    if best:
-        parts += _bar(plans, best[0], TOP + PLOT_H + 68)
-    parts += step
-    return "\n".join([*parts, "</svg>", ""])
+    shown = (seconds <= high) & (gb <= most)
+    for fits, fill in ((plans.fits & shown, POINT), (~plans.fits & shown, "none")):
+        axes.scatter(seconds[fits], gb[fits], s=14, facecolor=fill, edgecolor=POINT, gid="layouts")
+    front = [n for n in pareto(plans) if shown[n]]
+    axes.plot(seconds[front], gb[front], color=FRONT, gid="front")
+    axes.axhline(plans.limit / 1e9, color=LIMIT, linewidth=1, linestyle=DASHES)
+    axes.annotate(
+        f"a GPU has {plans.limit / 1e9:.1f} GB", (1, plans.limit / 1e9), (0, 3), color=LIMIT,
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points", ha="right",
+    )  # fmt: skip
+    ticks = low * (high / low) ** np.linspace(0, 1, 5)
+    axes.set_xscale("log")
+    axes.set_xlim(low / 1.02, high * 1.02)
+    axes.set_ylim(0, 1.04 * most)
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set(xlabel="seconds of a step, on a logarithmic axis", ylabel="GB of a GPU")
+    axes.grid()
 
 
-def _axes(low: float, high: float, most: float) -> list[str]:
-    """Return grid, ticks with their units, and what each axis counts."""
-    parts, bottom = [], TOP + PLOT_H
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = LEFT + PLOT_W * share, bottom - PLOT_H * share
-        colour = RULE if share == 0 else GRID
-        parts += [
-            f'<line x1="{LEFT}" x2="{LEFT + PLOT_W}" y1="{y:.0f}" y2="{y:.0f}" stroke="{colour}"/>',
-            f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end" fill="{QUIET}">'
-            f"{most * share:.0f} GB</text>",
-            f'<text x="{x:.0f}" y="{bottom + 16}" text-anchor="middle" fill="{QUIET}">'
-            f"{low * (high / low) ** share:.3g} s</text>",
-        ]
-    across = "seconds of a step, on a logarithmic axis"
-    parts.append(f'<text x="{LEFT + PLOT_W}" y="{bottom + 32}" text-anchor="end" fill="{QUIET}">'
-                 f"{across}</text>")  # fmt: skip
-    parts.append(f'<text x="{LEFT}" y="{TOP - 8}" fill="{QUIET}">memory of a GPU</text>')
-    return parts
+def _draw_parts(axes: Any, plans: Plans, n: int) -> None:
+    """Draw where the time of a step goes, as one bar."""
+    told, begin = breakdown(plans, n), 0.0
+    for colour, (key, what) in zip(PARTS, TERMS.items(), strict=True):
+        seconds = told.seconds[key]
+        axes.barh(0, seconds, left=begin, color=colour, label=f"{what}: {seconds:.3f} s")
+        begin += seconds
+    axes.set_title(f"the best step, {told.step:.2f} s", loc="left", fontsize=8)
+    axes.set_xlim(0, told.step)
+    axes.axis("off")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=3, fontsize=7)
 
 
-def _bar(plans: Plans, n: int, y: float) -> list[str]:
-    told = breakdown(plans, n)
-    parts = [f'<text x="{LEFT}" y="{y - 8:.0f}">the best step, {told.step:.2f} s</text>']
-    x = float(LEFT)
-    for row, (colour, key) in enumerate(zip(PARTS, TERMS, strict=True)):
-        width = PLOT_W * told.seconds[key] / told.step
-        parts.append(f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{BAR}" '
-                     f'fill="{colour}"><title>{TERMS[key]}</title></rect>')  # fmt: skip
-        at = LEFT + 270 * (row % 3), y + BAR + 20 + 20 * (row // 3)
-        parts.append(f'<rect x="{at[0]}" y="{at[1] - 9:.0f}" width="10" height="10" '
-                     f'fill="{colour}"/><text x="{at[0] + 14}" y="{at[1]:.0f}">{TERMS[key]}: '
-                     f"{told.seconds[key]:.3f} s</text>")  # fmt: skip
-        x += width
-    return parts
+def drawn_micro_batches(plans: Plans, n: int) -> int:
+    """Return how many of a step's micro-batches are drawn: as many as can be seen, 0 of none."""
+    each = plans.layouts[n]
+    most = MOST_BOXES // (3 * each.pp * each.virtual) // each.pp * each.pp
+    return min(each.micro_batches, most)
 
 
-def _step(plans: Plans, n: int, y: float) -> list[str]:
-    """Return the best step as a timeline: a row for each pipeline rank, then sums and update.
-
-    Of many micro-batches the first ones are drawn, as in a step that has no more.
-    """
+def _draw_step(axes: Any, plans: Plans, n: int, count: int) -> None:
+    """Draw a step of `count` micro-batches: a row for each pipeline rank, then sums and update."""
     each, t = plans.layouts[n], plans.times
-    one = 3 * each.pp * each.virtual
-    count = min(each.micro_batches, MOST_BOXES // one // each.pp * each.pp)
-    if count < 1:
-        return []
     ranks = timeline(plans, n, count).ranks
     end = max(spans[-1].end for spans in ranks)
-    after = (("sums of gradients, gathers of weights", float(t.sums[n]), PALETTE[4]),
-             ("the optimizer", float(t.update[n]), PALETTE[5]))  # fmt: skip
-    scale = PLOT_W / (end + sum(seconds for _, seconds, _ in after))
-    part = "" if count == each.micro_batches else f" with {count} of its {each.micro_batches:,}"
-    parts = [
-        f'<text x="{LEFT}" y="{y + 4:.0f}">the best step{part or " with all its"} micro-batches: '
-        "F blue, B orange, W green; then sums and update</text>"
-    ]
+    sums, update = float(t.sums[n]), float(t.update[n])
     for row, spans in enumerate(ranks):
-        top = y + 14 + ROW * row
-        parts.append(f'<text x="{LEFT - 6}" y="{top + 10:.0f}" text-anchor="end" fill="{QUIET}">'
-                     f"pp {row}</text>")  # fmt: skip
-        for action, begin, until in spans:
-            parts.append(
-                f'<rect x="{LEFT + begin * scale:.2f}" y="{top:.0f}" height="{ROW - 2}" '
-                f'width="{(until - begin) * scale:.2f}" fill="{COLOURS[action.kind]}" '
-                f'stroke="white" stroke-width="0.3"><title>{action}</title></rect>'
-            )
-        x = LEFT + end * scale
-        for what, seconds, colour in after:
-            parts.append(f'<rect x="{x:.2f}" y="{top:.0f}" height="{ROW - 2}" fill="{colour}" '
-                         f'width="{seconds * scale:.2f}"><title>{what}</title></rect>')  # fmt: skip
-            x += seconds * scale
-    told_of = f"{end + sum(seconds for _, seconds, _ in after):.2f} s"
-    parts.append(f'<text x="{LEFT + PLOT_W}" y="{y + 30 + ROW * len(ranks):.0f}" fill="{QUIET}" '
-                 f'text-anchor="end">{told_of}</text>')  # fmt: skip
-    return parts
+        for kind, colour in KINDS.items():
+            own = [(s.begin, s.end - s.begin) for s in spans if s.action.kind == kind]
+            look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.2}
+            axes.broken_barh(own, (row, 0.9), facecolor=colour, gid=f"pp{row}-{kind}", **look)
+        for what, begin, seconds, colour in (
+            ("sums", end, sums, PALETTE[4]),
+            ("update", end + sums, update, PALETTE[5]),
+        ):
+            name = f"pp{row}-{what}"
+            axes.broken_barh([(begin, seconds)], (row, 0.9), facecolor=colour, gid=name)
+    part = "all" if count == each.micro_batches else f"{count} of"
+    axes.set_title(
+        f"the best step with {part} its {each.micro_batches:,} micro-batches: F blue, B orange, "
+        "W green, then sums of gradients yellow, the optimizer light blue",
+        loc="left", fontsize=8,
+    )  # fmt: skip
+    axes.set(xlim=(0, end + sums + update), ylim=(len(ranks), 0), xlabel="seconds")
+    some = range(0, len(ranks), max(1, len(ranks) // 16))
+    axes.set_yticks([row + 0.45 for row in some], [f"pp {row}" for row in some])
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)

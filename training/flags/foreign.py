@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave out the flags of somebody's fork that --ignore-flags names, each with its values.
+"""Answer a flag that is not available: unknown, mistyped, refused, removed, or to be left out.
+
+--ignore-flags leaves out the flags of another program, each with its values.
 
 Only flags that neither Weft nor Megatron-LM knows can be left out, and none that may be a slip of
 the pen for a flag of this program: nothing that this program would do is left undone.
 """
 
+import difflib
+import os
 import re
 from collections.abc import Collection, Sequence
 
 from training.config import UsageError
 from training.flags import table
-from training.flags.spelling import like
 
 FLAG = "--ignore-flags"
 ELSEWHERE = {  # flags of other programs, and what Megatron-LM and this program call them
@@ -108,7 +111,7 @@ def _what_else(name: str) -> str:
         return f"{short!r} came as one word: leave out the quotes that hold flags together"
     if other := ELSEWHERE.get(name.replace("_", "-")):
         return f"{name} is not a flag of this program; here and in Megatron-LM it is {other}"
-    close = table.suggest(name)
+    close = suggest(name)
     return f"{name} is not a flag of this program{close}" if close else ""
 
 
@@ -143,3 +146,36 @@ def _without(words: list[str], counts: dict[str, int]) -> list[str]:
                 f"{FLAG} {name[2:]}:{counts[name]}: {words[0]} follows, a value more than that"
             )
     return kept
+
+
+def suggest(name: str) -> str:
+    """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
+    close = like(name, [f.name for f in table.known_flags().values() if f.usable])
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def like(name: str, names: Sequence[str]) -> list[str]:
+    """Return up to 3 of `names` that `name` may be a slip of the pen for, the closest first.
+
+    Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
+    next, more in a long name.
+    """
+    told = {_folded(known): known for known in names}
+    plain = _folded(name)
+    exact = [told[plain]] if plain in told else []
+    near = exact or [known for short, known in told.items() if _one_edit(plain, short)]
+    alike = near or [told[p] for p in difflib.get_close_matches(plain, told, 3, cutoff=0.89)]
+    return alike[:3]
+
+
+def _folded(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def _one_edit(a: str, b: str) -> bool:
+    """Return whether one letter left out, added, changed or swapped makes b of a."""
+    start = len(os.path.commonprefix((a, b)))
+    a, b = a[start:], b[start:]
+    end = len(os.path.commonprefix((a[::-1], b[::-1])))
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    return max(len(a), len(b)) <= 1 or (len(a) == len(b) == 2 and a == b[::-1])

@@ -18,21 +18,25 @@ from training import batch_size, config
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
-    context_rules,
     foreign,
     model_sizes,
+    parallel_rules,
     rules,
     saved_schedule,
     table,
-    zero_rules,
 )
-from training.flags.help import USAGE, epilog, help_of, metavar
-from training.flags.path_rules import shard_list
+from training.flags.megatron import SOURCE
+from training.flags.run_rules import shard_list
 from training.flags.table import Flag
 from training.schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
+USAGE = """
+  pretrain_llama.py FLAGS                                      one process
+  torchrun --nproc-per-node N pretrain_llama.py FLAGS          N ranks on this host
+  WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
+  python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
 
@@ -61,8 +65,8 @@ def parse(
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
-    said = [*made.notes, *rules.idle(given), *zero_rules.notes(given, made)]
-    said += context_rules.notes(given, made)
+    said = [*made.notes, *rules.idle(given), *parallel_rules.zero_notes(given, made)]
+    said += parallel_rules.context_notes(given, made)
     return replace(made, notes=tuple(dict.fromkeys(said)), given=names)
 
 
@@ -90,14 +94,14 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         prog="pretrain_llama.py",
         usage=USAGE,
         description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
-        epilog=epilog(),
+        epilog=_epilog(),
         allow_abbrev=False,
     )
     groups = {
         section: parser.add_argument_group(heading) for section, heading in table.headings().items()
     }
     helps = {
-        flag.name: help_of(flag, getattr(SECTIONS[flag.group], flag.dest, None))
+        flag.name: _help_of(flag, getattr(SECTIONS[flag.group], flag.dest, None))
         for flag in table.live()
     }
     for flag in table.known_flags().values():
@@ -108,12 +112,54 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         if flag.nargs == 0:
             options["action"] = "store_true"
         else:
-            options |= {"nargs": flag.nargs, "metavar": metavar(flag)}
+            options |= {"nargs": flag.nargs, "metavar": _metavar(flag)}
             options |= {"const": flag.bare} if flag.bare else {}
         target.add_argument(flag.name, help=helps.get(flag.name, argparse.SUPPRESS), **options)
     if extra is not None:
         extra(parser)
     return parser
+
+
+def _epilog() -> str:
+    kinds = [flag.kind for flag in table.known_flags().values()]
+    return (
+        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
+        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
+        f"{SOURCE} lists them all."
+    )
+
+
+def _help_of(flag: Flag, default: Any) -> str:
+    """Return the help text: what the flag does, its unit, and its default or off-value.
+
+    default: the value that its section of Config has without it, None where it has none.
+    """
+    named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
+    tail = "" if named else f"; default: {_show(default)}"
+    choices = f"; one of {', '.join(_choices(flag))}" if _metavar(flag) == "NAME" else ""
+    same = r"off: ([^;]+); default: \1(?=$|[;,])"
+    unit = re.sub(same, r"off: \1, the default", f"{flag.unit}{tail}")
+    return f"{flag.text}{choices} [{unit}]".replace("%", "%%")
+
+
+def _choices(flag: Flag) -> list[str]:
+    listed = flag.rule.startswith("one of ")
+    return flag.rule.removeprefix("one of ").partition(";")[0].split(",") if listed else []
+
+
+def _metavar(flag: Flag) -> str:
+    """Return how --help writes a flag's value: its choices, or what it is."""
+    choices = _choices(flag)
+    if len(shown := "{" + ",".join(choices) + "}") <= 40 and choices:
+        return shown
+    kinds = {"int": "N", "flo": "X", "tex": "TEXT", "one": "NAME"}
+    unit = flag.unit.partition(";")[0]
+    is_place = flag.rule == "text" and unit in ("file", "directory")
+    return unit.upper() if is_place else kinds.get(flag.rule[:3], "")
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _read(
@@ -212,7 +258,7 @@ def _assemble(
         model["num_query_groups"] = 1
     parallel["world_size"] = world_size
     if "rank_order" in parallel:
-        parallel["rank_order"] = context_rules.rank_order(parallel["rank_order"])
+        parallel["rank_order"] = parallel_rules.rank_order(parallel["rank_order"])
     strategy = parallel.pop("data_parallel_sharding_strategy", STRATEGIES[0])
     if parallel.pop("use_megatron_fsdp", False):  # it turns use_distributed_optimizer on
         parallel |= {"zero_stage": STRATEGIES.index(strategy), "use_distributed_optimizer": False}
@@ -250,7 +296,7 @@ def _assemble(
     elif layers == 0:
         parts["gpu"]["cpu_offload_activations"] = False
     layout = config.ParallelConfig(**parallel)
-    context_rules.check_world(layout)
+    parallel_rules.check_world(layout)
     if "step_batch_size_schedule" in batch:
         text = batch["step_batch_size_schedule"]
         steps = batch_size.parse_schedule(text, model["seq_length"])

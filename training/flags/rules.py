@@ -8,23 +8,10 @@ for another rank, so a mistake is reported before the first collective.
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from mpu.pipeline.schedules import V_SHAPED
-from training import batch_size, schedule
+from training import schedule
 from training.config import Config, UsageError
-from training.flags import (
-    backend_rules,
-    context_rules,
-    fault_rules,
-    float8_rules,
-    graph_rules,
-    kept_rules,
-    overlap_rules,
-    path_rules,
-    size_rules,
-    zero_rules,
-)
+from training.flags import compute_rules, parallel_rules, run_rules, size_rules
 
 REQUIRED = (
     "--num-layers",
@@ -75,9 +62,6 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
-CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
-TOKENS = 1 << 23  # of one micro-batch
-PASSES = 1 << 17  # forwards of all stages in one step
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 # (flag, flag without which it has no effect).
 IDLE = (
@@ -170,125 +154,22 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
 
 
 def check(config: Config) -> None:
-    """Raise UsageError where a whole config breaks a rule."""
+    """Raise UsageError where a whole config breaks a rule; the first that is broken is reported."""
     size_rules.check(config)
-    _micro_batch(config)
-    _layout(config)
-    _batch(config)
-    schedule.check(config)
-    zero_rules.check(config)
-    fault_rules.check(config)
-    float8_rules.check(config)
-    kept_rules.check(config)
-    graph_rules.check(config)
-    _learning_rate(config)
-    _run(config)
-    path_rules.check(config)
-
-
-def _micro_batch(config: Config) -> None:
-    b, s = config.batch.micro_batch_size, config.model.seq_length
-    if b * s > TOKENS:
-        raise UsageError(
-            f"--micro-batch-size {b} x --seq-length {s} is more than {TOKENS} tokens at a time"
-        )
-
-
-def _layout(config: Config) -> None:
-    p = config.parallel
+    size_rules.check_micro_batch(config)
     size_rules.check_cut(config)
-    overlap_rules.check(config)
-    backend_rules.check(config)
-    context_rules.check(config)
-    if p.distributed_backend == "nccl" and p.device == "cpu":
-        raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
-    if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this process sees no CUDA device")
-
-
-def _batch(config: Config) -> None:
-    batch, dp = config.batch, config.parallel.data_parallel_size
-    flag = "--global-batch-size"
-    if batch.step_batch_size_schedule is not None:
-        flag = "--step-batch-size-schedule's batch of"
-    for _, size in batch_size.schedule(config):
-        if size % (batch.micro_batch_size * dp):
-            raise UsageError(
-                f"{flag} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} "
-                f"x {dp} data-parallel ranks = {batch.micro_batch_size * dp}"
-            )
-        p = config.parallel.pipeline_model_parallel_size * config.parallel.virtual_stages
-        if (passes := size // (batch.micro_batch_size * dp) * p) > PASSES:
-            raise UsageError(
-                f"{flag} {size} is {passes} forwards of a stage in one step, and at most {PASSES} "
-                "can be put in order: take a larger --micro-batch-size"
-            )
-    if batch_size.total_iterations(config) < 1:
-        raise UsageError(
-            f"--train-samples {batch.train_samples} is less than one batch of "
-            f"{batch.global_batch_size} samples"
-        )
-
-
-def _learning_rate(config: Config) -> None:
-    o = config.optimizer
-    pairs = [
-        ("--min-lr", o.min_lr, "--lr", o.lr),
-        ("--lr-warmup-init", o.lr_warmup_init, "--lr", o.lr),
-    ]
-    if o.decoupled_lr is not None:
-        floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
-        pairs.append((name, floor, "--decoupled-lr", o.decoupled_lr))
-        pairs.append(("--lr-warmup-init", o.lr_warmup_init, "--decoupled-lr", o.decoupled_lr))
-    for low, a, high, b in pairs:
-        if a > b:
-            raise UsageError(f"{low} {a} is more than {high} {b}")
-    unit = "iters" if config.batch.train_iters is not None else "samples"
-    warmup = getattr(o, f"lr_warmup_{unit}")
-    decay = getattr(o, f"lr_decay_{unit}") or getattr(config.batch, f"train_{unit}")
-    if warmup >= decay:
-        raise UsageError(
-            f"--lr-warmup-{unit} {warmup} must be less than the decay's length "
-            f"(--lr-decay-{unit}, or else --train-{unit}), {decay}"
-        )
-    if o.lr_decay_style == "WSD":
-        last = getattr(o, f"lr_wsd_decay_{unit}")
-        if last is None:
-            raise UsageError(
-                f"--lr-wsd-decay-{unit} is missing: --lr-decay-style WSD needs the length of its "
-                "last part"
-            )
-        if last > decay:
-            raise UsageError(
-                f"--lr-wsd-decay-{unit} {last} is more than the decay's length, {decay}"
-            )
-
-
-def _run(config: Config) -> None:
-    log, checkpoint = config.log, config.checkpoint
-    for what in checkpoint.allow_change:
-        if what not in CHANGES:
-            raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
-    if checkpoint.ckpt_step is not None and checkpoint.load is None:
-        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
-    if log.profile and log.profile_step_start >= log.profile_step_end:
-        raise UsageError(
-            f"--profile-step-end {log.profile_step_end} must be more than "
-            f"--profile-step-start {log.profile_step_start}"
-        )
-    for rank in log.profile_ranks if log.profile or log.record_memory_history else ():
-        if rank >= config.parallel.world_size:
-            raise UsageError(
-                f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
-            )
-    if (
-        log.record_memory_history
-        and not config.run.dry_run
-        and (config.parallel.device == "cpu" or not torch.cuda.is_available())
-    ):
-        raise UsageError(
-            "--record-memory-history needs --device cuda: it records CUDA's allocator, and memory "
-            "of a CPU has no such record; --dry-run counts a rank's memory by kind, and --rehearse "
-            "predicts a GPU's peak"
-        )
+    parallel_rules.check_overlap(config)
+    compute_rules.check_kernels(config)
+    parallel_rules.check_context(config)
+    parallel_rules.check_backend(config)
+    size_rules.check_batch(config)
+    schedule.check(config)
+    parallel_rules.check_zero(config)
+    run_rules.check_faults(config)
+    compute_rules.check_float8(config)
+    compute_rules.check_recompute(config)
+    compute_rules.check_offload(config)
+    compute_rules.check_graph(config)
+    run_rules.check_learning_rate(config)
+    run_rules.check_run(config)
+    run_rules.check_paths(config)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the sizes of a model, and that they divide over the tensor-parallel ranks."""
+"""Check the sizes of a model and of a batch, and that they divide over the ranks."""
 
+from training import batch_size
 from training.config import Config, UsageError
+
+TOKENS = 1 << 23  # of one micro-batch
+PASSES = 1 << 17  # forwards of all stages in one step
 
 
 def check(config: Config) -> None:
@@ -50,3 +54,37 @@ def divides(what: str, by: str, why: str) -> None:
     value, divisor = int(what.split()[-1]), int(by.split()[-1])
     if value % divisor:
         raise UsageError(f"{what} is not a multiple of {by}: {why}")
+
+
+def check_micro_batch(config: Config) -> None:
+    """Raise UsageError for more tokens at a time than an index counts."""
+    b, s = config.batch.micro_batch_size, config.model.seq_length
+    if b * s > TOKENS:
+        raise UsageError(
+            f"--micro-batch-size {b} x --seq-length {s} is more than {TOKENS} tokens at a time"
+        )
+
+
+def check_batch(config: Config) -> None:
+    """Raise UsageError for a batch that does not divide, or whose step cannot be put in order."""
+    batch, dp = config.batch, config.parallel.data_parallel_size
+    flag = "--global-batch-size"
+    if batch.step_batch_size_schedule is not None:
+        flag = "--step-batch-size-schedule's batch of"
+    for _, size in batch_size.schedule(config):
+        if size % (batch.micro_batch_size * dp):
+            raise UsageError(
+                f"{flag} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} "
+                f"x {dp} data-parallel ranks = {batch.micro_batch_size * dp}"
+            )
+        p = config.parallel.pipeline_model_parallel_size * config.parallel.virtual_stages
+        if (passes := size // (batch.micro_batch_size * dp) * p) > PASSES:
+            raise UsageError(
+                f"{flag} {size} is {passes} forwards of a stage in one step, and at most {PASSES} "
+                "can be put in order: take a larger --micro-batch-size"
+            )
+    if batch_size.total_iterations(config) < 1:
+        raise UsageError(
+            f"--train-samples {batch.train_samples} is less than one batch of "
+            f"{batch.global_batch_size} samples"
+        )

@@ -21,7 +21,6 @@ from training.config import UsageError
 from training.data.tokenizer import OTHER_TYPE
 from training.flags.megatron import ACCEPTED, REFUSED
 from training.flags.numbers import read_number
-from training.flags.spelling import like
 
 # A heading names the dataclass of training/config.py that holds the flags under it.
 LIVE = """
@@ -325,9 +324,3 @@ def headings() -> dict[str, str]:
 def live() -> list[Flag]:
     """Return the flags that do something."""
     return [flag for flag in known_flags().values() if flag.kind == LIVE_KIND]
-
-
-def suggest(name: str) -> str:
-    """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
-    close = like(name, [f.name for f in known_flags().values() if f.usable])
-    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -11,7 +11,7 @@ nothing computes, and from there on its launches are replayed, in the same memor
 
 A micro-batch comes to its graph in static tensors. The number of tokens by which losses are divided
 is part of a graph; where it changes, graphs are captured again. What else a host decides, and so
-forbids a graph, training/flags/graph_rules.py refuses, and a rehearsal finds.
+forbids a graph, training/flags/compute_rules.py refuses, and a rehearsal finds.
 
 No graph has been captured on a GPU yet. tests/training/run/test_cuda_graph.py runs this against an
 imitation of torch.cuda's class, which records and computes again.

@@ -10,17 +10,22 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from estimate import activations
+from estimate.dry_run import memory
 from pretrain_llama import model_provider
 from tools import plan
 from tools.planner import picture, table
 from tools.planner.cluster import FOLDER, ClusterError, read_cluster
 from tools.planner.layout import RECOMPUTE, SCHEDULES, Layout
-from tools.planner.model import REST, dry_run_bytes, read_model
+from tools.planner.model import REST, read_model
 from tools.planner.search import Plans
+from training.config import Config
 from training.flags.parse import parse
 
+SVG = "{http://www.w3.org/2000/svg}"
+USE = f"{SVG}use"
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --vocab-size 32000"
@@ -33,10 +38,23 @@ def plans() -> Plans:
     return plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
 
 
+def config_of(plans: Plans, n: int) -> Config:
+    rest = REST.replace("--bf16 ", "")  # the command has it
+    return parse([*plans.command(n).split(), *rest.split()], plans.cluster.gpus)
+
+
+def dry_run_bytes(plans: Plans, n: int) -> float:
+    """Return the bytes of a layout's fullest pipeline rank, as --dry-run has them."""
+    config = config_of(plans, n)
+    held = activations.held(config, model_provider)
+    ranks = [memory(config, model_provider, rank, each) for rank, each in enumerate(held)]
+    return max(float(sum(kinds.values())) for kinds in ranks)
+
+
 def agree(plans: Plans, chosen: list[int]) -> None:
     """Hold a layout's bytes, as the table prints them, to --dry-run's own."""
     for n in chosen:
-        told = dry_run_bytes(plans.command(n), plans.cluster.gpus)
+        told = dry_run_bytes(plans, n)
         assert plans.exact(n) == pytest.approx(told, rel=0.02), plans.layouts[n]
 
 
@@ -93,12 +111,11 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
         plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
         own = plan.own_plan(plans, flags)
         device, share, host, host_share, busy = table.edges_of(own, [0])[-1].split()[1:]
-        config = parse([*own.command(0).split(), *REST.split()[1:]], 16)
-        ranks = activations.held(config, model_provider)
+        ranks = activations.held(config_of(own, 0), model_provider)
         kept = 8 * max(rank.in_host for rank in ranks)
         assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
         assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
-        left = own.limit - dry_run_bytes(own.command(0), 16)
+        left = own.limit - dry_run_bytes(own, 0)
         assert float(device) * 1e9 == pytest.approx(left, rel=0.02)
         assert float(share.rstrip("%")) == pytest.approx(100 * left / own.memory, rel=0.02)
         assert busy == f"{own.times.host_share[0]:.0%}" and own.times.host_share[0] > 0.05
@@ -159,9 +176,11 @@ def test_why_names_the_term_and_what_if_the_other_best(
     assert "--why does not know --optimizer-cpu-offload" in capsys.readouterr().err
 
 
-def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
-    root = ElementTree.fromstring(picture.svg(plans))
-    points = [item for item in root.iter() if item.tag.endswith("circle")]
+def test_the_picture_has_a_point_for_each_layout_and_the_step(plans: Plans, tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    picture.draw(plans, path)
+    root = ElementTree.parse(path).getroot()
+    points = [use for g in root.iter(f"{SVG}g") if g.get("id") == "layouts" for use in g.iter(USE)]
     shown = plans.times.step <= 4 * plans.times.step.min()
     assert 0 < len(points) <= shown.sum()
     front = picture.pareto(plans)
@@ -170,19 +189,25 @@ def test_the_picture_is_svg_with_a_point_for_each_layout(plans: Plans) -> None:
             plans.times.step[f] <= plans.times.step[n] and plans.bytes[f] <= plans.bytes[n]
             for f in front
         )
+    first = path.read_bytes()
+    picture.draw(plans, path)
+    assert path.read_bytes() == first
+    with pytest.raises(ValueError, match=r"a\.pdf: a picture is a \.png or an \.svg"):
+        picture.draw(plans, tmp_path / "a.pdf")
 
 
-def test_the_picture_has_the_steps_timeline(plans: Plans) -> None:
+def test_the_step_has_every_action_of_every_rank(plans: Plans) -> None:
     four = [(n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")]
     n, e = min(four, key=lambda item: item[1].micro_batches)
-    root = ElementTree.fromstring("<svg>" + "".join(picture._step(plans, n, 0)) + "</svg>")
-    boxes = [box.find("title").text for box in root.iter("rect")]  # type: ignore[union-attr]
-    assert boxes.count("the optimizer") == boxes.count("sums of gradients, gathers of weights") == 4
-    for kind in "FBW":
-        own = [text for text in boxes if str(text).startswith(kind)]
-        assert len(own) == e.pp * e.virtual * e.micro_batches
-    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in root.iter("rect")]
-    assert max(ends) == pytest.approx(picture.LEFT + picture.PLOT_W, abs=0.1)
+    axes = Figure().add_axes((0, 0, 1, 1))
+    picture._draw_step(axes, plans, n, picture.drawn_micro_batches(plans, n))
+    boxes = {str(found.get_gid()): found.get_paths() for found in axes.collections}
+    assert len(boxes) == e.pp * len(("F", "B", "W", "sums", "update"))
+    for rank in range(e.pp):
+        for kind in "FBW":
+            assert len(boxes[f"pp{rank}-{kind}"]) == e.virtual * e.micro_batches
+    ends = [path.vertices[:, 0].max() for paths in boxes.values() for path in paths]
+    assert max(ends) == pytest.approx(axes.get_xlim()[1])
 
 
 def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:

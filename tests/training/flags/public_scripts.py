@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from model.load import of_checkpoint
 from training.config import UsageError
-from training.flags import path_rules
+from training.flags import run_rules
 from training.flags.foreign import unknown
 from training.flags.parse import parse
 
@@ -49,7 +49,7 @@ def scripts() -> list[Script]:
 
 def refusal(flags: list[str], world: int) -> str:
     """Return why a launch with these flags is refused, "" where it is not, up to missing files."""
-    with patch.object(path_rules, "os", FILES):
+    with patch.object(run_rules, "os", FILES):
         try:
             parse(flags, world, of_checkpoint=of_checkpoint)
         except UsageError as error:

@@ -10,7 +10,7 @@ import torch
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8.recipe import BLOCKS
 from training.config import UsageError
-from training.flags import zero_rules
+from training.flags import parallel_rules
 from training.flags.parse import parse
 from training.float8 import layers_in_bf16
 from training.run import same_run
@@ -99,7 +99,7 @@ def test_what_has_nothing_to_act_on_is_told():
 
 
 def test_a_gpu_needs_bf16(monkeypatch):
-    monkeypatch.setattr(zero_rules, "on_cpu", lambda config: False)
+    monkeypatch.setattr(parallel_rules, "on_cpu", lambda config: False)
     with pytest.raises(UsageError, match="--fp8-format hybrid needs --bf16, or --device cpu"):
         read(f"{ON} --fp8-recipe rowwise")
     read(f"{ON} --fp8-recipe rowwise --bf16")

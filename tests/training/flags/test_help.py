@@ -3,8 +3,9 @@
 
 import re
 
+from training.flags.foreign import suggest
 from training.flags.parse import build_parser
-from training.flags.table import known_flags, suggest
+from training.flags.table import known_flags
 
 HELP = build_parser().format_help()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from training import config
+from training.flags.foreign import like, suggest
 from training.flags.megatron import ACCEPTED, DIFFERENCES
 from training.flags.parse import build_parser
-from training.flags.spelling import like
-from training.flags.table import REMOVED, UsageError, headings, known_flags, live, suggest
+from training.flags.table import REMOVED, UsageError, headings, known_flags, live
 
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
@@ -160,7 +160,8 @@ def test_every_setting_is_read_by_the_run():
     root = Path(__file__).parents[3]
     asking = (
         "activations arguments buffers config dry_run estimate flags megatron_flags meta "
-        "model_profile places rank_profile rules traffic zero"
+        "model_profile places rank_profile rules size_rules parallel_rules compute_rules run_rules "
+        "traffic"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
     files += (root / "estimate").glob("*.py")

@@ -1,21 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, before a run starts, that data and tokenizer exist and that outputs can be written.
+"""Check the run: its faults, learning rate, log and profile, and the files that it names.
 
-The check opens, makes and writes nothing. A dry run may name files of another machine, so it checks
-only the form of the flags.
+The check of files opens, makes and writes nothing. A dry run may name files of another machine, so
+only the form of the flags is checked.
 """
 
 import glob
 import os
 import shlex
 
+import torch
+
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
 from training.untrusted import SETTINGS, read_plain
 
+# flags whose value "rewind" goes back to a checkpoint of --save
+REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 
-def check(config: Config) -> None:
+
+def check_faults(config: Config) -> None:
+    """Raise UsageError for flags that contradict each other or the layout."""
+    _numbers(config)
+    seconds, minutes = config.fault.hang_timeout, config.parallel.distributed_timeout_minutes
+    if seconds is not None and seconds > 60 * minutes:
+        raise UsageError(
+            f"--hang-timeout {seconds:g}: must be at most the {60 * minutes} s of "
+            f"--distributed-timeout-minutes {minutes}, after which the run ends in any case"
+        )
+
+
+def _numbers(config: Config) -> None:
+    fault = config.fault
+    answers = (config.run.on_nan, fault.on_spike, fault.on_replica_mismatch)
+    for flag, answer in zip(REWINDS, answers, strict=True):
+        if answer == "rewind" and not config.checkpoint.save:
+            raise UsageError(f"{flag} rewind needs --save: it goes back to a checkpoint there")
+    if 0 in fault.iterations_to_skip:
+        raise UsageError("--iterations-to-skip 0: iterations count from 1")
+
+
+def check_learning_rate(config: Config) -> None:
+    """Raise UsageError for a curve whose ends or lengths contradict each other."""
+    o = config.optimizer
+    pairs = [
+        ("--min-lr", o.min_lr, "--lr", o.lr),
+        ("--lr-warmup-init", o.lr_warmup_init, "--lr", o.lr),
+    ]
+    if o.decoupled_lr is not None:
+        floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
+        pairs.append((name, floor, "--decoupled-lr", o.decoupled_lr))
+        pairs.append(("--lr-warmup-init", o.lr_warmup_init, "--decoupled-lr", o.decoupled_lr))
+    for low, a, high, b in pairs:
+        if a > b:
+            raise UsageError(f"{low} {a} is more than {high} {b}")
+    unit = "iters" if config.batch.train_iters is not None else "samples"
+    warmup = getattr(o, f"lr_warmup_{unit}")
+    decay = getattr(o, f"lr_decay_{unit}") or getattr(config.batch, f"train_{unit}")
+    if warmup >= decay:
+        raise UsageError(
+            f"--lr-warmup-{unit} {warmup} must be less than the decay's length "
+            f"(--lr-decay-{unit}, or else --train-{unit}), {decay}"
+        )
+    if o.lr_decay_style == "WSD":
+        last = getattr(o, f"lr_wsd_decay_{unit}")
+        if last is None:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} is missing: --lr-decay-style WSD needs the length of its "
+                "last part"
+            )
+        if last > decay:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} {last} is more than the decay's length, {decay}"
+            )
+
+
+def check_run(config: Config) -> None:
+    """Raise UsageError for a resume, a profile or a record of memory that cannot be."""
+    log, checkpoint = config.log, config.checkpoint
+    for what in checkpoint.allow_change:
+        if what not in CHANGES:
+            raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
+    if log.profile and log.profile_step_start >= log.profile_step_end:
+        raise UsageError(
+            f"--profile-step-end {log.profile_step_end} must be more than "
+            f"--profile-step-start {log.profile_step_start}"
+        )
+    for rank in log.profile_ranks if log.profile or log.record_memory_history else ():
+        if rank >= config.parallel.world_size:
+            raise UsageError(
+                f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
+            )
+    if (
+        log.record_memory_history
+        and not config.run.dry_run
+        and (config.parallel.device == "cpu" or not torch.cuda.is_available())
+    ):
+        raise UsageError(
+            "--record-memory-history needs --device cuda: it records CUDA's allocator, and memory "
+            "of a CPU has no such record; --dry-run counts a rank's memory by kind, and --rehearse "
+            "predicts a GPU's peak"
+        )
+
+
+def check_paths(config: Config) -> None:
     """Raise UsageError, naming flag and path, for a missing input or an output in the way."""
     _data(config)
     if not config.run.dry_run:

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add a parameter whose gradient is summed over a part of the data-parallel ranks.
+
+A fork of model/llama.py has experts: matrices that the axis ep cuts, so that groups of ranks hold
+different ones. Each rank of ep applies its own to the tokens of all of them. The gradients of what
+it holds are summed over edp, the ranks that hold the same. The fork is one file: that is all that
+such a parameter edits. Its `Placement` names the axis ep, and its own flag says how many ranks that
+axis has; buckets, the norm, checkpoints, checks, the dry run and explain follow.
+
+It is trained to 1e-12 of a serial twin in plain torch, at every ZeRO stage, then saved in one
+layout and loaded in others.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_llama
+from estimate import buffers, rank_memory
+from estimate.dry_run import report
+from estimate.traffic import traffic
+from model.load import load_model_file
+from mpu.comm.transport import Axis
+from mpu.context import LayerContext
+from mpu.gradients import use
+from mpu.grid import Grid
+from mpu.launch import Launch
+from mpu.param import Placement, PlacementError, parameter
+from mpu.zero.gradient_check import GradientCheck
+from mpu.zero.layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from mpu.zero.replica_check import ReplicaCheck
+from tests.model.twin import Twin, check, config_of, micro_batches, run_layout
+from tests.mpu.zero.test_replica_check import flip
+from tests.saved import check_equal, stored
+from tools.explain import explain, tiny
+from training.config import CheckpointConfig, Config
+from training.faults.monitor import FailureMonitor
+from training.flags.parse import parse
+from training.run import memory as memory_report
+from training.run.saver import Saver
+
+ROOT = Path(__file__).resolve().parents[3]
+EXPERTS = '''
+class Experts(nn.Module):
+    """Four experts, each a matrix [h, h] with a tanh; every token goes to all of them."""
+
+    def __init__(self, config: "LlamaConfig", ctx: LayerContext) -> None:
+        super().__init__()
+        self.ctx, self.width = ctx, config.hidden_size
+        rows = 4 * self.width
+        place = Placement(
+            (rows, self.width), 0, ctx.grid.ep, local_size=rows // ctx.grid.ep.size
+        )
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h], by way of the tokens of all ranks of ep."""
+        every = gather_from_sequence_parallel_region(x, self.ctx.grid.ep, self)
+        own = use(self.weight, self.ctx.sink).view(-1, self.width, self.width)
+        out = torch.stack([torch.tanh(every @ matrix.t()) for matrix in own]).sum(0)
+        return reduce_scatter_to_sequence_parallel_region(out, self.ctx.grid.ep, self)
+
+
+class Block(nn.Module):
+'''
+EDITS = {
+    "class Block(nn.Module):\n": EXPERTS,
+    "from mpu.context import LayerContext\n": (
+        "from mpu.comm.mappings import (\n"
+        "    gather_from_sequence_parallel_region,\n"
+        "    reduce_scatter_to_sequence_parallel_region,\n"
+        ")\n"
+        "from mpu.context import LayerContext\n"
+        "from mpu.gradients import use\n"
+    ),
+    "from mpu.param import draw_normal": "from mpu.param import Placement, parameter, draw_normal",
+    "        self.mlp = MLP(config, ctx)\n": (
+        "        self.mlp = MLP(config, ctx)\n        self.experts = Experts(config, ctx)\n"
+    ),
+    "        return h + self.mlp(x)\n": "        return h + self.mlp(x) + self.experts(x)\n",
+    "def hf_names(": (
+        "def extra_args_provider(parser):\n"
+        '    parser.add_argument("--ep", type=int, dest="expert_model_parallel_size")\n\n\n'
+        "def hf_names("
+    ),
+}
+BASE = dict(dp=4, tp=1, sp=False, recompute=None, tied=False, m=1, rows=8, clip=0.1, lr=1e-2)
+BASE |= dict(layers=2)
+STEPS = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{f"dp 4, ep 2, ZeRO {zero}": dict(ep=2, zero=zero) for zero in range(4)},
+    **{f"dp 4, ep 4, ZeRO {zero}": dict(ep=4, zero=zero, gather=True) for zero in (0, 3)},
+    "dp 4, ep 1, ZeRO 2": dict(ep=1, zero=2),
+    "dp 4, ep 2, each micro-batch, ZeRO 2": dict(ep=2, zero=2, m=2, each=True),
+    "dp 4, ep 4, each micro-batch, ZeRO 3": dict(ep=4, zero=3, m=2, each=True, gather=True),
+    "dp 4, ep 2, two instances, ZeRO 1": dict(ep=2, zero=1, instances=2),
+    "dp 4, ep 2, two instances, ZeRO 3": dict(ep=2, zero=3, instances=2),
+    "tp 2 x dp 2, ep 2, ZeRO 3": dict(dp=2, tp=2, sp=True, ep=2, zero=3, gather=True),
+    "tp 2 x dp 2, ep 4, ZeRO 1": dict(dp=2, tp=2, sp=True, ep=4, zero=1),
+    "tp 2 x dp 2, ep 1, ZeRO 3": dict(dp=2, tp=2, sp=True, ep=1, zero=3),
+    "pp 2 x dp 2, ep 2, ZeRO 2": dict(dp=2, pp=2, ep=2, m=2, zero=2, tied=True),
+    "pp 2 x dp 2, ep 1, ZeRO 3": dict(dp=2, pp=2, ep=1, m=2, zero=3, tied=True),
+}
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Copy model/llama.py and edit it the way a person would."""
+    text = (ROOT / "model" / "llama.py").read_text()
+    for old, new in EDITS.items():
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in model/llama.py"
+        text = text.replace(old, new)
+    path = tmp_path_factory.mktemp("fork") / "experts.py"
+    path.write_text(text)
+    return str(path)
+
+
+def case_of(path: str, name: str, **more: Any) -> dict[str, Any]:
+    layout = dict(LAYOUTS[name])
+    ep = layout.pop("ep")
+    return BASE | layout | dict(file=path, extra=(("expert_model_parallel_size", ep),)) | more
+
+
+def build(comm: Any, case: dict[str, Any]) -> pretrain_llama.LlamaRun:
+    config = config_of(case)
+    grid = comm.grid(
+        case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1),
+        ep=config.expert_model_parallel_size,
+    )  # fmt: skip
+    return pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+
+
+def train(run: pretrain_llama.LlamaRun, case: dict[str, Any], steps: int) -> list[float]:
+    return [
+        pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank, step), case["lr"])[
+            0
+        ].item()
+        for step in range(steps)
+    ]
+
+
+# --- training
+
+
+class ExpertTwin(Twin):
+    """The fork's serial twin: the sum of the four experts beside the MLP, in plain torch."""
+
+    def more(self, x: torch.Tensor, at: str) -> torch.Tensor:
+        weight = self.w[at.removeprefix("model.") + "experts.weight"]
+        return sum(torch.tanh(x @ matrix.t()) for matrix in weight.chunk(4))
+
+
+def run_layouts(comm: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run_layout(comm, case, STEPS) for case in cases]
+
+
+def test_it_trains_as_its_serial_twin(world: Any, fork: str) -> None:
+    """Losses, norms and the last step's gradients, with clipping."""
+    cases = {name: case_of(fork, name) for name in LAYOUTS}
+    results = world(4).run(run_layouts, list(cases.values()))
+    twins = {}
+    for tied in (False, True):
+        twins[tied] = ExpertTwin(tied, layers=2, rows=8, file=fork)
+        twins[tied].told = twins[tied].train(STEPS, lr=1e-2, clip=0.1)
+    for i, (name, case) in enumerate(cases.items()):
+        twin = twins[case["tied"]]
+        losses, norms = twin.told
+        assert min(norms) > 0.2, "nothing is clipped"
+        for result in results:
+            assert result[i]["losses"] == pytest.approx(losses, rel=1e-12), name
+            assert result[i]["norms"] == pytest.approx(norms, rel=1e-12), name
+        check([result[i] for result in results], twin, losses[0], norms[0])
+    same = [i for i, name in enumerate(cases) if name.startswith("dp 4, ep 2, ZeRO")]
+    first = same[0]
+    for result in results:  # the same bits at every ZeRO stage
+        for i in same[1:]:
+            assert result[i]["losses"] == result[first]["losses"]
+            assert result[i]["norms"] == result[first]["norms"]
+
+
+# --- checkpoints
+
+
+def saver_of(run: pretrain_llama.LlamaRun, load: str, save: str) -> Saver:
+    file = load_model_file(run.config.model.model_file)
+    places = CheckpointConfig(save=save, load=load, allow_change=("seed",))
+    return Saver(
+        replace(run.config, checkpoint=places), run.model.ctx, run.model, run.optimizer,
+        file.hf_names(run.model), hf_config=file.hf_config, from_hf_config=file.from_hf_config,
+        digests={}, note=lambda line: None,
+    )  # fmt: skip
+
+
+def save_trained(comm: Any, case: dict[str, Any], save: str) -> None:
+    run = build(comm, case)
+    train(run, case, 2)
+    saver_of(run, "", save).save(2, 2 * case["rows"], must=True)
+
+
+def load_and_save(comm: Any, case: dict[str, Any], load: str, save: str) -> list[float]:
+    """Load what another layout saved, save it again as it is, and train on."""
+    run = build(comm, case)
+    saver = saver_of(run, load, save)
+    assert saver.load() == (2, 2 * case["rows"])
+    saver.save(2, 2 * case["rows"], must=True)
+    return train(run, case, 2)
+
+
+SAVED = ("dp 4, ep 2, ZeRO 1", "dp 4, ep 2, ZeRO 0", "tp 2 x dp 2, ep 2, ZeRO 3")
+LOADED = (
+    "dp 4, ep 4, ZeRO 3", "dp 4, ep 1, ZeRO 2", "tp 2 x dp 2, ep 4, ZeRO 1",
+    "dp 4, ep 2, two instances, ZeRO 3", "dp 4, ep 2, ZeRO 0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_any_layout_loads_what_it_saved(world: Any, fork: str, tmp_path: Path, name: str) -> None:
+    first = tmp_path / "first"
+    world(4).run(save_trained, case_of(fork, name), str(first))
+    want = stored(first / "step_00000002")
+    assert want["layers.0.experts.weight"].shape == (4 * 28, 28)
+    assert "layers.1.experts.weight.exp_avg_sq" in want
+    alone = dict(dp=1, tp=1, sp=False, extra=(), zero=0)
+    losses = []
+    for i, other in enumerate((*LOADED, "alone")):
+        again = tmp_path / f"again{i}"
+        case = case_of(fork, name) | alone if other == "alone" else case_of(fork, other)
+        size = 1 if other == "alone" else 4
+        losses.append(world(size).run(load_and_save, case, str(first), str(again))[0])
+        check_equal(stored(again / "step_00000002"), want)
+    for found in losses:
+        assert found == pytest.approx(losses[-1], rel=1e-11)
+
+
+# --- checks
+
+
+def bits(comm: Any, case: dict[str, Any], victim: int) -> list[Any]:
+    """Flip a bit of each kind of state of an expert on one rank; return who is named."""
+    run = build(comm, case)
+    replicas, warned = ReplicaCheck(run.grid, run.optimizer), list[str]()
+    run.sink.check = GradientCheck(run.grid, warned.append)
+    train(run, case, 1)
+    assert not warned and run.sink.check is None
+    assert replicas.run() == []
+    found = []
+    for name, kind, values, axes in list(replicas.tensors()):
+        if "layers.0.experts" in name:
+            if comm.rank == victim:
+                flip(values, 7, 3)
+            said = replicas.run()
+            if comm.rank == victim:
+                flip(values, 7, 3)
+            found.append((kind, [axis.name for axis in axes], [str(one) for one in said]))
+    assert replicas.run() == []
+    return found
+
+
+def test_a_flipped_bit_is_found_among_the_ranks_that_hold_the_same(world: Any, fork: str) -> None:
+    """Rank 3 of dp 4 at ep 2: rank 1 holds the same experts, ranks 0 and 2 the others."""
+    for found in world(4).run(bits, case_of(fork, "dp 4, ep 2, ZeRO 0", dtype="float32"), 3):
+        assert [kind for kind, _, _ in found] == ["weight", "exp_avg", "exp_avg_sq"]
+        for kind, axes, said in found:
+            assert axes == ["edp"]
+            assert said == [
+                f"layers.0.experts.weight ({kind}) differs on rank 1 or rank 3 of the ranks "
+                "[1, 3] that hold it"
+            ]
+    for found in world(4).run(bits, case_of(fork, "dp 4, ep 2, ZeRO 1", dtype="float32"), 2):
+        assert [(kind, axes) for kind, axes, _ in found] == [("weight", ["edp"])]
+        assert "[0, 2]" in found[0][2][0]
+
+
+class Wrong(torch.nn.Module):
+    """A weight that every rank of ep holds, and that each uses for its own experts."""
+
+    def __init__(self, ctx: LayerContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        place = Placement((30, 40), axis=ctx.grid.ep)
+        self.weight = parameter(place, torch.float32, torch.device("cpu"), ctx.sink)
+
+
+def misplaced(comm: Any, stage: int) -> str:
+    grid = comm.grid(ep=2)
+    sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(stage))
+    module = Wrong(LayerContext(grid, sink=sink))
+    sink.attach(module)
+    list(sink.fill())
+    sink.check = GradientCheck(grid, lambda line: None)
+    sink.begin_step()
+    (use(module.weight, sink) * (1.0 + grid.ep.rank)).sum().backward()
+    try:
+        sink.finish_grad_sync()
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_differs_among_the_ranks_of_ep_is_named(world: Any, stage: int) -> None:
+    for said in world(4).run(misplaced, stage):
+        assert said.startswith("weight: its gradient differs among the ranks of ep, by ")
+
+
+def without_the_axis(comm: Any) -> str:
+    grid = comm.grid()
+    sink = ParamAndGradBuffer(grid)
+    try:
+        sink.attach(Wrong(LayerContext(grid, sink=sink)))
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_need_the_axis(world: Any) -> None:
+    for said in world(2).run(without_the_axis):
+        assert said == (
+            "weight is placed on the axis ep, which this run does not have: its gradient would not "
+            "be summed; give the size of that axis (expert_model_parallel_size)"
+        )
+
+
+# --- what is computed without a run
+
+
+class Sent:
+    """A trace that adds up the bytes of a step by axis, parts of an axis with it."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.phases: set[tuple[str, str]] = set()
+
+    def issued(self, verb: str, axis: Axis, tensor: Any, sent: int, is_async: bool, label: Any):
+        if label is not None and label.phase not in ("norm", "loss sum"):
+            self.bytes[axis.name.removesuffix("_shard").removesuffix("_replicate")] += sent
+            self.phases.add((axis.name, label.phase))
+
+
+def measured(comm: Any, case: dict[str, Any]) -> dict[str, Any]:
+    run, config, sent = build(comm, case), config_of(case), Sent()
+    train(run, case, 1)
+    seen = comm.grid(
+        case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1),
+        ep=config.expert_model_parallel_size,
+    ).traced(sent)  # fmt: skip
+    run = pretrain_llama.build(config, seen, torch.device("cpu"), FailureMonitor())
+    train(run, case, 2)
+    sent.bytes.clear()
+    train(run, case, 1)
+    run.sink.wait_for_weights()
+    seen.traced(None)
+    flats = rank_memory.flats(config, pretrain_llama.model_provider, run.grid.pp.rank)
+    assert [flat.length for flat in flats] == [bucket.length for bucket in run.sink.buckets]
+    said = rank_memory.state(config, flats)
+    said |= buffers.transient(config, pretrain_llama.model_provider, run.grid.pp.rank)
+    said.pop("tied look-ups")
+    rows = traffic(config, pretrain_llama.model_provider, run.grid.pp.rank)
+    planned = Counter[str]()
+    for row in rows:
+        planned[row.axis] += row.sent
+    return {
+        "memory": (run.optimizer.memory() | memory_report.transient(run.sink), said),
+        "sent": (dict(sent.bytes), dict(planned)),
+        "phases": sent.phases,
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_dry_run_counts_its_memory_and_traffic(world: Any, fork: str, name: str) -> None:
+    case = case_of(fork, name, dtype="float32")
+    for found in world(4).run(measured, case):
+        have, said = found["memory"]
+        assert have == said
+        sent, planned = found["sent"]
+        counted = Counter(sent) + Counter(dp=sent["dp_cp"])
+        for axis in ("ep", "edp", "dp"):
+            assert counted[axis] == planned.get(axis, 0), axis
+        edp = {axis for axis, phase in found["phases"] if phase == "grad sum" and "edp" in axis}
+        ep = dict(case["extra"])["expert_model_parallel_size"]
+        ranks = 4 // case.get("pp", 1)
+        assert bool(edp) == (ep < ranks)
+
+
+def parsed(path: str, more: str = "") -> Config:
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
+    words += f"--train-iters 1 --vocab-size 10 --mock-data --ep 2 --model-file {path} {more}"
+    return parse(words.split(), 4, load_model_file(path).extra_args_provider)
+
+
+def test_the_dry_run_prints_the_sums_over_edp(fork: str) -> None:
+    text = report(parsed(fork, "--zero-stage 1"), pretrain_llama.model_provider)
+    assert "edp reduce-scatter" in text and "ep  all-gather" in text
+
+
+def explained(comm: Any, path: str, zero: int) -> tuple[bool, str]:
+    config = tiny(1, 4, zero=zero, more=("--model-file", path))
+    config = replace(config, extra=(("expert_model_parallel_size", 2),))
+    found = explain(config, comm.grid(ep=2))
+    return found.equal, found.text
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_explain_lists_its_sums_over_edp(world: Any, fork: str, zero: int) -> None:
+    """Collectives over dp_cp are those of a Llama; the document has no others."""
+    for equal, text in world(4).run(explained, fork, zero):
+        assert equal and "DIFFERS" not in text
+        lines = text.splitlines()
+        (line,) = [line for line in lines if "layers.1.experts, layers.0.experts" in line and
+                   line.startswith("  bucket")]  # fmt: skip
+        assert line.endswith("summed over edp")
+        number = line.split()[1].strip(":")
+        sums = [line for line in lines if "grad sum" in line and f"bucket {number} " in line]
+        assert sums and all(" edp of 2 " in line for line in sums)
+        others = [line for line in lines if "grad sum" in line and f"bucket {number} " not in line]
+        assert others and all(" dp_cp of 4 " in line for line in others)
+        assert "the document has no formula for edp" in text
+
+
+def test_explain_lists_its_gathers_at_stage_3(world: Any, fork: str) -> None:
+    for _, text in world(4).run(explained, fork, 3):
+        lines = [line for line in text.splitlines() if " gather " in line and " edp of 2 " in line]
+        assert len(lines) == 2  # one a layer: `use` copies the weight, so backward needs none
+
+
+# --- layout
+
+
+def test_a_bucket_holds_what_one_axis_cuts() -> None:
+    entries = [
+        ParamEntry(f"layers.{i}.{name}", BLOCK, cut=cut)
+        for i in range(2)
+        for name, cut in (("dense", "tp"), ("experts", "ep"))
+    ]
+    shared = {"tp": sharing_of("tp", 4, 4, 3), "ep": sharing_of("ep", 2, 2, 3)}
+    found = make_buckets(entries, 10**9, shared)
+    assert [(flat.params[0][0], flat.sharing.data, flat.length, flat.own) for flat in found] == [
+        ("layers.1.experts", "edp", 2 * BLOCK, BLOCK),
+        ("layers.1.dense", "dp_cp", 4 * BLOCK, BLOCK),
+        ("layers.0.experts", "edp", 2 * BLOCK, BLOCK),
+        ("layers.0.dense", "dp_cp", 4 * BLOCK, BLOCK),
+    ]
+
+
+def test_a_flag_of_the_fork_makes_the_axis(fork: str) -> None:
+    config = parsed(fork)
+    assert config.expert_model_parallel_size == 2
+    assert {cut: s.ranks for cut, s in rank_memory.sharing(config).items()} == {"tp": 4, "ep": 2}
+
+
+@pytest.mark.parametrize("ep, instances, why", [
+    (3, 1, "the 4 ranks of a pipeline stage do not divide into groups of 3 expert-parallel ranks"),
+    (4, 2, "1 expert-data-parallel ranks do not divide into 2 instances of the optimizer"),
+])  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused(ep: int, instances: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Grid(8, 2, pp_size=2, launch=Launch(0, 8), ep_size=ep, instances=instances)

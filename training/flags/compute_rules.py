@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check how a rank computes: kernels, float8, kept or recomputed activations, CUDA graphs."""
+
+from collections.abc import Iterator
+
+import torch
+
+from mpu.layers.float8.rows import ALIGN, BLOCKS
+from training.config import Config, GpuConfig, UsageError
+from training.flags import parallel_rules
+from training.schedule import micro_batch_counts
+
+OFFLOAD = "--cpu-offload-activations"
+GRAPH = "--cuda-graph"
+# Megatron-LM's other recipes, and the way round
+ELSEWHERE = {
+    "delayed": "scales of earlier steps are not kept here; take tensorwise, which scales each "
+    "tensor by its own largest number",
+    "custom": "a recipe of your own is a Recipe (mpu/layers/linear.py), which a layer of your "
+    "--model-file takes as recipe=",
+}
+
+
+def check_kernels(config: Config) -> None:
+    """Raise UsageError where the run cannot take the packages' kernels, installed or not."""
+    p = config.parallel
+    chosen = (
+        ("--norm-backend", p.norm_backend, "weft"),
+        ("--core-attention-backend", p.core_attention_backend, "torch"),
+    )
+    for flag, name, own in chosen:
+        if name == own:
+            continue
+        if p.device == "cpu":
+            raise UsageError(f"{flag} {name} needs --device cuda; on a CPU use {own}")
+        if config.run.dtype == torch.float64:
+            raise UsageError(f"{flag} {name} has no fp64: with --fp64 use {own}")
+        if config.rehearse.rehearse:
+            raise UsageError(
+                f"{flag} {name} runs kernels of another package, and --rehearse has no device for "
+                f"them: rehearse with {own}"
+            )
+    if p.core_attention_backend == "te" and p.context_parallel_size > 1:
+        raise UsageError(
+            f"--core-attention-backend te at --context-parallel-size {p.context_parallel_size}: "
+            "attention over ranks is Weft's own, so use torch"
+        )
+
+
+def check_float8(config: Config) -> None:
+    """Raise UsageError for a recipe that is not here, or that this layout cannot take."""
+    f, m = config.float8, config.model
+    if f.fp8_format is None:
+        return
+    recipe = f.fp8_recipe
+    if recipe is None:
+        raise UsageError(
+            f"--fp8-format {f.fp8_format} needs --fp8-recipe ({', '.join(BLOCKS)}): Megatron-LM's "
+            "default, delayed, is not here; tensorwise is the nearest to it"
+        )
+    if recipe not in BLOCKS:
+        why = f"; {ELSEWHERE[recipe]}" if recipe in ELSEWHERE else ""
+        raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(BLOCKS)}{why}")
+    if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
+        raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
+    if f.fp8_auto and config.rehearse.rehearse:
+        raise UsageError(
+            "--fp8-auto measures on the device, and --rehearse has none: leave --fp8-auto out to "
+            "rehearse every projection in float8"
+        )
+    if f.fp8_param_gather:
+        _check_gather(config)
+    at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
+    if f.first_last_layers_bf16 and at_start + at_end >= m.num_layers:
+        raise UsageError(
+            f"--num-layers-at-start-in-bf16 {at_start} and --num-layers-at-end-in-bf16 {at_end} "
+            f"leave none of --num-layers {m.num_layers} in float8: leave --fp8-format out"
+        )
+    unit = BLOCKS[recipe] or ALIGN
+    for what, size in _sizes(config):
+        if size % unit:
+            raise UsageError(
+                f"--fp8-recipe {recipe}: {what} is {size}, which is not a multiple of {unit}"
+            )
+
+
+def _check_gather(config: Config) -> None:
+    """Raise UsageError where weights cannot be gathered in float8."""
+    flag, p = "--fp8-param-gather", config.parallel
+    if not p.zero:
+        raise UsageError(
+            f"{flag} needs --zero-stage 1, 2 or 3 (--use-distributed-optimizer is 1): at 0 every "
+            "rank updates all weights, and gathers none"
+        )
+    if config.float8.fp8_auto:
+        raise UsageError(
+            f"{flag} and --fp8-auto exclude each other: buckets are laid out before "
+            "projections are measured"
+        )
+
+
+def _sizes(config: Config) -> Iterator[tuple[str, int]]:
+    """Yield what rows are made of on a rank: the k of each product."""
+    m, t = config.model, config.parallel.tensor_model_parallel_size
+    cut = f"over --tensor-model-parallel-size {t}" if t > 1 else "in all"
+    yield f"--hidden-size {m.hidden_size}", m.hidden_size
+    yield f"--ffn-hidden-size {m.ffn_hidden_size} {cut}", m.ffn_hidden_size // t
+    heads = (("--num-attention-heads", m.num_attention_heads),
+             ("--num-query-groups", m.num_query_groups))  # fmt: skip
+    for flag, count in heads:
+        yield f"{flag} {count} x --kv-channels {m.kv_channels} {cut}", count * m.kv_channels // t
+    b, s = config.batch.micro_batch_size, m.seq_length
+    yield f"--micro-batch-size {b} x --seq-length {s}", b * s
+
+
+def check_recompute(config: Config) -> None:
+    """Raise UsageError for a recomputation that the model's layers do not allow."""
+    p = config.parallel
+    if p.recompute_granularity != "full":
+        for flag, value in (
+            ("--recompute-method", p.recompute_method),
+            ("--recompute-num-layers", p.recompute_num_layers),
+        ):
+            if value is not None:
+                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
+    elif p.recompute_num_layers == 0:
+        raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
+    elif (p.recompute_num_layers or 1) > config.model.num_layers:
+        raise UsageError(
+            f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
+            f"{config.model.num_layers}"
+        )
+
+
+def check_offload(config: Config) -> None:
+    """Raise UsageError for activations in host memory that no layer, or no stage, has."""
+    g, p, layers = config.gpu, config.parallel, config.model.num_layers
+    if not g.cpu_offload_activations:
+        for flag, given in (
+            ("--offload-modules", " ".join(g.offload_modules)),
+            (
+                "--min-offloaded-tensor-size",
+                g.min_offloaded_tensor_size
+                if g.min_offloaded_tensor_size != GpuConfig.min_offloaded_tensor_size
+                else "",
+            ),
+        ):
+            if given:
+                raise UsageError(f"{flag} {given} needs {OFFLOAD}")
+        return
+    number = g.cpu_offloading_num_layers
+    if number is not None and number >= layers:
+        raise UsageError(
+            f"--cpu-offloading-num-layers {number} must be less than --num-layers {layers}: the "
+            "last layer of a stage stays, as its backward comes first"
+        )
+    stages = p.pipeline_model_parallel_size * p.virtual_stages
+    if layers <= stages:
+        raise UsageError(
+            f"{OFFLOAD} with --num-layers {layers} in {stages} pipeline stages: a stage's last "
+            "layer stays, and no stage has another"
+        )
+    group = p.recompute_num_layers or 1 if p.recompute_method == "uniform" else 1
+    if group * stages >= layers:
+        raise UsageError(
+            f"{OFFLOAD} with --recompute-num-layers {group}: a stage's last group of recomputed "
+            "layers stays, and no stage has another"
+        )
+    if number is not None and number < group:
+        raise UsageError(
+            f"--cpu-offloading-num-layers {number} is less than --recompute-num-layers {group}: "
+            "layers that are recomputed together go together"
+        )
+    if g.offload_modules and p.recompute_granularity == "full":
+        raise UsageError(
+            f"--offload-modules {' '.join(g.offload_modules)} with --recompute-granularity full: "
+            "a recomputed layer keeps its input alone, which belongs to no module of it"
+        )
+
+
+def check_graph(config: Config) -> None:
+    """Raise UsageError naming the flag that does not go with --cuda-graph, and why."""
+    g = config.gpu
+    if not g.cuda_graph:
+        if g.cuda_graph_warmup_steps != GpuConfig.cuda_graph_warmup_steps:
+            raise UsageError(f"--cuda-graph-warmup-steps {g.cuda_graph_warmup_steps} needs {GRAPH}")
+        return
+    for flag, why in _forbid(config):
+        raise UsageError(f"{GRAPH} with {flag}: {why}")
+
+
+def _forbid(config: Config) -> Iterator[tuple[str, str]]:
+    g, p, data = config.gpu, config.parallel, config.data
+    if parallel_rules.on_cpu(config):
+        yield "--device cpu", "a CPU has no CUDA graphs"
+    size = p.pipeline_model_parallel_size
+    if size > 1 or p.virtual_stages > 1:
+        why = "the host decides when messages leave, so a graph holds no pipeline"
+        yield f"--pipeline-model-parallel-size {size}", why
+    if (cp := p.context_parallel_size) > 1:
+        why = "attention copies the order of the ranks' tokens from the host"
+        yield f"--context-parallel-size {cp}", why
+    if g.cpu_offload_activations:
+        yield "--cpu-offload-activations", "its host memory differs between micro-batches"
+    if p.zero == 3:
+        yield "--zero-stage 3", "weights are gathered into other memory for each block"
+    if p.zero == 2:
+        yield "--zero-stage 2", "whole gradients have other memory in each step"
+    if p.zero_reduce_each_microbatch:
+        yield "--zero-reduce-each-microbatch", "every micro-batch starts sums"
+    if not config.model.untie_embeddings_and_output_weights:
+        why = "look-ups of a tied matrix are summed in memory that each step allocates"
+        yield "tied embeddings, without --untie-embeddings-and-output-weights", why
+    if data.reset_attention_mask:
+        yield "--reset-attention-mask", "documents have other lengths in each micro-batch"
+    if p.tp_comm_overlap != "none":
+        why = "the host counts what its flags wait for"
+        yield f"--tp-comm-overlap {p.tp_comm_overlap}", why
+    level = config.fault.empty_unused_memory_level
+    if level:
+        yield f"--empty-unused-memory-level {level}", "a graph keeps the memory that it runs in"
+    few = min(micro_batch_counts(config))
+    taken = int(p.overlap_grad_reduce) + int(p.overlap_param_gather and p.shard_size > 1)
+    if few <= taken:
+        flags = ["--overlap-grad-reduce"] * p.overlap_grad_reduce
+        flags += ["--overlap-param-gather"] * (taken > p.overlap_grad_reduce)
+        why = f"their micro-batches are eager, and a step has {few}: take a larger batch"
+        yield " and ".join(flags), why

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check how ranks share the work: world, order, context parallelism, overlap and ZeRO.
+
+A rule raises UsageError before the first collective. A note names a flag that has no effect in this
+run, so that none is ignored silently.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from mpu.grid import ORDER
+from mpu.layers.context_attention import COMM_TYPES
+from training.config import Config, ParallelConfig, UsageError
+from training.schedule import micro_batch_counts
+
+SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
+RANKS = "--rank-order"
+LEVELS = "--hierarchical-context-parallel-sizes"
+INSTANCES = "--num-distributed-optimizer-instances"
+EACH = "--zero-reduce-each-microbatch"
+OFFLOAD = "--optimizer-cpu-offload"
+# Flags without effect where there is a single data-parallel rank.
+SHARING = (
+    "--use-distributed-optimizer",
+    "--zero-stage",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--grad-reduce-in-bf16",
+    EACH,
+)
+
+
+def check_world(layout: ParallelConfig) -> None:
+    """Refuse a world that does not hold a whole number of model copies."""
+    if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
+        sizes = {
+            "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
+            SIZE: layout.context_parallel_size,
+            "--pipeline-model-parallel-size": layout.pipeline_model_parallel_size,
+        }
+        told = [f"{flag} {n}" for flag, n in sizes.items() if n > 1 or "tensor" in flag]
+        copy = " x ".join(told) + f" = {layout.model_parallel_size}" * (len(told) > 1)
+        raise UsageError(
+            f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
+            "needs that many ranks"
+        )
+
+
+def rank_order(text: str) -> str:
+    """Return --rank-order as the names of the four axes, fastest first. Raises UsageError."""
+    names = [name for name in text.split("-") if name != "ep"]  # Megatron's; there are no experts
+    if sorted(names) != sorted(ORDER):
+        raise UsageError(
+            f"{RANKS} {text}: must name each of {', '.join(ORDER)} once, the fastest first, "
+            f"as in {'-'.join(ORDER)}"
+        )
+    return "-".join(names)
+
+
+def check_context(config: Config) -> None:
+    """Raise UsageError for a cut of the sequence, or of the heads, that this layout cannot take."""
+    m, p = config.model, config.parallel
+    cp, kinds = p.context_parallel_size, p.cp_comm_type
+    for kind in kinds:
+        if kind not in COMM_TYPES:
+            raise UsageError(f"{COMM} {kind}: must be among {', '.join(COMM_TYPES)}")
+    if len(kinds) not in (1, m.num_layers):
+        raise UsageError(
+            f"{COMM} has {len(kinds)} values: give one for all layers, or one for each of "
+            f"--num-layers {m.num_layers}"
+        )
+    _sequence(config)
+    levels = p.hierarchical_context_parallel_sizes or ()
+    told = f"{LEVELS} {' '.join(map(str, levels))}"
+    if levels and (len(levels) != 2 or min(levels) < 1 or prod(levels) != cp):
+        raise UsageError(
+            f"{told}: give two sizes whose product is {SIZE} {cp}, of a group that exchanges heads "
+            "(a2a), then how many of those groups make the ring (p2p)"
+        )
+    if cp == 1:
+        return
+    if "a2a+p2p" in kinds and not levels:
+        raise UsageError(f"{COMM} a2a+p2p needs {LEVELS}: the sizes of its two levels")
+    for kind, ranks, by in (("a2a", cp, f"{SIZE} {cp}"), ("a2a+p2p", (*levels, 1)[0], told)):
+        if kind in kinds:
+            _heads(config, kind, ranks, by)
+
+
+def _sequence(config: Config) -> None:
+    m, p = config.model, config.parallel
+    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
+    of = f"--seq-length {m.seq_length} is not a multiple of"
+    if m.seq_length % cp:
+        raise UsageError(f"{of} {SIZE} {cp}: each rank takes as many tokens")
+    if p.sequence_parallel and m.seq_length % (cp * tp):
+        by = f"--tensor-model-parallel-size {tp}"
+        by = f"{SIZE} {cp} x {by} = {cp * tp}" if cp > 1 else by
+        raise UsageError(f"{of} {by}: --sequence-parallel cuts the sequence evenly")
+
+
+def _heads(config: Config, kind: str, ranks: int, by: str) -> None:
+    """Refuse heads that an all-to-all over `ranks` ranks cannot share out."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    over = f" / --tensor-model-parallel-size {tp}" if tp > 1 else ""
+    heads, groups = m.num_attention_heads // tp, max(1, m.num_query_groups // tp)
+    if heads % ranks:
+        raise UsageError(
+            f"--num-attention-heads {m.num_attention_heads}{over} is not a multiple of {by}, over "
+            f"which {COMM} {kind} cuts them"
+        )
+    if groups % ranks and ranks % groups:
+        raise UsageError(
+            f"--num-query-groups {m.num_query_groups}{over} = {groups} and {by}: {COMM} {kind} "
+            "needs the one to be a multiple of the other"
+        )
+
+
+def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield a line for each given flag without effect. given: {flag: value}."""
+    p = config.parallel
+    cp, dp = p.context_parallel_size, p.data_parallel_size
+    sizes = (p.tensor_model_parallel_size, cp, dp, p.pipeline_model_parallel_size)
+    if RANKS in given and sum(size > 1 for size in sizes) < 2:
+        yield f"{RANKS} has nothing to act on: ranks lie along one axis"
+    elif min(cp, dp) > 1 and p.rank_order.index("dp") < p.rank_order.index("cp"):
+        yield (
+            f"{RANKS} {p.rank_order}: gradients are summed over dp and cp in the order of the "
+            "ranks, so the bits are not those of an order with cp before dp"
+        )
+    if LEVELS in given and p.context_parallel_size > 1 and "a2a+p2p" not in p.cp_comm_type:
+        yield f"{LEVELS} has nothing to act on without {COMM} a2a+p2p"
+
+
+def check_overlap(config: Config) -> None:
+    """Raise UsageError for a method that this layout, or a GPU, cannot take."""
+    p = config.parallel
+    flag, pp = f"--tp-comm-overlap {p.tp_comm_overlap}", p.pipeline_model_parallel_size
+    if p.tp_comm_overlap != "none" and not p.sequence_parallel:
+        raise UsageError(
+            f"{flag} needs --sequence-parallel: without it every "
+            "rank holds the whole sequence, and there is no communication to overlap with a matmul"
+        )
+    if p.tp_comm_overlap == "symmetric" and pp > 1 and not on_cpu(config):
+        raise UsageError(
+            f"{flag} with --pipeline-model-parallel-size {pp} needs --device cpu: on a GPU a "
+            "kernel that waits for a peer's rows may hold the SMs of a message that the peer waits "
+            "for; none, ring and auto, which then chooses between these two, go with a pipeline"
+        )
+
+
+def check_backend(config: Config) -> None:
+    """Raise UsageError for a device, or a communication library, that is not here."""
+    p = config.parallel
+    if p.distributed_backend == "nccl" and p.device == "cpu":
+        raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
+    if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this process sees no CUDA device")
+
+
+def sharers(config: Config) -> str:
+    """Return what the ranks are called over which gradients are summed."""
+    both = config.parallel.context_parallel_size > 1
+    return "data- and context-parallel ranks" if both else "data-parallel ranks"
+
+
+def check_zero(config: Config) -> None:
+    """Raise UsageError for flags that contradict each other or the layout."""
+    p, dtype = config.parallel, config.run.dtype
+    level = f"--zero-stage {p.zero}"
+    if p.zero_stage == 0 and p.use_distributed_optimizer:
+        raise UsageError(
+            "--zero-stage 0 and --use-distributed-optimizer exclude each other: the latter is "
+            "--zero-stage 1"
+        )
+    if p.zero_reduce_each_microbatch:
+        if p.zero < 2:
+            raise UsageError(
+                f"{EACH} needs --zero-stage 2 or 3: at {level} whole gradients stay on every rank"
+            )
+        if p.pipeline_model_parallel_size > 1:
+            raise UsageError(
+                f"{EACH} needs --pipeline-model-parallel-size 1, not "
+                f"{p.pipeline_model_parallel_size}: in a pipeline micro-batches interleave"
+            )
+    copies, ranks = p.num_distributed_optimizer_instances, p.gradient_ranks
+    if ranks % copies:
+        raise UsageError(
+            f"{INSTANCES} {copies} does not divide the {ranks} {sharers(config)} into groups of "
+            "one size"
+        )
+    if copies > 1 and not p.zero:
+        raise UsageError(
+            f"{INSTANCES} {copies} needs --use-distributed-optimizer or --zero-stage: at {level} "
+            "every rank has all of the optimizer"
+        )
+    if p.main_grads_dtype == "bf16":
+        if dtype != torch.bfloat16:
+            raise UsageError("--main-grads-dtype bf16 needs --bf16")
+        if not p.zero:
+            raise UsageError(
+                "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage: at "
+                f"{level} there is no owner to keep the sums in fp32"
+            )
+    if p.optimizer_backend != "torch":
+        backend = f"--optimizer-backend {p.optimizer_backend}"
+        if p.device == "cpu":
+            raise UsageError(f"{backend} needs --device cuda; on a CPU use torch")
+        if dtype == torch.float64:
+            raise UsageError(f"{backend} has no fp64: with --fp64 use torch")
+        if p.optimizer_cpu_offload:
+            raise UsageError(f"{backend} with {OFFLOAD}: the host updates, so use torch")
+
+
+def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield a line for each given flag without effect, and for what a ZeRO stage cannot do here.
+
+    given: {flag: value} of the command line; config has been checked.
+    """
+    p = config.parallel
+    overlap = "--overlap-param-gather"
+    idle = "has nothing to act on"
+    if p.gradient_ranks == 1:
+        alone = [name for name in SHARING if given.get(name)]
+        if alone:
+            verb = "has" if len(alone) == 1 else "have"
+            yield f"{', '.join(alone)} {verb} nothing to act on: there is one data-parallel rank"
+    elif p.zero and p.shard_size == 1:
+        yield (
+            f"{INSTANCES} {p.num_distributed_optimizer_instances} leaves groups of one rank: "
+            f"--zero-stage {p.zero} shards nothing"
+        )
+    elif p.zero == 3 and p.pipeline_model_parallel_size > 1:
+        yield (
+            "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a "
+            "step to the last, so they are sharded only between steps"
+        )
+    elif p.zero == 3 and not p.overlap_param_gather:
+        yield f"--zero-stage 3 without {overlap}: every block waits for its weights"
+    if overlap in given and not p.zero:
+        yield f"{overlap} {idle} at --zero-stage 0: every rank updates all weights"
+    if "--ddp-bucket-size" in given and p.zero == 3:
+        yield f"--ddp-bucket-size {idle} at --zero-stage 3: a bucket is a transformer block"
+    if p.zero_reduce_each_microbatch and max(micro_batch_counts(config)) == 1:
+        yield f"{EACH} {idle}: a step has one micro-batch"
+    if p.optimizer_cpu_offload and on_cpu(config):
+        yield f"{OFFLOAD} {idle} with --device cpu: the optimizer's state is in host memory already"
+
+
+def on_cpu(config: Config) -> bool:
+    """Return whether the run computes on the CPU; a dry run without --device means a GPU."""
+    device = config.parallel.device
+    if device is None and not config.run.dry_run:
+        return not torch.cuda.is_available()
+    return device == "cpu"
