@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import getfile
@@ -31,10 +31,9 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import context_parallel, stages
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
-from estimate.model_profile import accumulate_dtype, make_grid, model_profile
+from estimate.model_profile import accumulate_dtype, make_grid
 from estimate.stages import rank_stages
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
@@ -43,22 +42,18 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.layers import fused_gpu
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.optim.optimizer import Optimizer
-from mpu.param import PlacementError, name_groups
+from mpu.param import name_groups
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.recompute import Recompute
-from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.batch_size import total_iterations
-from training.checkpoint import CheckpointError
-from training.config import Config, UsageError
+from training.config import Config
 from training.data.batch import Batch
 from training.data.build import Loaders
-from training.data.dataset import DataError
 from training.data.loader import Loader
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
@@ -66,19 +61,17 @@ from training.flags.parse import model_file, parse
 from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, memory
+from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.log import Log
-from training.run.measured import settle
 from training.run.meeting import meet
 from training.run.memory import MemoryReport
-from training.run.output import say
-from training.run.overlap import Overlap, OverlapNotes
 from training.run.prepare import prepare
 from training.run.sample import draw_sample
 from training.run.saver import Saver
+from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.state import Run
 from training.run.stop import Agreement, StopSignal, time_is_up
-from training.run.warm_up import warm_up
 from training.run.watch.guard import Guard
 from training.run.watch.intervals import GarbageCollection, Intervals
 from training.run.watch.profile import Profile
@@ -334,8 +327,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
-            expected = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
-            if stop_signal.training and not isinstance(error, expected):
+            if stop_signal.training and not isinstance(error, EXPECTED):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
         except CommunicationError:
@@ -346,39 +338,19 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     return stop_signal.code
 
 
-def note_of(grid: Grid) -> Callable[[str], None]:
-    return say if grid.rank == 0 else lambda text: None
-
-
 def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
-    config, grid, note = run.config, run.grid, note_of(run.grid)
-    for line in [*config.notes, *context_parallel.lines(config)]:
-        note(line)
-    for line in stages.lines(config, model_provider):
-        note(line)
-    count = sum(p.numel() for p in run.model.parameters())
-    note(f"{grid}; {count:,} parameters on this rank, {run.device}")
-    if reason := fused_gpu.without(run.device):
-        note(f"without fused operations, so slower: {reason}")
-    model, ctx, file = run.model, run.model.ctx, load_model_file(config.model.model_file)
+    config, model, note = run.config, run.model, note_of(run.grid)
+    describe(run, model_provider, note)
+    file = load_model_file(config.model.model_file)
     saver = Saver(
-        config, ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
+        config, model.ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
     )  # fmt: skip
     run.iteration, run.consumed = saver.begin()
-    run.sink.check = GradientCheck(grid, note)
-    run.monitor.action = "measuring what is fastest"
-    overlap = settle(run.model, ctx, config, note, saver)
-    warm_up(run, model_provider, run_schedule, overlap.chosen, note)
+    overlap = measure_and_warm_up(run, saver, model_provider, run_schedule, note)
     total = total_iterations(config, run.iteration, run.consumed)
-    log = Log(
-        config.log, rank=grid.rank, world_size=grid.world_size,
-        flops_per_token=model_profile(config, model_provider).flops,
-        dtype=config.run.dtype, device=run.device, total_iterations=total,
-        total_samples=config.batch.train_samples, start_iteration=run.iteration,
-        run_config=config.flat(),
-    )  # fmt: skip
+    log = log_of(run, model_provider, total)
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")

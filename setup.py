@@ -43,6 +43,7 @@ PACKAGES = [
     "training.faults",
     "training.flags",
     "training.run",
+    "training.run.autotune",
     "training.run.watch",
 ]
 

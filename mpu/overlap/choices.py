@@ -2,8 +2,8 @@
 """Choose each matmul's overlap method by a frozen map, resolved once by all ranks.
 
 Under `auto` every matmul has the method that was measured fastest for its shape
-(training/run/tune.py), or that a checkpoint recorded. A shape that was not measured takes `none`
-and is noted in Auto.unmeasured.
+(training/run/autotune/measure.py), or that a checkpoint recorded. A shape that was not measured
+takes `none` and is noted in Auto.unmeasured.
 """
 
 from collections.abc import Mapping

@@ -19,8 +19,8 @@ from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run.overlap import Overlap, projections
-from training.run.tune import measure
+from training.run.autotune.measure import measure
+from training.run.autotune.overlap import Overlap, projections
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS, S = 2, 128  # of a step

@@ -39,7 +39,7 @@ from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
 from training.optimizer import optimizer_groups
-from training.run.overlap import projections
+from training.run.autotune.overlap import projections
 
 ROWS, S, V = 6, 12, 97
 SIZES = dict(

@@ -10,7 +10,7 @@ from tools import checkpoint, draw_schedule, generate, ledger, plot_loss, prepro
 from tools.command_line import whole
 from training.checkpoint.lock import DirectoryLock, _told
 from training.config import UsageError
-from training.run import overlap
+from training.run.autotune import overlap
 
 ESCAPE = "esc\x1b[2Jape\u202e"
 

@@ -38,6 +38,7 @@ from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
+from training.run import start
 
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
@@ -179,7 +180,7 @@ def rehearse(
         recorder.acts(action)
 
     monitor = Actions(begins)
-    patches.replace(script, "GradientCheck", lambda grid, note: None)  # of values
+    patches.replace(start, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
     run, failure = None, None
     gc.collect()

@@ -11,8 +11,8 @@ from mpu.layers.float8.recipe import Float8
 from tests.model.test_float8 import ONE, SIZES, SMALL, SP, advance
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run import float8_auto
-from training.run.tune import ARITHMETICS, by_arithmetic, measure
+from training.run.autotune import float8 as float8_auto
+from training.run.autotune.measure import ARITHMETICS, by_arithmetic, measure
 
 FLAGS = f"{SIZES} {SMALL} --fp8-format hybrid --fp8-recipe rowwise --fp8-auto --fp64 {ONE} "
 TP = f"{SP} --tensor-model-parallel-size 2 "

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpu.context import LayerContext
-from training.run.tune import LEAST, MARGIN, Projection, choose, measure, tune
+from training.run.autotune.measure import LEAST, MARGIN, Projection, choose, measure, tune
 
 A = Projection(True, 6, 5, 7, torch.float32)
 B = Projection(False, 6, 7, 5, torch.float32)

@@ -2,8 +2,8 @@
 """Choose, before the first step, the overlap method of each linear layer, and print it.
 
 --tp-comm-overlap names one method for all layers (none, ring, symmetric), or is auto. With auto the
-methods come from the checkpoint if they fit, else from a measurement (training/run/tune.py). All
-ranks reach the same choice. See docs/overlap.md.
+methods come from the checkpoint if they fit, else from a measurement (measure.py). All ranks reach
+the same choice. See docs/overlap.md.
 """
 
 import json
@@ -21,8 +21,8 @@ from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import METHODS, Auto, OverlapMap
 from training.config import Config
+from training.run.autotune.measure import MARGIN, Projection, choose, tune
 from training.run.log import Log
-from training.run.tune import MARGIN, Projection, choose, tune
 from training.run.watch.step import CONTINUE, Decision, Step
 
 Note = Callable[[str], None]

@@ -2,7 +2,7 @@
 """Decide, before the first step, which projections multiply in float8: --fp8-auto.
 
 The decisions come from the checkpoint that a run goes on from, else from a measurement
-(training/run/tune.py). All ranks reach the same ones. See docs/float8.md.
+(training/run/autotune/measure.py). All ranks reach the same ones. See docs/float8.md.
 """
 
 import json
@@ -16,8 +16,8 @@ from mpu.context import LayerContext
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from training.config import Config
-from training.run.overlap import Note, device_name, projections, starred
-from training.run.tune import ARITHMETICS, Measure, Times, choose, compare
+from training.run.autotune.measure import ARITHMETICS, Measure, Times, choose, compare
+from training.run.autotune.overlap import Note, device_name, projections, starred
 
 
 def settle(

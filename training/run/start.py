@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does between its first connection and its first step."""
+
+from collections.abc import Callable
+
+from estimate import context_parallel, stages
+from estimate.model_profile import ModelProvider, model_profile
+from mpu.grid import Grid
+from mpu.layers import fused_gpu
+from mpu.param import PlacementError
+from mpu.zero.gradient_check import GradientCheck
+from training.checkpoint import CheckpointError
+from training.config import UsageError
+from training.data.dataset import DataError
+from training.run.autotune import float8, overlap
+from training.run.autotune.overlap import Note, Overlap
+from training.run.log import Log
+from training.run.output import say
+from training.run.saver import Saver
+from training.run.state import Run, RunSchedule
+from training.run.warm_up import warm_up
+
+# errors that a user can do something about: one sentence, no traceback
+EXPECTED = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
+
+
+def note_of(grid: Grid) -> Callable[[str], None]:
+    """Return what prints a line on rank 0, and nothing on the others."""
+    return say if grid.rank == 0 else lambda text: None
+
+
+def describe(run: Run, provider: ModelProvider, note: Note) -> None:
+    """Print what the flags and the machine make of the run."""
+    for line in [*run.config.notes, *context_parallel.lines(run.config)]:
+        note(line)
+    for line in stages.lines(run.config, provider):
+        note(line)
+    count = sum(p.numel() for p in run.module.parameters())
+    note(f"{run.grid}; {count:,} parameters on this rank, {run.device}")
+    if reason := fused_gpu.without(run.device):
+        note(f"without fused operations, so slower: {reason}")
+
+
+def measure_and_warm_up(
+    run: Run, saver: Saver, provider: ModelProvider, run_schedule: RunSchedule, note: Note
+) -> Overlap:
+    """Choose which layers are in float8, then what overlaps; run what must run before a message.
+
+    What the checkpoint recorded is taken, else it is measured, and the next checkpoint records it.
+    A matmul of float8 sends other bytes, so another method may be its fastest: hence this order.
+    It arms the gradient check of the first step, too. All ranks call it.
+    """
+    config, ctx = run.config, run.model.ctx
+    run.sink.check = GradientCheck(run.grid, note)
+    run.monitor.action = "measuring what is fastest"
+    chosen = float8.settle(run.module, ctx, config, note, saver.float8_choices)
+    saver.float8_choices = chosen
+    found = overlap.settle(run.module, ctx, config, note, saver.overlap_choices)
+    saver.overlap_choices = found.chosen.choices
+    warm_up(run, provider, run_schedule, found.chosen, note)
+    return found
+
+
+def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
+    """Return the log of a run that ends at iteration `total`."""
+    config = run.config
+    return Log(
+        config.log, rank=run.grid.rank, world_size=run.grid.world_size,
+        flops_per_token=model_profile(config, provider).flops,
+        dtype=config.run.dtype, device=run.device, total_iterations=total,
+        total_samples=config.batch.train_samples, start_iteration=run.iteration,
+        run_config=config.flat(),
+    )  # fmt: skip
