@@ -34,6 +34,6 @@ def _refused(lines: list[str]) -> dict[str, str]:
 
 
 _TABLE = _sections()
-ACCEPTED = [_cells(line) for line in _TABLE["accepted"]]  # flags, rule, allowed values, why
+ACCEPTED = [_cells(line) for line in _TABLE["accepted"]]  # flags, values, allowed ones, why
 REFUSED = _refused(_TABLE["refused"])  # {flag: why}
 DIFFERENCES = [_cells(line) for line in _TABLE["differences"]]  # flag, Megatron-LM, here

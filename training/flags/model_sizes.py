@@ -77,7 +77,7 @@ def checked(name: str, value: Any) -> Any:
     """Return a flag's value that a file gave, by the rule of the flag. Raises UsageError."""
     if value is True:
         return value
-    return known_flags()[name].convert(repr(value) if type(value) in (int, float) else str(value))
+    return known_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
 
 
 def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:

@@ -29,6 +29,7 @@ from training.flags.megatron import SOURCE
 from training.flags.run_rules import shard_list
 from training.flags.table import Flag
 from training.schedule import virtual_stages
+from training.setting import Choice
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -98,7 +99,7 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     groups = {
-        section: parser.add_argument_group(heading) for section, heading in table.headings().items()
+        section: parser.add_argument_group(heading) for section, heading in config.HEADINGS.items()
     }
     helps = {
         flag.name: _help_of(flag, getattr(SECTIONS[flag.group], flag.dest, None))
@@ -109,11 +110,11 @@ def build_parser(extra: Extra | None = None) -> argparse.ArgumentParser:
             continue
         target = groups[flag.group] if flag.kind == table.LIVE_KIND else parser
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
-        if flag.nargs == 0:
+        if flag.rule.nargs == 0:
             options["action"] = "store_true"
         else:
-            options |= {"nargs": flag.nargs, "metavar": _metavar(flag)}
-            options |= {"const": flag.bare} if flag.bare else {}
+            options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
+            options |= {"const": flag.rule.bare} if flag.rule.bare else {}
         target.add_argument(flag.name, help=helps.get(flag.name, argparse.SUPPRESS), **options)
     if extra is not None:
         extra(parser)
@@ -136,26 +137,12 @@ def _help_of(flag: Flag, default: Any) -> str:
     """
     named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
     tail = "" if named else f"; default: {_show(default)}"
-    choices = f"; one of {', '.join(_choices(flag))}" if _metavar(flag) == "NAME" else ""
+    choices = ""
+    if isinstance(flag.rule, Choice) and flag.rule.metavar == "NAME":
+        choices = f"; one of {', '.join(flag.rule.choices)}"
     same = r"off: ([^;]+); default: \1(?=$|[;,])"
     unit = re.sub(same, r"off: \1, the default", f"{flag.unit}{tail}")
     return f"{flag.text}{choices} [{unit}]".replace("%", "%%")
-
-
-def _choices(flag: Flag) -> list[str]:
-    listed = flag.rule.startswith("one of ")
-    return flag.rule.removeprefix("one of ").partition(";")[0].split(",") if listed else []
-
-
-def _metavar(flag: Flag) -> str:
-    """Return how --help writes a flag's value: its choices, or what it is."""
-    choices = _choices(flag)
-    if len(shown := "{" + ",".join(choices) + "}") <= 40 and choices:
-        return shown
-    kinds = {"int": "N", "flo": "X", "tex": "TEXT", "one": "NAME"}
-    unit = flag.unit.partition(";")[0]
-    is_place = flag.rule == "text" and unit in ("file", "directory")
-    return unit.upper() if is_place else kinds.get(flag.rule[:3], "")
 
 
 def _show(value: Any) -> str:
@@ -192,7 +179,7 @@ def _read(
         if flag is None:
             own.append((name, text))
         elif flag.kind == table.LIVE_KIND:
-            given[name] = flag.convert(text)
+            given[name] = flag.read(text)
         else:
             _accept(flag, text, notes)
             given[name] = True
@@ -225,7 +212,7 @@ def _join_negatives(words: list[str]) -> list[str]:
 
 def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
     """Raise UsageError for a value that is not allowed; note where the effect is another."""
-    if flag.nargs != 0 and flag.allowed:
+    if flag.rule.nargs != 0 and flag.allowed:
         values = text if isinstance(text, list) else [text]
         for value in values:
             if not any(_same(value, allowed) for allowed in flag.allowed):

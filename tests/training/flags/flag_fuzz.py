@@ -21,6 +21,7 @@ import numpy as np
 import pretrain_llama
 from training.data.indexed import IndexedWriter
 from training.flags.table import Flag, live
+from training.setting import Choice, Number
 
 SECONDS = 60  # that an answer may take, on a busy machine
 GOOD = {
@@ -91,23 +92,23 @@ PANICS = """{"version": "1.0", "truncation": null, "padding": null, "added_token
 def value(flag: Flag, rng: random.Random, wild: float) -> list[str]:
     """Draw the words of a value: one that may suit the flag, or with `wild` one that may not."""
     rule, dice = flag.rule, rng.random() / wild
-    if flag.nargs == 0:
+    if rule.nargs == 0:
         return [] if dice > 0.05 else [rng.choice(ODD)]
     if dice < 0.15:
         return [rng.choice(rng.choice([NUMBERS, ODD, WORDS, PATHS]))]
     if dice < 0.2:
         return [rng.choice([*NUMBERS, *ODD]) for _ in range(rng.randrange(4))]
-    if rule.startswith("one of "):
-        return [rng.choice(rule.removeprefix("one of ").partition(";")[0].split(","))]
-    if rule.startswith(("int", "float")):
+    if isinstance(rule, Choice):
+        return [rng.choice(rule.choices)]
+    if isinstance(rule, Number) and rule.nargs is None:
         if dice < 0.5:
             return [rng.choice(NUMBERS)]
-        ends = re.findall(r"\d+", rule) or ["0"]  # the bounds, and what lies beyond
-        near = str(int(rng.choice(ends)) + rng.randrange(-1, 2))
+        ends = [int(end) for end in (rule.low, rule.high) if end is not None]
+        near = str(rng.choice(ends) + rng.randrange(-1, 2))  # a bound, or what is beyond it
         some = [str(rng.randrange(9)), str(rng.randrange(1, 5) * 8), near]
-        return [rng.choice(some) if rule.startswith("int") else str(rng.random())]
+        return [rng.choice(some) if rule.whole else str(rng.random())]
     names = PATHS if re.search(r"file|directory|prefix", flag.unit) else WORDS
-    many = rng.randrange(1, 4) if rule.endswith("s") else 1
+    many = rng.randrange(1, 4) if rule.nargs == "*" else 1
     return [rng.choice(names) for _ in range(many)]
 
 

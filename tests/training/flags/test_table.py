@@ -12,7 +12,7 @@ from training import config
 from training.flags.foreign import like, suggest
 from training.flags.megatron import ACCEPTED, DIFFERENCES
 from training.flags.parse import build_parser
-from training.flags.table import REMOVED, UsageError, headings, known_flags, live
+from training.flags.table import REMOVED, UsageError, known_flags, live
 
 # Frozen on purpose: a new live flag is added here together with the reason in its commit.
 LIVE = """
@@ -142,7 +142,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
         for f in fields(config.Config)
         if inspect.isclass(f.type) and f.type.__module__.startswith("training.")
     }
-    assert set(sections) == set(headings())
+    assert set(sections) == set(config.HEADINGS)
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
     named |= {"use_megatron_fsdp": "zero_stage", "data_parallel_sharding_strategy": "zero_stage"}
     named |= {"vocab_file": "tokenizer_model", "data_args_path": "data_path"}
@@ -198,7 +198,7 @@ def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
         build_parser().parse_args(["--help"])
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for heading in headings().values():
+    for heading in config.HEADINGS.values():
         assert heading + ":" in text
     for flag in live():
         start = text.index(f"{flag.name} ")
@@ -282,7 +282,7 @@ def test_a_flag_of_another_program_is_not_taken_for_one_of_ours(name):
     ],
 )
 def test_values(name, text, value):
-    assert known_flags()[name].convert(text) == value
+    assert known_flags()[name].read(text) == value
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_values(name, text, value):
 )
 def test_a_wrong_value_names_flag_value_and_rule(name, text, rule):
     with pytest.raises(UsageError) as mistake:
-        known_flags()[name].convert(text)
+        known_flags()[name].read(text)
     assert str(mistake.value).startswith(name) and rule in str(mistake.value)
     assert text.strip() in str(mistake.value)
 

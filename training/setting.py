@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a setting is: a field of training/config.py, with its rule, its unit and its help.
+
+A rule reads the text of a flag. argparse, --help and the defaults are made from the fields.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST = (1 << 63) - 1  # the largest whole number that a flag takes
+WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the text of a flag must be; here any."""
+
+    metavar: str = "TEXT"  # how --help writes the value
+    nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" may be bare
+    bare: str | None = None  # what the flag means without a value
+
+    def read(self, text: str) -> Any:
+        """Return the value. Raises ValueError, which says what the text must be."""
+        return text
+
+
+SWITCH = Rule(nargs=0)
+TEXT = Rule()
+TEXTS = Rule(nargs="*")
+FILE = Rule("FILE")
+DIRECTORY = Rule("DIRECTORY")
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A number between bounds. A bound that is `open` is not reached."""
+
+    low: float = 0
+    high: float | None = None
+    whole: bool = True
+    open: bool = False  # the upper bound, or the lower one where there is no upper
+    auto: bool = False  # "auto" is 0
+
+    def read(self, text: str) -> int | float:
+        """Return the number that the text writes out."""
+        if self.auto and text == "auto":
+            return 0
+        number, written = (int, WHOLE) if self.whole else (float, DECIMAL)
+        value = number(text) if written.fullmatch(text) else math.nan
+        high = self.high if self.high is not None else MOST if self.whole else math.inf
+        above = value > self.low if self.open and self.high is None else value >= self.low
+        below = value < high if self.open else value <= high
+        if not (above and below and math.isfinite(value)):
+            too_large = " that fits into 64 bits" if self.whole and value > MOST else ""
+            raise ValueError(f"must be {self._what()}{too_large}")
+        return value
+
+    def _what(self) -> str:
+        what = "a whole number" if self.whole else "a number"
+        if self.high is None:
+            return f"{what} {'>' if self.open else '>='} {self.low}"
+        if self.open:
+            return f"{what} from {self.low} to below {self.high}"
+        return f"{what} >= {self.low}, at most {self.high}"
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """One of a few names; digits are read as a number."""
+
+    choices: tuple[str, ...] = ()
+
+    def read(self, text: str) -> int | str:
+        """Return the name."""
+        if text not in self.choices:
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        return int(text) if text.isdigit() else text
+
+
+def whole(low: int = 0, high: int | None = None, auto: bool = False) -> Number:
+    """Return the rule of a whole number that fits into 64 bits."""
+    return Number("N", low=low, high=high, auto=auto)
+
+
+def real(low: float = 0, high: float | None = None, open: bool = False) -> Number:
+    """Return the rule of a finite number."""
+    return Number("X", low=low, high=high, whole=False, open=open)
+
+
+def one_of(*choices: str, bare: str | None = None) -> Choice:
+    """Return the rule of a name; `bare`: the flag may have no value, and then means this name."""
+    shown = "{" + ",".join(choices) + "}"
+    metavar = shown if len(shown) <= 40 else "NAME"
+    return Choice(metavar, "?" if bare else None, bare, choices)
+
+
+POSITIVE = real(open=True)
+FRACTION = real(0, 1, open=True)
+WHOLES = Number("N", "*")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a flag does, its unit and off-value, and its rule."""
+
+    help: str
+    unit: str
+    rule: Rule
+    local: bool = False  # may differ between the ranks of a run: a place on a node
+    changes_numbers: bool = True  # in a section that defines the numbers of the run
+
+
+def setting(default: Any, help: str, unit: str, rule: Rule | None = None, **more: bool) -> Any:
+    """Return a dataclass field with a flag of its name. A default of ... makes it required.
+
+    rule: left out, a default of False makes a switch and any other a text.
+    """
+    told = Setting(help, unit, rule or (SWITCH if default is False else TEXT), **more)
+    if default is ...:
+        return field(metadata={"setting": told})
+    return field(default=default, metadata={"setting": told})
+
+
+def section(kind: type, heading: str) -> Any:
+    """Return a field of Config: a dataclass of settings, and its heading in --help."""
+    return field(default_factory=kind, metadata={"heading": heading})
