@@ -17,7 +17,7 @@ from estimate.model_profile import (
 )
 from estimate.stages import rank_stages
 from mpu.grid import DATA
-from mpu.optim.interface import rules_of, state_bytes
+from mpu.optim.interface import rules_of, state_bytes, whole
 from mpu.zero import layout
 from mpu.zero.layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
@@ -93,8 +93,11 @@ def state(
     memory is included; masters there are separate from the weights whatever their dtype.
     """
     size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
-    each = state_bytes(optimizer_groups(config), accumulate_dtype(config))
-    kept = layout.memory(flats, size, gradient_bytes(config), acc, state=each, ranks=ranks)
+    groups = optimizer_groups(config)
+    each = state_bytes(groups, accumulate_dtype(config))
+    kept = layout.memory(
+        flats, size, gradient_bytes(config), acc, state=each, ranks=ranks, apart=whole(groups)
+    )
     if offloaded(config):
         kept["masters"] = sum(flat.own for flat in flats) * acc
     return kept
@@ -102,9 +105,10 @@ def state(
 
 def state_names(config: Config) -> str:
     """Return the optimizer's kinds of state as words: "AdamW's two"."""
-    count = ("no state", "one", "two", "three", "four")
+    words = {0: "none", 1: "one", 2: "two", 3: "three"}
     rules = rules_of(optimizer_groups(config))
-    return ", ".join(f"{rule.name}'s {count[len(rule.kinds)]}" for rule in rules)
+    counts = [(rule.name, len(rule.kinds)) for rule in rules]
+    return ", ".join(f"{name}'s {words.get(count, count)}" for name, count in counts)
 
 
 def norm_bytes(flats: list[BucketLayout]) -> int:

@@ -12,9 +12,11 @@ from math import prod
 from estimate import activations, buffers, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
 from mpu.grid import Grid
+from mpu.optim.interface import rules_of, whole
 from mpu.zero.layout import BucketLayout, Sharing
 from training import batch_size
 from training.config import Config
+from training.optimizer import optimizer_groups
 from training.schedule import messages
 
 
@@ -90,11 +92,31 @@ def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic
     flats = rank_memory.flats(config, provider, pp_rank)
     steps = batch_size.micro_batches(config, 0)
     gathered = buffers.gathered(config, provider, flats, steps) if config.parallel.zero > 2 else []
-    rows = []
+    rows = _exchanges(config, flats)
     for sharing in dict.fromkeys(flat.sharing for flat in flats):
         mine = [flat for flat in flats if flat.sharing == sharing]
         used = [flat for flat in gathered if flat.sharing == sharing]
         rows += _shared(config, sharing, mine, used)
+    return rows
+
+
+def _exchanges(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
+    """Return what optimizers of whole matrices declare, over the ranks that share a bucket."""
+    groups, rows = optimizer_groups(config), []
+    for sharing in dict.fromkeys(flat.sharing for flat in flats if flat.sharing.zero_stage):
+        for rule in rules_of(groups):
+            elements = sum(
+                high - low
+                for flat in flats
+                if flat.sharing == sharing
+                for low, high, name in flat.runs(whole(groups))
+                if groups[name].rule == rule
+            )
+            axis = {"dp_cp": "dp"}.get(sharing.data, sharing.data)
+            rows += [
+                Traffic(axis, verb, 1, elements * nbytes, sharing.shard)
+                for verb, nbytes in rule.exchanges
+            ]
     return rows
 
 
@@ -129,8 +151,8 @@ def _shared(
         wires = sum(flat.wire(weight) for flat in flats)
         rows.append(Traffic(axis, "all-gather", 1, wires, ranks))
     else:
-        whole = sum(flat.length for flat in flats if not flat.by_use)
-        rows.append(Traffic(axis, "all-gather", 1, whole * weight, ranks))
+        kept = sum(flat.length for flat in flats if not flat.by_use)
+        rows.append(Traffic(axis, "all-gather", 1, kept * weight, ranks))
         sizes = Counter(flat.wire(weight) for flat in gathered)
         rows += [Traffic(axis, "all-gather", n, size, ranks) for size, n in sizes.items()]
     rows.append(Traffic(axis, "all-reduce", 1, sum(flat.scales for flat in flats), ranks))

@@ -6,7 +6,8 @@
     vector                     --optimizer     0                 --lr
     embedding                  --optimizer     --weight-decay    --decoupled-lr, or --lr
 
-A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay.
+A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay. An
+optimizer of whole matrices updates the groups of matrices, and AdamW the others.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,13 @@ RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw}
 def optimizer_groups(config: Config) -> dict[str, Group]:
     """Return what each group of parameters means in a run."""
     rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
+    rest = _adamw(config) if rule.whole_matrices else rule
     plain = ("matrix_no_decay", "vector", "embedding_no_decay")
     return {
-        name: Group(rule, 0.0 if name in plain else decay, name.startswith("embedding"))
+        name: Group(
+            rule if name.startswith("matrix") else rest,
+            weight_decay=0.0 if name in plain else decay,
+            decoupled=name.startswith("embedding"),
+        )
         for name in GROUPS
     }

@@ -2,7 +2,8 @@
 """What an optimizer declares of itself, and how it updates a rank's parts of the weights.
 
     UpdateRule   its name, its kinds of state, whether it needs whole matrices, its constants
-    Updater      the rule at work on segments of flat buckets: their state, and the update
+    Parts        a rank's parts of the weights: segments of flat buckets, slices of matrices
+    Updater      the rule at work on these parts: their state, and the update
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
 
 Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
@@ -16,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from mpu.comm.transport import Axis
 
 
 class StateKind(NamedTuple):
@@ -30,22 +33,47 @@ class StateKind(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+class Matrix(NamedTuple):
+    """A matrix, for a rule of whole matrices. Every rank that shares its bucket lists it.
+
+    param: has its shape on a tensor-parallel rank, and its placement, which names its sections.
+    group: as in Parts.groups. axis: the ranks that share it; None: this rank has all of it. cuts:
+    rank r of the axis has elements [cuts[r], cuts[r + 1]) of the flattened matrix. segment: this
+    rank's slice of the masters, or None where the slice is empty.
+    """
+
+    name: str
+    param: nn.Parameter
+    group: str
+    axis: Axis | None
+    cuts: tuple[int, ...]
+    segment: Tensor | None
+
+
 @dataclass
 class Parts:
     """What an updater works on: a rank's parts of the weights.
 
-    groups: dicts with "params", the segments; "weight_decay"; "decoupled", whether the decoupled
-    learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the masters.
-    rounded: the narrower weights that a segment is rounded into, if there are any.
+    groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
+    decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
+    masters: neighbours of one group, or for a rule of whole matrices the slice of one matrix.
+    rounded: the narrower weights that a segment is rounded into, if there are any. matrices: all
+    those of the rule, in the same order on every rank that shares them.
     """
 
     groups: list[dict[str, Any]]
     rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    matrices: Sequence[Matrix] = ()
 
     @property
     def segments(self) -> list[Tensor]:
         """Return the segments of all groups."""
         return [segment for group in self.groups for segment in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the masters; a rank may have no slice of any matrix."""
+        return (*self.segments, *(matrix.param for matrix in self.matrices))[0].device
 
 
 class Updater(ABC):
@@ -87,10 +115,15 @@ class UpdateRule(ABC):
     """What an optimizer declares. A rule's own constants are the fields of its dataclass.
 
     name: in reports. kinds: its state beside the master, which every narrower weight has.
+    whole_matrices: it updates matrices, and makes them whole by collectives of its own; vectors and
+    embeddings go to AdamW in the same step. exchanges: these collectives over the ranks that share
+    a bucket, (verb, bytes of an element of all matrices), as the dry run prints them.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[StateKind, ...]]
+    whole_matrices: ClassVar[bool] = False
+    exchanges: ClassVar[tuple[tuple[str, int], ...]] = ()
 
     @abstractmethod
     def updater(self, parts: Parts) -> Updater:
@@ -108,6 +141,7 @@ class SegmentUpdater(Updater):
     """
 
     def __init__(self, rule: UpdateRule, parts: Parts) -> None:
+        self.rule = rule
         self.groups = [{**group, "lr": 0.0} for group in parts.groups]
         self._state = {
             segment: {
@@ -116,7 +150,7 @@ class SegmentUpdater(Updater):
             }
             for segment in parts.segments
         }
-        self._steps = torch.zeros((), dtype=torch.float64, device=parts.segments[0].device)
+        self._steps = torch.zeros((), dtype=torch.float64, device=parts.device)
 
     def update(
         self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
@@ -134,7 +168,9 @@ class SegmentUpdater(Updater):
         for group in self.groups:
             for segment in group["params"]:
                 state = self._state[segment]
-                weight, new = self.update(segment, segment.grad * factor, state, group)
+                weight, new = self.update(
+                    segment, segment.grad * factor.to(segment.dtype), state, group
+                )
                 segment.copy_(torch.where(skip, segment, weight))
                 for name, values in state.items():
                     values.copy_(torch.where(skip, values, new[name]))
@@ -165,6 +201,11 @@ class Group:
 def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, int]:
     """Return the bytes of state for one number of a parameter, by group."""
     return {name: group.rule.state_bytes(master) for name, group in groups.items()}
+
+
+def whole(groups: Mapping[str, Group]) -> set[str]:
+    """Return the names of the groups whose rule needs whole matrices."""
+    return {name for name, group in groups.items() if group.rule.whole_matrices}
 
 
 def rules_of(groups: Mapping[str, Group]) -> Sequence[UpdateRule]:

@@ -8,15 +8,16 @@ the update whole weights are gathered, in their own dtype, with overlap_param_ga
 forward; at stage 3 they are gathered when they are used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mpu.grid import Grid
-from mpu.optim.interface import Group, Parts, Updater, UpdateRule
+from mpu.optim.interface import Group, Matrix, Parts, Updater, UpdateRule, whole
 from mpu.optim.offload import Offload
+from mpu.zero.bucket import ParamAndGradBucket
 from mpu.zero.norm import GlobalNorm
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
@@ -71,31 +72,41 @@ class Optimizer:
         """Make the updaters of some buckets, and their segments."""
         rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
+        matrices: dict[UpdateRule, list[Matrix]] = {}
+        apart = whole(groups)
         cut: list[list[tuple[int, int, nn.Parameter, UpdateRule]]] = []
         for i in buckets:
             bucket, master = self.sink.buckets[i], self.masters[i]
             cut.append([])
-            for first, last, name in bucket.layout.runs():
+            segment_at: dict[int, nn.Parameter] = {}
+            for first, last, name in bucket.layout.runs(apart):
                 low, high = max(first, bucket.low), min(last, bucket.high)
-                if low >= high:
+                if low >= high and name not in apart:
                     continue
-                own, group = slice(low - bucket.low, high - bucket.low), groups[name]
-                segment = nn.Parameter(master[own])
-                segment.grad = grads[i][own]
-                if bucket.param_shard.dtype != master.dtype:
-                    rounded[segment] = bucket.param_shard[own]
+                group = groups[name]
                 found = of_rule.setdefault(group.rule, {}).setdefault(
                     name,
                     {
+                        "name": name,
                         "params": [],
                         "weight_decay": group.weight_decay,
                         "decoupled": group.decoupled,
                     },
                 )
+                if low >= high:
+                    continue
+                own = slice(low - bucket.low, high - bucket.low)
+                segment = segment_at[first] = nn.Parameter(master[own])
+                segment.grad = grads[i][own]
+                if bucket.param_shard.dtype != master.dtype:
+                    rounded[segment] = bucket.param_shard[own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
+            for each in _matrices(bucket, apart, segment_at):
+                matrices.setdefault(groups[each.group].rule, []).append(each)
         made = {
-            rule: rule.updater(Parts([*found.values()], rounded)) for rule, found in of_rule.items()
+            rule: rule.updater(Parts([*found.values()], rounded, matrices.get(rule, ())))
+            for rule, found in of_rule.items()
         }
         self.updaters.append([*made.values()])
         self.segments += [
@@ -116,9 +127,9 @@ class Optimizer:
     ) -> tuple[Tensor, Tensor]:
         """Clip and update; return (norm, found_inf), both on the device, without waiting for it.
 
-        decoupled_lr: for the groups that take it; None: lr. scale: multiplies
-        the gradients first (tokens assumed / tokens counted). Where the norm is not finite every
-        rank skips the update, since all see the same norm.
+        decoupled_lr: for the groups that take it; None: lr. scale: multiplies the gradients first
+        (tokens assumed / tokens counted). Where the norm is not finite every rank skips the update,
+        since all see the same norm.
         """
         norm = self.grad_norm()
         if scale is not None:
@@ -219,3 +230,31 @@ class Optimizer:
                 bytes_of[kind] += storage.nbytes() * (storage.data_ptr() not in seen)
                 seen.add(storage.data_ptr())
         return bytes_of
+
+
+def _matrices(
+    bucket: ParamAndGradBucket, groups: Collection[str], segment_at: Mapping[int, Tensor]
+) -> Iterator[Matrix]:
+    """Yield the parameters of some groups as matrices. Raises ValueError where one is none.
+
+    segment_at: this rank's slices, by where the parameter begins in the bucket.
+    """
+    own = bucket.high - bucket.low
+    for (name, param, start), group in zip(bucket.params, bucket.layout.groups, strict=True):
+        if group not in groups:
+            continue
+        if param.dim() != 2:
+            raise ValueError(
+                f"parameter_group of the --model-file returns {group!r} for {name}, of shape "
+                f"{list(param.shape)}, which is not a matrix: let it return 'vector'"
+            )
+        numel = param.numel()
+        cuts = [min(max(low - start, 0), numel) for low in range(0, bucket.length + own, own)]
+        yield Matrix(
+            name,
+            param,
+            group,
+            axis=bucket.shard,
+            cuts=tuple(cuts),
+            segment=segment_at.get(start),
+        )

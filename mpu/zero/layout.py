@@ -14,7 +14,7 @@ that a share is whole blocks. A bucket has
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,15 +157,20 @@ class BucketLayout(NamedTuple):
         """Return whether a rank keeps its share of the weights alone."""
         return self.by_use or self.scales > 0
 
-    def runs(self) -> list[tuple[int, int, str]]:
-        """Return [low, high) and group of each run of parameters of one group, padding included."""
+    def runs(self, apart: Collection[str] = ()) -> list[tuple[int, int, str]]:
+        """Return [low, high) and group of each run of parameters of one group, padding included.
+
+        Each parameter of the groups `apart` is a run of its own, without padding.
+        """
         found: list[tuple[int, int, str]] = []
-        for (_, start, _), group in zip(self.params, self.groups, strict=True):
-            if found and found[-1][2] == group:
-                continue
-            if found:
-                found[-1] = (found[-1][0], start, found[-1][2])
-            found.append((start, self.length, group))
+        ends = [start for _, start, _ in self.params[1:]] + [self.length]
+        for (_, start, numel), group, end in zip(self.params, self.groups, ends, strict=True):
+            if group in apart:
+                found.append((start, start + numel, group))
+            elif found and found[-1][2] == group:
+                found[-1] = (found[-1][0], end, group)
+            else:
+                found.append((start, end, group))
         return found
 
 
@@ -276,13 +281,14 @@ def memory(
     accumulate: int,
     state: Mapping[str, int],
     ranks: Mapping[str, int] | None = None,
+    apart: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
     weight, gradient, accumulate: bytes of an element of a weight, of a main gradient, and of a sum
     or master. state: bytes that the optimizer keeps for an element, s, by group. ranks: the rank
-    among those that share a bucket, by the axis that cuts it; None: the one with most state. With L
-    elements in a bucket and share = L/ranks:
+    among those that share a bucket, by the axis that cuts it; None: the one with most state.
+    apart: as BucketLayout.runs takes it. With L elements in a bucket and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
@@ -305,20 +311,23 @@ def memory(
         if stage < 2 and gradient < accumulate:
             kept["gradients"] += own * accumulate
         kept["masters"] += own * accumulate if weight < accumulate else 0
-    kept["moments"] = _state_bytes(layouts, state, ranks)
+    kept["moments"] = _state_bytes(layouts, state, ranks, apart)
     return kept
 
 
 def _state_bytes(
-    layouts: Sequence[BucketLayout], state: Mapping[str, int], ranks: Mapping[str, int] | None
+    layouts: Sequence[BucketLayout],
+    state: Mapping[str, int],
+    ranks: Mapping[str, int] | None,
+    apart: Collection[str],
 ) -> int:
-    if len(set(state.values())) == 1:  # then all ranks have the same
+    if len(set(state.values())) == 1 and not apart:  # then all ranks have the same
         return sum(layout.own for layout in layouts) * max(state.values())
     shares: dict[str, list[int]] = {}  # of each rank that shares buckets, by the axis
     for layout in layouts:
         own = layout.own
         share = shares.setdefault(layout.sharing.cut, [0] * (layout.length // own))
-        for low, high, group in layout.runs():
+        for low, high, group in layout.runs(apart):
             for i in range(low // own, -(-high // own)):
                 share[i] += (min(high, (i + 1) * own) - max(low, i * own)) * state[group]
     if ranks is None:

@@ -8,6 +8,7 @@ sizes of 3 and 5, a vocabulary of 97 padded to a multiple of 3 t.
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -91,7 +92,12 @@ def config_of(case: dict) -> Config:
             ddp_bucket_size=case.get("bucket", 500),
         ),
         BatchConfig(rows // (dp * case["m"]), rows),
-        OptimizerConfig(lr=case.get("lr", 0.0), clip_grad=case.get("clip", 0.0), weight_decay=0.1),
+        OptimizerConfig(
+            lr=case.get("lr", 0.0),
+            clip_grad=case.get("clip", 0.0),
+            weight_decay=0.1,
+            optimizer=case.get("optimizer", "adam"),
+        ),
         DataConfig(eod_mask_loss=case.get("masks", False)),
         run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
         gpu=case.get("gpu", GpuConfig()),
@@ -214,6 +220,9 @@ def run_cases(comm, some: list[dict], steps: int = 1) -> list[dict]:
     return [run_layout(comm, case, steps) for case in some]
 
 
+ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8)
+
+
 class Twin:
     """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names.
 
@@ -309,16 +318,19 @@ class Twin:
         return 0.0
 
     def train(
-        self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None
-    ) -> tuple[list, list]:
-        """Take AdamW steps as the product does, on a case's batches; return losses and norms."""
+        self, steps: int, lr: float, clip: float, masks: bool = False, case: dict | None = None,
+        make=ADAMW,
+    ) -> tuple[list, list]:  # fmt: skip
+        """Take AdamW steps as the product does, on a case's batches; return losses and norms.
+
+        make: of groups and a learning rate another optimizer.
+        """
         case = case or dict(masks=masks, rows=self.rows)
         decay = [p for p in self.w.values() if p.dim() > 1]
         plain = [p for p in self.w.values() if p.dim() == 1]
-        adam = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-            lr=lr, betas=(0.9, 0.999), eps=1e-8,
-        )  # fmt: skip
+        adam = make(
+            [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=lr
+        )
         losses, norms = [], []
         for step in range(steps):
             adam.zero_grad()

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 import pretrain_llama
 from estimate import activations
@@ -22,6 +23,7 @@ from estimate.model_profile import rank_parameters
 from estimate.rank_memory import NORM_BYTES
 from estimate.rank_profile import StageProfile, rank_profile
 from estimate.stages import rank_stages
+from mpu.optim.interface import state_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
@@ -29,6 +31,7 @@ from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
+from training.optimizer import optimizer_groups
 from training.schedule import recomputed_layers
 
 PROVIDER = pretrain_llama.model_provider
@@ -222,6 +225,7 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
     held = activations.held(config, PROVIDER, profiles)
     own, tied = sizes(model.flags, each.tp), not config.model.untie_embeddings_and_output_weights
     shard = each.dp * each.cp if each.zero else 1
+    of_state = max(state_bytes(optimizer_groups(config), torch.float32).values())
     told = []
     for rank, kept in enumerate(held):
         stages = rank_stages(config, PROVIDER, rank)
@@ -230,7 +234,7 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
         numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
         kinds: Kinds = {
             "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
-            "moments": 8 * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
+            "moments": of_state * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
             "tied look-ups": 4 * own.embedding * (tied and first * last),
             "activations": kept.activations, "logits": kept.logits,
             "working memory": kept.working, "offloaded": kept.under_way,

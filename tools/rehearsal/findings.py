@@ -27,6 +27,7 @@ HOST_MAY_WAIT = {
 # blocks, and what the update takes of them.
 DOUBLE = {
     "pretrain_llama.py": 2, "mpu/optim/optimizer.py": 1 << 40, "mpu/optim/adam.py": 1,
+    "mpu/optim/interface.py": 1,
     "mpu/optim/backends.py": 4,
     "mpu/optim/offload.py": 2,
 }  # fmt: skip
@@ -42,7 +43,7 @@ SINGLE = (
 )  # fmt: skip
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
-    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/offload.py", "mpu/optim/adam.py",
+    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
     "mpu/layers/packed_seq_params.py", "mpu/layers/attention/exchange.py",
     "mpu/activation_offload.py",

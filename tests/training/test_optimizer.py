@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two optimizers that a stranger adds: in each rank they are registered in RULES, nothing else.
+
+momentum (tests/training/momentum.py) works on slices; normalised (whole_matrices.py) needs whole
+matrices and leaves the others to AdamW. Both train, save, load on another layout, are offloaded to
+the host and counted by the dry run.
+"""
+
+import ast
+import itertools
+import json
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pretrain_llama
+from estimate import rank_memory, traffic
+from estimate.dry_run import report
+from mpu.grid import Grid
+from mpu.optim.adam import AdamW
+from mpu.optim.interface import Group, Parts
+from mpu.optim.optimizer import Optimizer
+from mpu.param import GROUPS, name_groups
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from mpu.zero.replica_check import ReplicaCheck
+from pretrain_llama import model_provider
+from tests.model.twin import Twin, config_of, gathered, micro_batches, run_layout, same_bits
+from tests.training.checkpoint import canonical
+from tests.training.momentum import Momentum
+from tests.training.small_llama import read
+from tests.training.whole_matrices import Normalised
+from training import optimizer
+from training.checkpoint import MismatchError
+from training.faults.monitor import FailureMonitor
+
+NEW = {"momentum": lambda config: Momentum(0.9), "normalised": lambda config: Normalised(0.9)}
+BASE = dict(tp=1, sp=False, recompute=None, tied=False, m=2, rows=12, lr=1e-2, clip=0.5, dp=2)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def registered():
+    """All that adding them edits of the product: a line of RULES each."""
+    before = dict(optimizer.RULES)
+    optimizer.RULES.update(NEW)
+    try:
+        yield
+    finally:
+        optimizer.RULES.clear()
+        optimizer.RULES.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    with registered():
+        yield
+
+
+def train(comm, case: dict, steps: int) -> dict:
+    with registered():
+        return run_layout(comm, case, steps)
+
+
+WAYS = [
+    dict(zero=0, bucket=500),
+    dict(zero=1, bucket=500, gather=True),
+    dict(zero=2, bucket=3000),
+    dict(zero=3, gather=True),
+    dict(zero=1, bucket=500, offload=True),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", NEW)
+def test_levels_and_offload_change_no_bit(world, name, dtype):
+    case = BASE | dict(optimizer=name, dtype=dtype)
+    first, *others = [world(2).run(train, case | way, 4) for way in WAYS]
+    assert len(set(first[0]["losses"])) == 4, "nothing was trained"
+    for way, other in zip(WAYS[1:], others, strict=True):
+        for mine, theirs in zip(first, other, strict=True):
+            assert mine["losses"] == theirs["losses"], way
+            assert same_bits(mine["weights"], theirs["weights"]), way
+
+
+def test_momentum_equals_the_serial_twin(world):
+    """torch.optim.SGD in plain autograd; fp64, clipped, at each ZeRO stage, tp and pp."""
+    twin = Twin(tied=False, rows=12)
+    losses, norms = twin.train(5, lr=1e-2, clip=0.5, make=partial(torch.optim.SGD, momentum=0.9))
+    case = BASE | dict(optimizer="momentum", dtype="float64")
+    ways = [*WAYS, dict(tp=2, sp=True, dp=1), dict(pp=2, dp=1, schedule="1f1b")]
+    for way in ways:
+        for result in world(2).run(train, case | way, 5):
+            assert result["losses"] == pytest.approx(losses, rel=1e-11), way
+            assert result["norms"] == pytest.approx(norms, rel=1e-11), way
+
+
+def run_of(comm, case: dict):
+    grid = comm.grid(case["tp"], pp=case.get("pp", 1))
+    return pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+
+
+def three_steps(comm, case: dict) -> list[dict]:
+    """Return the summed gradients of each step and the weights before it, and the last ones."""
+    found = []
+    with registered():
+        run = run_of(comm, case)
+        for step in range(3):
+            run.sink.wait_for_weights()
+            before = gathered(run.sink, "param_shard")
+            found.append({n: [w.clone().numpy()] for n, w in before.items()})
+            pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank, step), 1e-2)
+            for name, grad in gathered(run.sink, "grad_shard").items():
+                found[-1][name].append(grad.clone().numpy())
+        last = gathered(run.sink, "param_shard")
+        seen = [vars(u).get("seen", []) for some in run.optimizer.updaters for u in some]
+        rules = [type(u).__name__ for some in run.optimizer.updaters for u in some]
+    return [*found, {n: [w.numpy()] for n, w in last.items()}, sum(seen, []), sorted(rules)]
+
+
+def test_whole_matrices_equal_a_serial_update(world):
+    """On a rank's own gradients, matrix by matrix; the embedding, the head and norms are AdamW's.
+
+    Every matrix is updated once a step, at each ZeRO stage, though most are cut between two ranks.
+    """
+    case = BASE | dict(optimizer="normalised", dtype="float64", clip=0.0)
+    for zero in range(4):
+        for *steps, last, seen, rules in world(2).run(three_steps, case | dict(zero=zero)):
+            assert rules == ["NormalisedUpdater", "TorchAdam"]
+            matrices = sorted(n for n, (w, _) in steps[0].items() if w.ndim > 1 and "layers" in n)
+            assert sorted(seen) == matrices and len(matrices) == 4 * 3
+            for name, (weight, _) in steps[0].items():
+                w, buffer = torch.from_numpy(weight).clone().requires_grad_(), 0.0
+                decay = 0.1 if w.dim() > 1 else 0.0
+                adam = torch.optim.AdamW([w], lr=1e-2, weight_decay=decay)
+                for step in steps:
+                    w.grad = torch.from_numpy(step[name][1])
+                    if name not in matrices:
+                        adam.step()
+                        continue
+                    buffer = 0.9 * buffer + w.grad
+                    w.data.mul_(1 - 1e-2 * decay)
+                    w.data.sub_(1e-2 * buffer / torch.linalg.matrix_norm(buffer))
+                got = torch.from_numpy(last[name][0])
+                assert (got - w).norm() <= 1e-9 * w.norm(), (zero, name)
+                assert not torch.equal(got, torch.from_numpy(weight)), name
+
+
+LAYOUTS = [  # where it is saved, where it goes on
+    (dict(tp=1, dp=2, zero=1), dict(tp=1, dp=2, zero=3, bucket=500)),
+    (dict(tp=1, dp=2, zero=3), dict(tp=1, dp=2, zero=0)),
+]
+SAVED = dict(model=24, pp=1, sp=False, tied=True, dtype="bfloat16")
+
+
+def save_and_go_on(comm, name: str, saved: dict, loaded: dict, root: str, other: str) -> list:
+    """Train, save, go on in another layout and save there what was loaded; also go on in place."""
+    with registered():
+        case = SAVED | dict(optimizer=name)
+        first = canonical.build(comm.grid(saved["tp"]), case | saved)
+        canonical.train(first, range(3))
+        canonical.saver_of(first, root).save(3, 3 * 24, must=True)
+        second = canonical.build(comm.grid(loaded["tp"]), case | loaded, seed=6)
+        assert canonical.saver_of(second, root).load() == (3, 3 * 24)
+        assert second.optimizer.steps == 3
+        canonical.saver_of(second, other).save(3, 3 * 24, must=True)
+        losses = [canonical.train(run, range(3, 6)) for run in (first, second)]
+        adam = canonical.build(comm.grid(saved["tp"]), SAVED | saved)
+        with pytest.raises(
+            MismatchError, match=r"lacks optimizer state \(.*\.exp_avg\): give --fi"
+        ):
+            canonical.saver_of(adam, root).load()
+    return losses
+
+
+def tensors_of(root: Path) -> dict[str, torch.Tensor]:
+    (step,) = root.glob("step_*")
+    index, files = json.loads((step / "index.json").read_text()), {}
+    for path in step.glob("*.safetensors"):
+        files[path.name] = load_file(path)
+    found = {}
+    for name, entry in index.items():
+        whole = torch.zeros(entry["shape"], dtype=torch.float64)
+        for file, key, starts, sizes in entry["parts"]:
+            at = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+            whole[at] = files[file][key].double()
+        found[name] = whole
+    return found
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("saved, loaded", LAYOUTS)
+def test_saves_resumes_and_reshards(world, tmp_path, name, saved, loaded):
+    here, there = tmp_path / "here", tmp_path / "there"
+    args = name, saved, loaded, str(here), str(there)
+    for stayed, moved in world(2).run(save_and_go_on, *args):
+        assert stayed == moved and len(set(stayed)) == 3
+    mine, theirs = tensors_of(here), tensors_of(there)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    kinds = {key.rpartition(".")[2] for key in mine} - {"weight"}
+    if name == "momentum":
+        assert kinds == {"master", "momentum_buffer"}
+        assert all(mine[key].any() for key in mine)
+        return
+    assert kinds == {"master", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+    assert "model.norm.weight.exp_avg" in mine
+    assert "model.layers.0.self_attn.q_proj.weight.momentum_buffer" in mine
+    assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in mine
+
+
+def on_tp(comm, name: str, root: str) -> list[list[float]]:
+    """Save on two data-parallel ranks, go on on two tensor-parallel ones, and stay, in fp64."""
+    with registered():
+        case = SAVED | dict(optimizer=name, dtype="float64")
+        first = canonical.build(comm.grid(1), case | dict(tp=1, dp=2, zero=2))
+        canonical.train(first, range(3))
+        canonical.saver_of(first, root).save(3, 3 * 24, must=True)
+        second = canonical.build(comm.grid(2), case | dict(tp=2, dp=1, zero=0), seed=6)
+        canonical.saver_of(second, root).load()
+        return [canonical.train(run, range(3, 6)) for run in (first, second)]
+
+
+def test_momentum_goes_on_over_tp(world, tmp_path):
+    for stayed, moved in world(2).run(on_tp, "momentum", str(tmp_path)):
+        assert moved == pytest.approx(stayed, rel=1e-12)
+
+
+def kept(comm, case: dict) -> tuple[dict, dict]:
+    """Return what a rank keeps, and what the dry run states for that rank."""
+    with registered():
+        run = run_of(comm, case)
+        pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank), 1e-2)
+        flats = rank_memory.flats(run.config, model_provider, run.grid.pp.rank)
+        ranks = {"tp": run.grid.dp.rank}
+        return run.optimizer.memory(), rank_memory.state(run.config, flats, ranks)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_dry_run_counts_its_bytes(world, name):
+    for zero, dtype in itertools.product(range(4), ("float32", "bfloat16")):
+        case = BASE | dict(optimizer=name, zero=zero, dtype=dtype)
+        results = world(2).run(kept, case)
+        for found, said in results:
+            assert found == said, (zero, dtype)
+        adam, own = (
+            rank_memory.state(config, rank_memory.flats(config, model_provider))["moments"]
+            for config in (config_of(case | dict(optimizer="adam")), config_of(case))
+        )
+        assert own == max(found["moments"] for found, _ in results)
+        if name == "momentum":
+            assert own * 2 == adam
+        else:
+            assert adam / 2 < own < adam
+
+
+def test_the_report_names_it():
+    for name, words in (
+        ("adam", "AdamW's two"),
+        ("momentum", "SGD's one"),
+        ("normalised", "Normalised's one, AdamW's two"),
+    ):
+        config = read("--zero-stage 1 --bf16", 4)
+        config = replace(config, optimizer=replace(config.optimizer, optimizer=name))
+        (line,) = re.findall(r"^ *moments .*", report(config, model_provider), re.MULTILINE)
+        assert f"  {words}, a share of 1/4" in line
+
+
+def test_the_host_keeps_its_bytes():
+    config = read("--zero-stage 1 --bf16 --optimizer-cpu-offload", 4)
+    flats = rank_memory.flats(config, model_provider)
+    own = sum(flat.own for flat in flats)
+    for name, count in (("adam", 2), ("momentum", 1)):
+        each = replace(config, optimizer=replace(config.optimizer, optimizer=name))
+        # gradient, master, state, and the weights to be copied up
+        assert rank_memory.host_bytes(each, flats) == own * (2 * 4 + count * 4 + 2)
+
+
+def test_the_exchange_is_in_the_traffic():
+    config = read("--zero-stage 1", 4)
+    whole = replace(config, optimizer=replace(config.optimizer, optimizer="normalised"))
+    rows = traffic.traffic(whole, model_provider)
+    (row,) = [row for row in rows if row not in traffic.traffic(config, model_provider)]
+    params = rank_memory.parameters(config, model_provider).items()
+    count = sum(p.entry.numel for n, p in params if "layers" in n and len(p.shape) > 1)
+    assert (row.axis, row.verb, row.times, row.bytes, row.size) == (
+        "dp",
+        "all-reduce",
+        1,
+        4 * count,
+        4,
+    )
+
+
+def flipped(comm, case: dict) -> list[str]:
+    with registered():
+        run = run_of(comm, case)
+        pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank), 1e-2)
+        check = ReplicaCheck(run.grid, run.optimizer)
+        assert check.run() == []
+        if run.grid.rank == 1:
+            state = {(n, kind): values for n, kind, _, values in run.optimizer.named_state()}
+            state["norm.weight", "momentum_buffer"][3] += 1.0
+        return [difference.what for difference in check.run()]
+
+
+def test_replicas_of_its_state_are_compared(world):
+    case = BASE | dict(optimizer="momentum", zero=0, dtype="float32")
+    assert world(2).run(flipped, case) == [["norm.weight (momentum_buffer)"]] * 2
+
+
+def test_a_skipped_step_changes_nothing():
+    """The base class skips for the rule, and counts no step."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), torch.nan)
+    groups = [{"name": "matrix", "params": [weight], "weight_decay": 0.1, "decoupled": False}]
+    updater = Momentum().updater(Parts(groups))
+    updater.groups[0]["lr"] = 0.5
+    updater.step(torch.tensor(1.0), torch.tensor(1.0))
+    assert weight.tolist() == [1.0] * 3 and updater.steps == 0
+    assert not updater.state(weight)["momentum_buffer"].any()
+    weight.grad = torch.full((3,), 2.0)
+    updater.step(torch.tensor(0.5), torch.tensor(0.0))
+    assert weight.tolist() == pytest.approx([1.0 - 0.5 * 1.1] * 3) and updater.steps == 1
+
+
+def test_a_group_is_named():
+    """Or said by two booleans, as older model files do; anything else is one sentence."""
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "b": torch.nn.Linear(2, 2)})
+    params = dict(module.named_parameters())
+    for decay, decoupled, names in (
+        (True, False, ["matrix", "vector_decay"]),
+        (False, False, ["matrix_no_decay", "vector"]),
+        (True, True, ["embedding", "embedding"]),
+        (False, True, ["embedding_no_decay", "embedding_no_decay"]),
+    ):
+        name_groups(module, lambda n, p, pair=(decay, decoupled): pair)
+        assert [params["a.weight"].group, params["a.bias"].group] == names
+        config = read("--weight-decay 0.25")
+        for name in names:
+            group = optimizer.optimizer_groups(config)[name]
+            assert (group.weight_decay, group.decoupled) == (0.25 * decay, decoupled)
+    name_groups(module, lambda n, p: "vector_decay")
+    assert {p.group for p in params.values()} == {"vector_decay"}
+    for wrong in ("decay", None, (True,), (1, 0)):
+        with pytest.raises(ValueError) as mistake:
+            name_groups(module, lambda n, p, wrong=wrong: wrong)
+        assert f"returns {wrong!r} for a.weight: it must name one of matrix, " in str(mistake.value)
+    assert set(GROUPS) == set(optimizer.optimizer_groups(config))
+
+
+def test_a_vector_among_whole_matrices_is_refused():
+    sink = ParamAndGradBuffer(Grid())
+    module = torch.nn.Linear(2, 3)
+    name_groups(module, lambda n, p: "matrix")
+    sink.attach(module)
+    with pytest.raises(ValueError, match=r"'matrix' for bias, of shape \[3\], which is not a matr"):
+        Optimizer(module, sink, Grid(), {"matrix": Group(Normalised())})
+
+
+def test_no_other_file_knows_the_kinds_of_adamw():
+    """What is saved, offloaded, compared and counted is asked of the rule: these files alone name
+    AdamW's kinds in code, so another optimizer edits none of the others.
+    """
+    found = set()
+    rooms = ("mpu", "model", "estimate", "training", "tools")
+    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    for path in [*paths, ROOT / "pretrain_llama.py"]:
+        tree = ast.parse(path.read_text())
+        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        if {kind.name for kind in AdamW.kinds} & words:
+            found.add(path.relative_to(ROOT).as_posix())
+    assert found == {
+        "mpu/optim/adam.py", "mpu/optim/backends.py", "tools/rehearsal/kernel_costs.py",
+    }  # fmt: skip
