@@ -71,14 +71,17 @@ from training.run.saver import Saver
 from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
 from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
 from training.run.state import Run
+from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
-from training.run.watch.guard import Guard
-from training.run.watch.intervals import GarbageCollection, Intervals
-from training.run.watch.profile import Profile
-from training.run.watch.replicas import Replicas
-from training.run.watch.rewind import Rewind
-from training.run.watch.slow_ranks import SlowRanks
-from training.run.watch.step import Step, Watcher, after_step
+from training.run.watch import (
+    GarbageCollection,
+    Guard,
+    Intervals,
+    Profile,
+    Replicas,
+    Rewind,
+    SlowRanks,
+)
 from training.untrusted import printable
 from training.zero import zero_config
 

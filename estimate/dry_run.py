@@ -209,9 +209,9 @@ def _memory(
     if rank_memory.offloaded(config):
         remarks |= {"masters": "in host memory", "moments": "in host memory"}
     for kind in shared_kinds(config):
-        remarks[kind] += f", a share of 1/{p.shard_size}"
+        remarks[kind] += f", a share of {rank_memory.share(config)}"
     if rank_memory.level(config) == 1 and p.main_grads_dtype == "bf16":
-        remarks["gradients"] += f", and fp32 sums of a share of 1/{p.shard_size}"
+        remarks["gradients"] += f", and fp32 sums of a share of {rank_memory.share(config)}"
     if rank_memory.level(config) >= 2:
         remarks["gradients"] = remarks["gradients"].replace("bf16", "fp32")
     if p.pipeline_model_parallel_size > 1:

@@ -64,6 +64,13 @@ def sharing(config: Config) -> dict[str, Sharing]:
     return {cut: sharing_of(cut, sizes[cut], max(1, sizes[cut] // copies), p.zero) for cut in DATA}
 
 
+def share(config: Config) -> str:
+    """Return, in words, which share of its state a rank keeps."""
+    shared = sharing(config)
+    experts = f", of experts 1/{shared['ep'].shard}" if config.expert_model_parallel_size else ""
+    return f"1/{shared['tp'].shard}{experts}"
+
+
 def level(config: Config) -> int:
     """Return the highest ZeRO stage in effect: 0 where no ranks share a bucket."""
     return max(shared.zero_stage for shared in sharing(config).values())

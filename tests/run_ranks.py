@@ -34,8 +34,8 @@ from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
 from training.faults import process  # noqa: E402
 from training.faults.hang_watch import HangWatch  # noqa: E402
+from training.run.step import Decision, Step  # noqa: E402
 from training.run.watch.intervals import Intervals  # noqa: E402
-from training.run.watch.step import Decision, Step  # noqa: E402
 
 train = pretrain_llama.train
 LIMIT = 120.0  # seconds

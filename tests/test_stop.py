@@ -9,9 +9,9 @@ import torch
 
 import pretrain_llama
 from training.config import FaultConfig
+from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
 from training.run.stop import Heard
 from training.run.watch import guard
-from training.run.watch.step import BACK, CONTINUE, Decision, Step, after_step, combine
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
 # --on-nan stop, the last step, whether the flags make due: exit, save, evaluate; whether there is a

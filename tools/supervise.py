@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from tools.supervisor.channel import Channel, WireError
 from tools.supervisor.copies import Copies, Member
 from tools.supervisor.flags import MEET, SIGNALS, Mistake, parse
 from tools.supervisor.follow import Follower
@@ -44,7 +45,7 @@ from tools.supervisor.report import (
     say,
     verdict,
 )
-from tools.supervisor.wire import Channel, WireError
+from training.faults.door import Seat
 
 PATIENCE = {"fault": 2.0, "mistake": 12.0, "end": 150.0}  # seconds for the other ranks to end
 BEAT = 1.0  # seconds between signs of life
@@ -74,19 +75,21 @@ class Leader:
             signal.signal(number, lambda n, _: self.events.put((0, {"signal": n})))
         self.node = Node(
             argv, options, secret, host=options.master_addr, port=options.master_port,
-            event=lambda event: self.events.put((0, event)), serve=self._serve,
+            event=lambda event: self.events.put((0, event)),
+            nodes=range(1, options.nnodes), serve=self._serve,
         )  # fmt: skip
         here = options.master_addr, self.node.port, options.nproc_per_node
         self.members[0] = Member(self.node.do, *here)
 
-    def _serve(self, channel: Channel, hello: Event) -> None:
+    def _serve(self, channel: Channel, number: int, seat: Seat) -> None:
         """Listen to another node, in a thread of its own, until it is lost."""
-        number = hello["node"]
-        member = Member(channel.send, channel.host, hello["port"], hello["slots"], channel)
-        self.events.put((number, {"joined": member}))
         try:
+            me = channel.receive()[0]
+            member = Member(channel.send, channel.host, me["port"], me["slots"], channel)
+            self.events.put((number, {"joined": member}))
             while True:
                 event = channel.receive()[0]
+                seat.heard = time.monotonic()
                 if "beat" not in event:
                     self.events.put((number, event))
         except WireError as error:
@@ -136,12 +139,7 @@ class Leader:
 
     def _joined(self, node: int, member: Member) -> None:
         old = self.members.get(node)
-        if not 0 < node < self.options.nnodes or (old and old.host != member.host):
-            why = f"node 0 has no room for --node-rank {node} of {self.options.nnodes}"
-            with suppress(WireError):
-                member.send({"end": MISTAKE, "why": why})
-            return
-        if old and old.channel:  # it was started again before its loss was noticed
+        if old and old.channel:  # its connection broke, which was not noticed yet
             old.channel.close()
             self.hear(node, {"lost": "it came anew", "channel": old.channel})
         self.members[node] = member

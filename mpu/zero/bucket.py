@@ -69,14 +69,13 @@ class ParamAndGradBucket:
         main: dict[nn.Parameter, Tensor],
         live: LiveBytes,
     ) -> None:
-        self.layout, self.length, self.uses = layout, layout.length, uses
+        self.layout, self.uses = layout, uses
         self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
         self.reduction, self.reduce_axes = reduction, reduce_axes
         self._main, self._live = main, live
         self.shard = reduction.shard if reduction.zero_stage else None  # ranks that share it
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
-        self.sharded = layout.sharded
         self.float8: Float8Weights | None = None  # where the weights travel in float8
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights
@@ -89,6 +88,16 @@ class ParamAndGradBucket:
         self._handle: Handle | None = None  # the collective that is under way
         self._leaving = 0  # bytes of whole gradients that are freed when it is over
         self._allocate()
+
+    @property
+    def length(self) -> int:
+        """Return its elements, the padding included."""
+        return self.layout.length
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether a rank keeps its share of the weights alone."""
+        return self.layout.sharded
 
     def _allocate(self) -> None:
         """Allocate the memory that stays, and move whole weights into it."""

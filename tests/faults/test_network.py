@@ -156,7 +156,8 @@ def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, before[0]), before[1]))
     key = wire.proof(b"", "run", salt.encode())
-    forged = b"failed the%20update dead 0.000000 " + b"0" * 32 + b"\n"
+    text = b'{"kind": "failed", "action": "the update", "why": "dead", "wait": 0}'
+    forged = wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text
     noises = [b"[" * 30_000, b"\0" * 500, forged, b'{"rank": 1, "failed": "x", "wait": 0}\n']
     with suppress(ConnectionRefusedError):  # until the run is done
         while True:
@@ -168,7 +169,7 @@ def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
             for rank in (0, 1):
                 with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
                     try:
-                        wire.join(where, key, rank, wire.nonce(), 0.5)
+                        wire.join(where, key, "rank", rank, wire.nonce(), 0.5)
                         raise AssertionError("a fake rank was let in")
                     except ConnectionRefusedError:
                         raise

@@ -8,8 +8,9 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import pytest
 
 from tests.launcher import SCRIPT
 from tests.supervisor import PROGRAM, ROOT, Supervisor, left, tensors
+from tools.supervisor.channel import Channel, Listener, WireError, call
 from tools.supervisor.copies import Copies, Member
 from tools.supervisor.flags import Mistake, parse
 from tools.supervisor.report import End, Fault, Report, diagnosis, first_cause, verdict
-from tools.supervisor.wire import Channel, Listener, WireError, call
+from training.faults.wire import BLOB_LIMIT, nonce
 
 
 def ends(*codes: int | None) -> list[End]:
@@ -202,55 +204,111 @@ def test_a_number_out_of_range_is_a_mistake_of_one_line(capsys: Any) -> None:
     assert "--nproc-per-node: 0 must be above 0" in capsys.readouterr().err
 
 
-def both(secrets: tuple[bytes, bytes]) -> tuple[Listener, list[Channel], Callable[[], Channel]]:
-    met: list[Channel] = []
-    listener = Listener("127.0.0.1", 0, secrets[0], 5.0, met.append)
-    return listener, met, lambda: call("127.0.0.1", listener.port, secrets[1], 5.0)
+class Met:
+    """A listener with a seat for node 1, and who came."""
+
+    def __init__(self, secret: bytes = b"the secret of a run") -> None:
+        self.met: list[tuple[Channel, int | None, Any]] = []
+        self.wrong: list[str] = []
+        self.over = threading.Event()
+
+        def serve(channel: Channel, number: int | None, seat: Any) -> None:
+            self.met.append((channel, number, seat))
+            self.over.wait(20.0)
+
+        self.listener = Listener("127.0.0.1", 0, secret, 5.0, serve, range(1, 2), self.wrong.append)
+
+    def call(self, secret: bytes = b"the secret of a run", **more: Any) -> Channel:
+        return call("127.0.0.1", self.listener.port, secret, 5.0, **more)
+
+    def came(self) -> Channel:
+        deadline = time.monotonic() + 10
+        while not self.met and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.met[-1][0]
 
 
-def test_a_stranger_is_not_heard() -> None:
-    listener, met, meet = both((b"the secret of a run", b"another secret"))
-    with pytest.raises(WireError):
-        meet().receive()
-    with socket.create_connection(("127.0.0.1", listener.port)) as mute:
+@pytest.fixture
+def met() -> Iterator[Met]:
+    made = Met()
+    yield made
+    made.over.set()
+    made.listener.close()
+
+
+def test_a_stranger_is_not_heard_and_one_with_another_secret_is_told(met: Met) -> None:
+    for _ in range(2):
+        with pytest.raises(WireError, match="it knows another secret") as error:
+            met.call(b"another secret")
+        assert error.value.final
+    with socket.create_connection(("127.0.0.1", met.listener.port)) as mute:
         mute.sendall(b"[" * 30_000)
         mute.settimeout(10.0)
         with suppress(OSError):
             while mute.recv(4096):
                 pass
-    assert not met
-    listener.close()
+    assert not met.met and met.wrong == ["127.0.0.1"]  # said once
 
 
-class Tap:
-    """A socket that keeps what is sent."""
+def test_the_first_holder_of_a_seat_stays_while_it_is_heard(met: Met) -> None:
+    def refusal(**more: Any) -> WireError:
+        with pytest.raises(WireError) as error:
+            met.call(kind="node", number=1, **more)
+        return error.value
 
-    def sendall(self, data: bytes) -> None:
-        self.sent = data
+    first, same = nonce(), nonce()
+    met.call(kind="node", number=1, session=first)
+    met.came()
+    why = refusal(session=same)
+    assert "another process, at 127.0.0.1, is node 1 already" in str(why) and not why.final
+    assert not refusal(session=same).final  # the holder may be dead
+    met.met[0][2].heard = time.monotonic()
+    assert refusal(session=same).final
+    met.call(kind="node", number=1, session=first)  # after its connection broke
+    with pytest.raises(WireError, match="there is no node 2 here: nodes end at 1") as error:
+        met.call(kind="node", number=2)
+    assert error.value.final
+    met.over.set()  # the holder is gone
+    deadline = time.monotonic() + 10
+    while met.listener.door.seats and time.monotonic() < deadline:
+        time.sleep(0.01)
+    met.call(kind="node", number=1, session=same)
 
 
-def test_a_changed_a_repeated_and_an_endless_frame_are_refused() -> None:
-    for change in ("flip", "repeat", "long"):
-        listener, met, meet = both((b"the secret of a run",) * 2)
-        mine = meet()
-        deadline = time.monotonic() + 10
-        while not met and time.monotonic() < deadline:
-            time.sleep(0.01)
-        raw, mine._sock = mine._sock, Tap()
-        mine.send({"hello": 1}, b"bytes")
-        frame = bytearray(mine._sock.sent)
-        if change == "flip":
-            frame[-1] ^= 1
-        if change == "long":
-            frame[:4] = b"\xff" * 4
-        raw.sendall(frame)
-        if change == "repeat":
-            assert met[0].receive() == ({"hello": 1}, b"bytes")
-            raw.sendall(frame)
-        with pytest.raises(WireError):
-            met[0].receive()
-        raw.close()
-        listener.close()
+@pytest.mark.parametrize("change", ["flip", "repeat", "long"])
+def test_a_changed_a_repeated_and_an_endless_frame_are_refused(met: Met, change: str) -> None:
+    mine = met.call()
+    theirs = met.came()
+    connection = mine._connection
+    connection._flush = lambda: None  # keep what is sent
+    connection.send({"hello": 1}, b"bytes")
+    frame = connection._out
+    if change == "flip":
+        frame[-1] ^= 1
+    if change == "long":
+        frame[:4] = b"\xff" * 4
+    connection.sock.sendall(frame)
+    if change == "repeat":
+        assert theirs.receive() == ({"hello": 1}, b"bytes")
+        connection.sock.sendall(frame)
+    with pytest.raises(WireError):
+        theirs.receive()
+    mine.close()
+
+
+def test_bytes_beside_a_message_arrive_whole(met: Met) -> None:
+    """Several times what the sockets take at once, both ways."""
+    blob = os.urandom(BLOB_LIMIT)
+    mine = met.call()
+    theirs = met.came()
+    sender = threading.Thread(target=lambda: [mine.send({"part": i}, blob) for i in range(3)])
+    sender.start()
+    for i in range(3):
+        assert theirs.receive() == ({"part": i}, blob)
+    sender.join()
+    mine.close()
+    with pytest.raises(WireError, match="closed the connection"):
+        theirs.receive()
 
 
 def members(count: int) -> tuple[dict[int, Member], list[tuple[int, dict[str, Any]]]]:

@@ -4,7 +4,11 @@
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +31,19 @@ class Nodes:
         self.supervise, self.folder, self.port = supervise, folder, port
         self.log = folder / "log.jsonl"
 
-    def start(self, count: int, flags: str, argv: Any = (), **more: Any) -> list[Supervisor]:
-        """Start so many supervisors, node 0 first."""
+    def start(
+        self, count: int, flags: str, argv: Any = (), joined: Any = None, **more: Any
+    ) -> list[Supervisor]:
+        """Start so many supervisors, node 0 first, or those of the nodes `joined` alone."""
         self.flags = f"--nnodes {count} --master-addr 127.0.0.1 --master-port {self.port} {flags}"
         self.argv, self.more = argv, more
-        return [self.join(node) for node in range(count)]
+        return [self.join(node) for node in joined or range(count)]
 
-    def join(self, node: int) -> Supervisor:
+    def join(self, node: int, folder: str = "", secret: str = SECRET) -> Supervisor:
         """Start one supervisor."""
         return self.supervise(
-            f"{self.flags} --node-rank {node}", argv=self.argv, folder=self.folder / str(node),
-            WEFT_SECRET=SECRET, **self.more,
+            f"{self.flags} --node-rank {node}", argv=self.argv,
+            folder=self.folder / (folder or str(node)), WEFT_SECRET=secret, **self.more,
         )  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
@@ -101,6 +107,87 @@ def test_without_node_0_the_others_end_and_leave_nothing(nodes: Nodes) -> None:
     two[1].until("0 1 2 ")
     lose(two[0])
     assert two[1].wait() == 1 and "node 0 is lost, so the ranks here are ended" in two[1].said()
+
+
+def test_a_second_supervisor_of_a_node_is_told_and_the_first_stays(nodes: Nodes) -> None:
+    two = nodes.start(2, "", plan={"": "wait"})
+    two[1].until("0 1 2 ")
+    second = nodes.join(1, "second")
+    assert second.wait(30.0) == 2
+    assert "node 0 refuses --node-rank 1" in second.said()
+    assert "another process, at 127.0.0.1, is node 1 already" in second.said()
+    third = nodes.join(0, "third")
+    assert third.wait(30.0) == 2 and "--master-port" in third.said()
+    two[0].process.send_signal(signal.SIGTERM)
+    assert [node.wait() for node in two] == [75, 75]
+    assert not two[0].rows("fault") and len(two[0].rows("start")) == 1
+
+
+def test_another_secret_is_told_at_once_by_both_sides(nodes: Nodes) -> None:
+    first = nodes.start(2, "", plan={"": 0}, joined=[0])[0]
+    stranger = nodes.join(1, "stranger", SECRET + "!")
+    assert stranger.wait(30.0) == 2
+    assert "node 0 refuses --node-rank 1" in stranger.said()
+    assert "it knows another secret: all of a run share one WEFT_SECRET" in stranger.said()
+    first.until("127.0.0.1 calls with another secret", seconds=1.0)
+    right = nodes.join(1)
+    assert first.wait() == 0 and right.wait() == 0
+
+
+class Dripping(threading.Thread):
+    """200 strangers at a port. Each sends a byte every 2 s, and comes again if it is sent away."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.port, self.over, self.came = port, False, 0
+
+    def run(self) -> None:
+        held: list[socket.socket] = []
+        while not self.over:
+            held = [sock for sock in held if self.drips(sock)]
+            for _ in range(200 - len(held)):
+                with suppress(OSError):
+                    held.append(socket.create_connection(("127.0.0.1", self.port), timeout=0.2))
+                    held[-1].setblocking(False)
+                    self.came += 1
+            for _ in range(20):
+                time.sleep(0.0 if self.over else 0.1)
+        for sock in held:
+            sock.close()
+
+    def drips(self, sock: socket.socket) -> bool:
+        """Send a byte; return whether the connection still stands."""
+        try:
+            with suppress(BlockingIOError):
+                if not sock.recv(4096):
+                    raise ConnectionError("sent away")
+            sock.send(b"0")
+            return True
+        except OSError:
+            sock.close()
+            return False
+
+
+def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None:
+    """They come before a node does, and stay as one is lost and comes back."""
+    plan = {"0.0": "wait", "0.1": "wait", "step": 1}
+    first = nodes.start(2, "--node-wait 20", plan=plan, joined=[0])[0]
+    strangers = Dripping(nodes.port)
+    strangers.start()
+    try:
+        deadline = time.monotonic() + 60
+        while strangers.came <= 200:
+            assert time.monotonic() < deadline, "no stranger was sent away"
+            time.sleep(0.1)
+        second = nodes.join(1)
+        second.until("0 1 2 ", seconds=30.0)
+        lose(second)
+        back = nodes.join(1, "back")
+        assert first.wait() == 0 and back.wait() == 0, first.said()
+    finally:
+        strangers.over = True
+        strangers.join()
+    assert [words[:2] for words in back.starts()] == [["1", "1"]]
 
 
 def test_a_signal_to_one_node_ends_all(nodes: Nodes) -> None:

@@ -26,10 +26,9 @@ HOST_MAY_WAIT = {
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them.
 DOUBLE = {
-    "pretrain_llama.py": 2, "mpu/optim/optimizer.py": 1 << 40, "mpu/optim/adam.py": 1,
-    "mpu/optim/interface.py": 1,
-    "mpu/optim/backends.py": 4,
-    "mpu/optim/offload.py": 2,
+    "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
+    "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
+    "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tools.supervisor.channel import Channel, WireError
 from tools.supervisor.node import Event
-from tools.supervisor.wire import Channel, WireError
 
 ALL = 1 << 62  # later than any step
 

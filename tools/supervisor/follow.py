@@ -8,12 +8,14 @@ import threading
 import time
 from contextlib import suppress
 
+from tools.supervisor.channel import Channel, WireError, call
 from tools.supervisor.flags import MEET, SIGNALS
 from tools.supervisor.node import Event, Node
-from tools.supervisor.report import say
-from tools.supervisor.wire import Channel, WireError, call
+from tools.supervisor.report import MISTAKE, say
+from training.faults.wire import nonce
 
 AGAIN = 0.3  # seconds between two calls of a node 0 that does not answer
+PATIENT = 3.0  # seconds after which a line says that node 0 does not answer
 
 
 class Follower:
@@ -42,31 +44,38 @@ class Follower:
     def run(self) -> int:
         """Follow until the leader ends the run, or is gone for --node-wait seconds."""
         o, node, deadline = self.options, None, time.monotonic() + MEET
+        session, speak = nonce(), time.monotonic() + PATIENT
         try:
             while not self.signalled or self.channel:
                 try:
-                    channel = call(o.master_addr, o.master_port, self.secret, o.peer_timeout)
+                    channel = call(
+                        o.master_addr, o.master_port, self.secret, o.peer_timeout,
+                        kind="node", number=o.node_rank, session=session,
+                    )  # fmt: skip
                     if node is None:
                         node = Node(
-                            self.argv, o, self.secret, host=channel.here, port=0, event=self.send,
-                            serve=lambda channel, hello: channel.close(),
-                        )  # fmt: skip
-                    me = {"node": o.node_rank, "slots": o.nproc_per_node, "port": node.port}
-                    channel.send(me)
+                            self.argv, o, self.secret, host=channel.here, port=0, event=self.send
+                        )
+                    channel.send({"slots": o.nproc_per_node, "port": node.port})
                     self.channel = channel
                     while "end" not in (message := channel.receive()[0]):
                         channel.send(message) if "beat" in message else node.do(message)
-                    if "why" in message:
-                        say(message["why"])
                     return int(message["end"])
                 except WireError as error:
                     if self.channel is not None and node is not None:
                         say(f"node 0 is lost, so the ranks here are ended: {error}")
                         node.do({"signal": int(signal.SIGKILL)})
                         self.channel, deadline = None, time.monotonic() + o.node_wait
+                        speak = time.monotonic() + PATIENT
+                    if error.final:
+                        say(f"node 0 refuses --node-rank {o.node_rank}: {error}")
+                        return MISTAKE
                     if time.monotonic() > deadline:
                         say(f"node 0 is not reached: {error}")
                         return 1
+                    if time.monotonic() > speak:
+                        say(f"waiting for node 0: {error}")
+                        speak = deadline  # once
                     time.sleep(AGAIN)
             return 128 + self.signalled
         finally:

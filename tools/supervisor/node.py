@@ -25,7 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.supervisor.wire import BLOB_LIMIT, Channel, Listener, WireError, call
+from tools.supervisor.channel import Channel, Listener, WireError, call
+from tools.supervisor.report import say
+from training.faults.door import Seat
+from training.faults.wire import BLOB_LIMIT
 
 SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
@@ -80,7 +83,8 @@ def _received(sock: socket.socket) -> bytes:
 
 
 class Node:
-    """This machine's ranks and memory. event(message): called, from any thread, with what happens.
+    """This machine's ranks and memory. nodes: numbers of those that may call, each of which serve()
+    hears. event(message): called, from any thread, with what happens.
 
     {"ended": [rank, code, cause], "attempt"}; {"gone"}: the process that starts ranks was killed;
     {"progress": [first iteration, when, iteration, when, source]}; {"kept": step, "files": names of
@@ -90,7 +94,8 @@ class Node:
 
     def __init__(
         self, argv: list[str], options: argparse.Namespace, secret: bytes, *, host: str, port: int,
-        event: Callable[[Event], None], serve: Callable[[Channel, Event], None],
+        event: Callable[[Event], None], nodes: range = range(0),
+        serve: Callable[[Channel, int, Seat], None] = lambda channel, number, seat: None,
     ) -> None:  # fmt: skip
         self.argv, self.warm, self.event = argv, options.warm, event
         self.secret, self.silence, self.attempt = secret, options.peer_timeout, 0
@@ -98,15 +103,23 @@ class Node:
         self.memory = self.directory / "memory"
         self._kept, self._closed, self.port = dict[str, int](), False, 0
 
-        def greeted(channel: Channel) -> None:
-            message, _ = channel.receive()
-            if "get" in message:
-                self._give(channel, message)
+        def met(channel: Channel, number: int | None, seat: Seat | None) -> None:
+            if number is None or seat is None:
+                self._give(channel, channel.receive()[0])
             else:
-                serve(channel, message)
+                serve(channel, number, seat)
+
+        def wrong(address: str) -> None:
+            say(f"{address} calls with another secret: the nodes of a run share one WEFT_SECRET")
 
         if options.nnodes > 1:
-            self._listener = Listener(host, port, secret, self.silence, greeted)
+            try:
+                self._listener = Listener(
+                    host, port, secret, self.silence, met, nodes=nodes, wrong=wrong
+                )
+            except OSError:  # the port is taken
+                self._remove()
+                raise
             self.port = self._listener.port
         self._start()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
@@ -278,5 +291,8 @@ class Node:
         self._send(signal=9)
         self._sock.shutdown(socket.SHUT_WR)  # it waits for the ranks, then ends
         self._process.wait()
+        self._remove()
+
+    def _remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._held)

@@ -3,8 +3,9 @@
 
 monitor       FailureMonitor, a rank's end of the channel
 coordinator   Coordinator, a thread of rank 0, decides on one first cause and sends it to all
-door          who may join the channel
-wire          the messages between them
+door          who may join, and which seat is whose; of the supervisors (tools/supervise.py), too
+wire          the one wire: handshake and frames
+messages      the channel's kinds of messages and their fields
 hang_watch    whether this rank moves, and where it stands
 hang_judge    which rank hangs, from what all ranks say
 process       another rank's process on this host: stopped, or its Python stands still

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from training.faults.door import Door, Stranger
+from training.faults import messages
+from training.faults.door import Door, Seat, Stranger
 from training.faults.hang_judge import HangJudge, named
 from training.faults.hang_watch import say
 from training.faults.wire import Connection
@@ -52,14 +53,13 @@ class Member:
     """A rank that has joined: what the coordinator knows of it."""
 
     rank: int
-    session: bytes  # of its process: a second process of this rank has another one
+    seat: Seat
     connection: Connection | None
-    address: str = ""  # of its host, as the others know it
+    address: str  # of its host, as the others know it
     action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it was heard
     away: float | None = None  # since when its connection is broken
     left: bool = False  # it said that it leaves, or it is lost
-    reported: bool = False  # it said that it failed
 
 
 class Coordinator(threading.Thread):
@@ -82,7 +82,7 @@ class Coordinator(threading.Thread):
         self.port: int = listener.getsockname()[1]
         self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
         self.selector = selectors.DefaultSelector()
-        self.door = Door(listener, secret, self.selector, world)
+        self.door = Door(listener, secret, self.selector, "rank", range(world))
         self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
@@ -125,7 +125,7 @@ class Coordinator(threading.Thread):
             doing = self.members[0].action if 0 in self.members else ""
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
-                    member.connection.send("alive", action=doing)
+                    messages.send(member.connection, "alive", action=doing)
 
     def _needed(self) -> bool:
         """Return whether somebody still has to join or to leave."""
@@ -135,30 +135,22 @@ class Coordinator(threading.Thread):
 
     def _greet(self, stranger: Stranger) -> None:
         """Make a stranger that knows the secret a member, for the first time or again."""
-        hello = self.door.read(stranger)
+        hello = self.door.admit(stranger)
         if hello is None:
             return
-        rank, session = hello
-        connection, member = stranger.connection, self.members.get(rank)
-        why = f"this world has {self.world} ranks" if rank >= self.world else ""
-        if member is not None and (member.session != session or member.left):
-            why = f"another process is rank {rank} already"
-        if why:
-            connection.send("refused", why=why)
-            self.door.dismiss(stranger)
-            return
+        rank, connection = hello.number, stranger.connection
+        seat, member = self.door.seats[rank], self.members.get(rank)
         if member is None:
-            member = self.members[rank] = Member(rank, session, connection)
+            member = self.members[rank] = Member(rank, seat, connection, connection.address)
         elif member.connection is not None:
             self._part(member)
-        self.door.strangers.remove(stranger)
-        self.selector.modify(connection.sock, selectors.EVENT_READ, member)
+        self.selector.register(connection.sock, selectors.EVENT_READ, member)
+        member.seat, member.address = seat, connection.address
         member.connection, member.away, member.last = connection, None, time.monotonic()
-        member.address = stranger.address
-        connection.send("alive", action="")
-        connection.send("place", said=self.judge.place)
+        messages.send(connection, "alive", action="")
+        messages.send(connection, "place", said=self.judge.place)
         if self.decided is not None:
-            connection.send("cause", **vars(self.decided))
+            messages.send(connection, "cause", **vars(self.decided))
 
     def _part(self, member: Member) -> None:
         """Close a member's connection."""
@@ -175,7 +167,7 @@ class Coordinator(threading.Thread):
         """
         if member.connection is None:
             return  # it came back in this turn
-        for kind, fields in member.connection.read():
+        for kind, fields in messages.receive(member.connection):
             self.hear(member, kind, fields)
         ended = member.connection.ended
         if ended:
@@ -187,12 +179,12 @@ class Coordinator(threading.Thread):
 
     def hear(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
         """Take a message of a member."""
-        member.last = time.monotonic()
+        member.last = member.seat.heard = time.monotonic()
         member.action = fields.get("action", member.action)
-        if kind == "bye":
+        if kind in ("bye", "failed"):
             member.left = True
-        elif kind == "failed":
-            member.left = member.reported = True
+            self.door.close_seat(member.rank)
+        if kind == "failed":
             cause = Cause(member.rank, member.action, fields["why"])
             if fields["wait"]:
                 self.weak.append((member.last + fields["wait"], cause))
@@ -221,6 +213,7 @@ class Coordinator(threading.Thread):
     def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
         member.left, member.away = True, None
+        self.door.close_seat(member.rank)
         age = time.monotonic() - member.last
         why = f"{why}; its last word, {age:.1f} s before: {member.action}"
         self.decide(Cause(member.rank, "", why, int(bool(address)), address))
@@ -256,7 +249,7 @@ class Coordinator(threading.Thread):
             say(f"[rank 0] {hang.text}")
             for rank in hang.ranks:
                 if (connection := self.members[rank].connection) is not None:
-                    connection.send("report", text=hang.text)
+                    messages.send(connection, "report", text=hang.text)
 
     def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
         """Return what is behind the report of a rank that gave up: the rank that it waited for."""
@@ -284,7 +277,7 @@ class Coordinator(threading.Thread):
             self.decided = cause
             for member in self.members.values():
                 if member.connection is not None:
-                    member.connection.send("cause", **vars(cause))
+                    messages.send(member.connection, "cause", **vars(cause))
 
 
 def _heard(members: list[Member], now: float) -> list[tuple[int, str, float]]:

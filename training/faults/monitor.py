@@ -30,18 +30,20 @@ from datetime import timedelta
 from typing import Any
 
 from mpu.comm.transport import CommunicationError
-from training.faults import wire
+from training.faults import messages, wire
 from training.faults.address import listen_as_known, tell_address
 from training.faults.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
 from training.faults.hang_judge import HangJudge, silence, watch_alone
 from training.faults.hang_watch import HangWatch, say
 from training.faults.links import Links
+from training.faults.messages import Message
 from training.faults.process import Process
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
 QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
 SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
+LASTING = (ConnectionRefusedError, TimeoutError, wire.AnotherSecret)  # trying again does not help
 MEETING = 60.0  # seconds, at most, until all ranks have joined
 JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 
@@ -104,14 +106,14 @@ class FailureMonitor:
             address, port, salt = store.get("monitor").decode().split(",")
             self._address = (address or host, int(port))
             self._secret = wire.proof(secret, "run", salt.encode())
-            self._connection, messages = self._join(JOINING)
+            self._connection, said = self._join(JOINING)
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
         close = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(
-            target=self._listen, args=(messages,), name="failure-monitor", daemon=True
+            target=self._listen, args=(said,), name="failure-monitor", daemon=True
         ).start()
 
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
@@ -139,32 +141,35 @@ class FailureMonitor:
         self.action = action
         if first and self._connection is not None:  # at once: rank 0 is less patient from now on
             said = json.dumps({"phase": phase, "stuck": 0.0})
-            self._connection.send("beat", action=action)
-            self._connection.send("status", said=said)
+            messages.send(self._connection, "beat", action=action)
+            messages.send(self._connection, "status", said=said)
 
-    def _join(self, seconds: float) -> tuple[wire.Connection, list[wire.Message]]:
+    def _join(self, seconds: float) -> tuple[wire.Connection, list[Message]]:
         """Connect to the coordinator; try again what may pass. Raises OSError."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
             try:
-                return wire.join(self._address, self._secret, self.rank, self._session, left)
+                connection, said = wire.join(
+                    self._address, self._secret, "rank", self.rank, self._session, left
+                )
+                return connection, messages.check(connection, said)
             except OSError as error:
-                lasting = isinstance(error, (ConnectionRefusedError, TimeoutError, wire.Refused))
+                lasting = isinstance(error, LASTING) or getattr(error, "final", False)
                 if lasting or time.monotonic() + 0.1 > deadline:
                     raise
             time.sleep(0.1)
 
-    def _listen(self, messages: list[wire.Message]) -> None:
+    def _listen(self, said: list[Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
         hub, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
         assert self._connection is not None
-        self._connection.send("place", said=json.dumps(self.watch.dump.address()))
+        messages.send(self._connection, "place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
-            for kind, fields in messages:
+            for kind, fields in said:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
@@ -173,18 +178,20 @@ class FailureMonitor:
                 elif kind == "place":
                     hub = fields["said"]
                 elif kind == "report":
-                    connection.send("stack", text=self.watch.report(self.rank, fields["text"]))
+                    messages.send(
+                        connection, "stack", text=self.watch.report(self.rank, fields["text"])
+                    )
             if connection.ended:
-                why, messages = ("", []) if self._left else self._come_back()
+                why, said = ("", []) if self._left else self._come_back()
                 if why:
                     self._stop(Cause(0, "", why))
                     return
                 heard = time.monotonic()
                 continue
             if connection.wait(self._beat):
-                messages, heard = connection.read(), time.monotonic()
+                said, heard = messages.receive(connection), time.monotonic()
             else:
-                messages = []
+                said = []
             now = time.monotonic()
             patience = self.watch.patience(self._silence)
             if now - turn > patience / 2:  # this process was stopped, not rank 0
@@ -199,11 +206,11 @@ class FailureMonitor:
             if now - sent >= self._beat and connection.flush():
                 sent = now
                 self.watch.arm(patience, several=True)
-                connection.send("beat", action=self.action)
+                messages.send(connection, "beat", action=self.action)
                 status = self.watch.status(self.action, self._beat)
-                connection.send("status", said=json.dumps(status))
+                messages.send(connection, "status", said=json.dumps(status))
             for address, seconds in links.dead():
-                connection.send("unheard", address=address, seconds=seconds)
+                messages.send(connection, "unheard", address=address, seconds=seconds)
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""
@@ -211,21 +218,21 @@ class FailureMonitor:
         if hang is not None:
             self._stop(Cause(0, self.action, hang.text, quick=1))
 
-    def _come_back(self) -> tuple[str, list[wire.Message]]:
+    def _come_back(self) -> tuple[str, list[Message]]:
         """Connect to the coordinator again; return why that failed, or "", and what it says.
 
         Where rank 0's process is dead nothing listens any more, and that is known at once.
         """
         try:
-            self._connection, messages = self._join(RETURN)
+            self._connection, said = self._join(RETURN)
         except ConnectionRefusedError:
             return DIED, []
         except OSError as error:
             apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
             return f"the connection was reset and does not come back ({error}): {apart}", []
         if self._report:
-            self._connection.send("failed", **self._report)
-        return "", messages
+            messages.send(self._connection, "failed", **self._report)
+        return "", said
 
     def _stop(self, cause: Cause) -> None:
         """Print the cause, give the main thread time to unwind, then end the process."""
@@ -284,7 +291,7 @@ class FailureMonitor:
             self._own = why
         self._failed.set()
         self._report = {"action": self.action, "why": why, "wait": wait}
-        self._connection.send("failed", **self._report)
+        messages.send(self._connection, "failed", **self._report)
         if self._told.wait(timeout=self._grace + 5):
             self._print()
         if self._coordinator is not None:
@@ -297,7 +304,7 @@ class FailureMonitor:
         self._left = True
         if self._connection is None:
             return
-        self._connection.send("bye")
+        messages.send(self._connection, "bye")
         deadline = time.monotonic() + 1.0
         while not self._connection.flush() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,60 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry the failure channel's messages between processes that know one secret, and nobody else's.
+"""Carry messages between processes that know one secret, and nobody else's.
 
-    hub   -> rank   greeting: GREETING and the hub's nonce
-    rank  -> hub    hello: rank, session, its nonce, HMAC(secret, all of these and the hub's nonce)
-    both            messages, a line each, which end in an HMAC with a key made from both nonces
+The one wire of Weft: ranks talk over it to the coordinator of the failure channel, and supervisors
+(tools/supervise.py) to one another. One side listens (training/faults/door.py), the other calls:
 
-The hub's first message proves to the rank that the hub knows the secret, too. The secret itself
-never travels. A hello has one length, and nothing in it is read before its HMAC is right. A line is
-`kind field ... HMAC`; FORMAT lists the kinds and the types of their fields. Text that came from the
-wire has no control characters left: it may be printed.
+    listener -> caller   greeting: GREETING and the listener's nonce
+    caller -> listener   hello: seat, session, the caller's nonce, HMAC(secret, all of it + nonce)
+    listener -> caller   NO and the end, where that HMAC is wrong; else YES
+    both                 frames; the listener's first is its welcome, or why it refuses the caller
+
+    frame                length of the text and of the bytes | HMAC | text: a JSON object | bytes
+
+The secret itself never travels. A hello has one length, and nothing in it is read before its HMAC
+is right. The frames' HMACs have keys made from both nonces and a number, so that no frame can be
+forged, changed, repeated or moved; the first one proves that the listener knows the secret, too.
+Nothing is encrypted.
 """
 
 import hashlib
 import hmac
-import re
+import json
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
 
-FORMAT: dict[str, dict[str, type]] = {
-    "beat": {"action": str},  # of a rank
-    "failed": {"action": str, "why": str, "wait": float},  # wait: seconds for a better explanation
-    "status": {"said": str},  # of a rank that stands still: HangWatch.status, in JSON
-    "stack": {"text": str},  # of a rank, after a report
-    "place": {"said": str},  # where a rank's process is, the hub's too: Dump.address, in JSON
-    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
-    "bye": {},
-    "alive": {"action": str},  # the hub's beat, with what rank 0 is doing
-    "report": {"text": str},  # of the hub to a rank that hangs
-    "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
-    "refused": {"why": str},
-}
-TEXT = 2000  # characters, at most, of one field
-LINE = 1 << 16  # bytes; no line of ours is longer
-QUEUE = 1 << 18  # bytes that may wait for a peer that does not read
-NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,9})?")
-GREETING = b"weft 2 "
+GREETING = b"weft 3 "
 NONCE = 32  # bytes: hexadecimal digits of 16 random bytes
-RANK = 8  # bytes: decimal digits
-HELLO = RANK + 2 * NONCE + 64  # bytes: rank, session, nonce, HMAC
+SEAT = 20  # bytes: "rank 17", padded
+HELLO = SEAT + 2 * NONCE + 64  # bytes: seat, session, nonce, HMAC
+NO, YES = b"-", b"+"
+HEAD = struct.Struct("!II")  # bytes of a frame's text, bytes behind it
+MAC = 32  # bytes
+TEXT_LIMIT, BLOB_LIMIT = 4 << 20, 8 << 20  # bytes; no frame of ours has more
+READ, MOST = 1 << 16, 1 << 20  # bytes read at a time: what a frame lacks, within these
+PRINTED = 2000  # characters, at most, of one text
+
+Said = dict[str, Any]
 
 
-class Message(NamedTuple):
-    """One message: its kind and the fields that FORMAT names."""
+class Refused(ConnectionError):
+    """The listener knows the secret and does not take this caller.
+
+    final: it will not later, either. Otherwise whoever has the seat may be gone soon.
+    """
+
+    def __init__(self, why: str, final: bool) -> None:
+        super().__init__(why)
+        self.final = final
+
+
+class AnotherSecret(ConnectionError):
+    """The listener says that this caller's secret is not the run's."""
+
+
+class Hello(NamedTuple):
+    """Who calls: "rank" 3, "node" 1, ... session: of its process. nonce: its own."""
 
     kind: str
-    fields: dict[str, Any]
+    number: int
+    session: bytes
+    nonce: bytes
 
 
 def printable(text: str) -> str:
-    """Return text, cut to TEXT characters, with control characters written as escapes."""
-    cut = text if len(text) <= TEXT else text[: TEXT - 3] + "..."
+    """Return text, cut to PRINTED characters, with control characters written as escapes."""
+    cut = text if len(text) <= PRINTED else text[: PRINTED - 3] + "..."
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
@@ -71,87 +85,73 @@ def proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
     return hmac.new(secret, said, hashlib.sha256).hexdigest().encode()
 
 
-def hello(secret: bytes, rank: int, session: bytes, own: bytes, hub: bytes) -> bytes:
-    """Return what rank says first. session: its process. own, hub: the two nonces."""
-    said = b"%0*d" % (RANK, rank) + session + own
-    return said + proof(secret, "hello", said, hub)
+def hello(
+    secret: bytes, kind: str, number: int, session: bytes, own: bytes, listener: bytes
+) -> bytes:
+    """Return what a caller says first. own, listener: the two nonces."""
+    said = f"{kind} {number}".encode().ljust(SEAT) + session + own
+    return said + proof(secret, "hello", said, listener)
 
 
-def read_hello(secret: bytes, text: bytes, hub: bytes) -> tuple[int, bytes, bytes] | None:
-    """Return rank, session and nonce of a hello, or None where it does not know the secret."""
+def read_hello(secret: bytes, text: bytes, listener: bytes) -> Hello | None:
+    """Return what a hello says, or None where its author does not know the secret."""
     said, mac = text[:-64], text[-64:]
-    if len(text) != HELLO or not hmac.compare_digest(mac, proof(secret, "hello", said, hub)):
+    right = proof(secret, "hello", said, listener)
+    if len(text) != HELLO or not hmac.compare_digest(mac, right):
         return None
-    return int(said[:RANK]), said[RANK : RANK + NONCE], said[RANK + NONCE :]
-
-
-def encode(kind: str, fields: dict[str, Any]) -> bytes:
-    """Return a message without its HMAC."""
-    names = FORMAT[kind]
-    assert fields.keys() == names.keys(), f"{kind} has {sorted(names)}, not {sorted(fields)}"
-    words = [kind]
-    for name, of in names.items():
-        value = fields[name]
-        words.append(
-            quote(printable(value).encode("utf-8", "replace"), safe="")
-            if of is str
-            else f"{value:.6f}"
-            if of is float
-            else str(value)
-        )
-    return " ".join(words).encode("ascii")
-
-
-def decode(line: bytes) -> Message:
-    """Return the message in a line without its HMAC. Raises ValueError where it is none."""
-    kind, *words = line.decode("ascii").split(" ")
-    names = FORMAT.get(kind)
-    if names is None or len(words) != len(names):
-        raise ValueError("no message of ours")
-    fields: dict[str, Any] = {}
-    for (name, of), word in zip(names.items(), words, strict=True):
-        if of is str:
-            fields[name] = printable(unquote(word, errors="strict"))
-        elif NUMBER.fullmatch(word):
-            fields[name] = of(word)
-        else:
-            raise ValueError("not a number")
-    return Message(kind, fields)
+    kind, _, number = said[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
+    seat = int(number) if number.isdecimal() else -1
+    return Hello(kind, seat, said[SEAT : SEAT + NONCE], said[SEAT + NONCE :])
 
 
 class Connection:
-    """A socket that carries messages both ways and waits for nobody.
+    """A socket that carries frames both ways and waits for nobody unless asked to.
 
-    ended: how it ended, as far as read() has seen: "" (not yet), "closed" (the peer's kernel closed
-    it in order), or "broken" (reset, timed out, or not what our peer sends).
+    address, here: the numeric addresses of the peer and of this side. ended: how it ended, as far
+    as read() has seen: "" (not yet), "closed" (the peer's kernel closed it in order), or "broken"
+    (reset, timed out, or not what our peer sends). lost: something could not be sent any more.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.sock, self.ended = sock, ""
-        self._in, self._out = b"", b""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.address: str = sock.getpeername()[0]
+        self.here: str = sock.getsockname()[0]
+        self.sock, self.ended, self.lost = sock, "", False
+        self._in, self._out = bytearray(), bytearray()
         self._keys, self._counts = (b"", b""), [0, 0]  # to read, to write
-        self._reset = False  # so a send was told, and then no read is
-        self._lock = threading.Lock()  # two threads of a rank send
+        self._reset = False  # a send saw the reset; then no read does
+        self._lock = threading.Lock()  # several threads send
 
-    def use_keys(self, secret: bytes, hub: bytes, own: bytes, is_hub: bool) -> None:
-        """Take the keys of this connection. hub, own: the hub's nonce and the rank's."""
-        names = ("to hub", "to rank") if is_hub else ("to rank", "to hub")
-        up, down = (proof(secret, name, hub, own) for name in names)
-        self._keys = (up, down)
+    def use_keys(self, secret: bytes, listener: bytes, caller: bytes, listens: bool) -> None:
+        """Take the keys of this connection, from both nonces. listens: this side does."""
+        names = ("to listener", "to caller") if listens else ("to caller", "to listener")
+        read, write = (
+            hmac.digest(secret, b"\0".join([name.encode(), listener, caller]), "sha256")
+            for name in names
+        )
+        self._keys = (read, write)
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Queue a message and send what the socket takes now; flush() sends the rest."""
+    def _mac(self, way: int, *parts: bytes) -> bytes:
+        mac = hmac.new(self._keys[way], self._counts[way].to_bytes(8, "big"), "sha256")
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+    def send(self, message: Said, blob: bytes = b"") -> None:
+        """Queue a message, and bytes beside it; send what the socket takes now."""
+        text = json.dumps(message).encode()
+        assert len(text) <= TEXT_LIMIT and len(blob) <= BLOB_LIMIT, "the frame is too long"
+        head = HEAD.pack(len(text), len(blob))
         with self._lock:
-            if len(self._out) < QUEUE:
-                line = encode(kind, fields)
-                line = line + b" " + self._mac(1, line) + b"\n"
-                self._counts[1] += 1
-                self._out += line
+            mac = self._mac(1, head, text, blob)
+            self._counts[1] += 1
+            self._out += head + mac + text
+            self._out += blob
             self._flush()
 
     def send_raw(self, data: bytes) -> None:
-        """Queue bytes that are no message."""
+        """Queue bytes that are no frame."""
         with self._lock:
             self._out += data
             self._flush()
@@ -162,28 +162,29 @@ class Connection:
             self._flush()
             return not self._out
 
+    def waiting(self) -> int:
+        """Return how many bytes the socket has not taken yet."""
+        return len(self._out)
+
     def _flush(self) -> None:
         try:
             while self._out:
-                self._out = self._out[self.sock.send(self._out) :]
+                del self._out[: self.sock.send(self._out)]
         except BlockingIOError:
             pass
         except OSError as error:
-            self._out = b""  # read() will see the end
+            self._out.clear()  # read() will see the end
+            self.lost = True
             self._reset = self._reset or isinstance(error, ConnectionResetError)
 
-    def _mac(self, way: int, line: bytes) -> bytes:
-        count = b"%d" % self._counts[way]
-        return proof(self._keys[way], "line", count, line)[:NONCE]
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until there is something to read, at most so long; return whether there is."""
+    def wait(self, seconds: float, to_send: bool = False) -> bool:
+        """Wait until there is something to read (or room to send); return whether there is."""
         poll = select.poll()  # select.select() knows no descriptor above 1023
         try:
-            poll.register(self.sock, select.POLLIN)
+            poll.register(self.sock, select.POLLOUT if to_send else select.POLLIN)
         except (OSError, ValueError):
             return True  # closed
-        return bool(poll.poll(1000 * seconds))
+        return bool(poll.poll(1000 * max(0.0, seconds)))
 
     def receive(self, size: int) -> bytes:
         """Return at most `size` bytes that are there, b"" where none are; note an end."""
@@ -198,68 +199,108 @@ class Connection:
             self.ended = "broken" if self._reset else "closed"
         return data
 
-    def read(self) -> list[Message]:
-        """Return the messages that have arrived whole; `ended` says whether more may come."""
-        *lines, self._in = (self._in + self.receive(LINE)).split(b"\n")
+    def read(self) -> list[tuple[Said, bytes]]:
+        """Return the messages that have arrived whole, and the bytes beside each.
+
+        `ended` says whether more may come.
+        """
         messages = []
         try:
-            for line in lines:
-                text, _, mac = line.rpartition(b" ")
-                if not hmac.compare_digest(mac, self._mac(0, text)):
-                    raise ValueError("not from our peer, or changed on the way")
-                self._counts[0] += 1
-                messages.append(decode(text))
-            if len(self._in) > LINE:
-                raise ValueError("too long")
-        except ValueError:
+            self._in += self.receive(min(MOST, max(READ, self._lacking())))
+            while len(self._in) >= HEAD.size and not self._lacking():
+                messages.append(self._take())
+        except (ValueError, RecursionError):
             self.ended = "broken"
         return messages
 
+    def _lacking(self) -> int:
+        """Return how many bytes the frame that has begun lacks. Raises ValueError: none of ours."""
+        if len(self._in) < HEAD.size:
+            return 0
+        texts, blobs = HEAD.unpack_from(self._in)
+        if texts > TEXT_LIMIT or blobs > BLOB_LIMIT:
+            raise ValueError("too long")
+        return max(0, HEAD.size + MAC + texts + blobs - len(self._in))
+
+    def _take(self) -> tuple[Said, bytes]:
+        """Take the first frame. Raises ValueError, RecursionError where it is none of ours."""
+        texts, blobs = HEAD.unpack_from(self._in)
+        start = HEAD.size + MAC
+        middle, end = start + texts, start + texts + blobs
+        with memoryview(self._in) as view:
+            head, mac = bytes(view[: HEAD.size]), bytes(view[HEAD.size : start])
+            text, blob = bytes(view[start:middle]), bytes(view[middle:end])
+        del self._in[:end]
+        if not hmac.compare_digest(mac, self._mac(0, head, text, blob)):
+            raise ValueError("not from our peer, or changed on the way")
+        self._counts[0] += 1
+        message = json.loads(text)
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+        return message, blob
+
+    def hang_up(self) -> None:
+        """End the connection for both sides: a thread that waits here sees it."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer is gone, or it is closed already
+
     def close(self) -> None:
+        """Close the socket in this process; a forked child that has it may keep it open."""
         self.sock.close()
 
 
-class Refused(ConnectionError):
-    """The hub knows the secret and does not take this rank."""
-
-
 def join(
-    address: tuple[str, int], secret: bytes, rank: int, session: bytes, seconds: float
-) -> tuple[Connection, list[Message]]:
-    """Connect to the hub and show each other the secret; return its first messages, too.
+    address: tuple[str, int], secret: bytes, kind: str, number: int, session: bytes, seconds: float
+) -> tuple[Connection, list[tuple[Said, bytes]]]:
+    """Call a listener and show each other the secret; return its first messages after the welcome.
 
-    Raises OSError: ConnectionRefusedError where nothing listens, Refused where the hub says no,
-    TimeoutError after `seconds`.
+    seconds: for all of it. Raises OSError: ConnectionRefusedError where nothing listens, Refused
+    and AnotherSecret where the listener says no, TimeoutError.
     """
     deadline = time.monotonic() + seconds
     sock = socket.create_connection(address, timeout=seconds)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection, greeting = Connection(sock), b""
-        while len(greeting) < len(GREETING) + NONCE and _more(connection, deadline):
-            greeting += connection.receive(len(GREETING) + NONCE - len(greeting))
-        own, hub = nonce(), greeting[len(GREETING) :]
-        if not greeting.startswith(GREETING) or len(hub) < NONCE:
+        connection = Connection(sock)
+        greeting = _exactly(connection, len(GREETING) + NONCE, deadline)
+        own, listener = nonce(), greeting[len(GREETING) :]
+        if not greeting.startswith(GREETING) or len(listener) < NONCE:
             raise ConnectionError("who listens there is not Weft, or is busy")
-        connection.use_keys(secret, hub, own, is_hub=False)
-        connection.send_raw(hello(secret, rank, session, own, hub))
-        messages: list[Message] = []
-        while not messages and _more(connection, deadline):
+        connection.use_keys(secret, listener, own, listens=False)
+        connection.send_raw(hello(secret, kind, number, session, own, listener))
+        answer = _exactly(connection, 1, deadline)
+        if answer == NO:
+            raise AnotherSecret("it knows another secret: all of a run share one WEFT_SECRET")
+        messages: list[tuple[Said, bytes]] = []
+        while answer == YES and not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:
-            raise ConnectionError("it knows another secret: all ranks of a run share one")
-        if messages[0].kind == "refused":
-            raise Refused(messages[0].fields["why"])
+            broken = answer and connection.ended == "broken"
+            raise ConnectionError(
+                "it does not know this secret" if broken else "it hung up: it may be busy"
+            )
+        first = messages.pop(0)[0]
+        if "refused" in first:
+            raise Refused(printable(str(first["refused"])), bool(first.get("final")))
     except BaseException:
         sock.close()
         raise
     return connection, messages
 
 
+def _exactly(connection: Connection, size: int, deadline: float) -> bytes:
+    """Return so many bytes, fewer at the end. Raises TimeoutError."""
+    data = b""
+    while len(data) < size and _more(connection, deadline):
+        data += connection.receive(size - len(data))
+    return data
+
+
 def _more(connection: Connection, deadline: float) -> bool:
     """Wait for something to read; return False at the end. Raises TimeoutError."""
     if connection.ended:
         return False
-    if not connection.wait(max(0.0, deadline - time.monotonic())):
+    if not connection.wait(deadline - time.monotonic()):
         raise TimeoutError("no answer")
     return True

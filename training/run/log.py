@@ -32,7 +32,7 @@ from training.run.output import (
     write_scalars,
 )
 from training.run.peak_flops import peak_flops
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 from training.untrusted import printable
 
 WIDTH = 100  # columns of a step's line

@@ -17,7 +17,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
 from training.run.log import Log
 from training.run.state import Run
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 
 EQUAL = ", equal to the formula"
 

@@ -32,7 +32,7 @@ from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")

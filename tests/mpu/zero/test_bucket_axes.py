@@ -396,6 +396,7 @@ def parsed(path: str, more: str = "") -> Config:
 def test_the_dry_run_prints_the_sums_over_edp(fork: str) -> None:
     text = report(parsed(fork, "--zero-stage 1"), pretrain_llama.model_provider)
     assert "edp reduce-scatter" in text and "ep  all-gather" in text
+    assert "AdamW's two, a share of 1/4, of experts 1/2" in text
 
 
 def explained(comm: Any, path: str, zero: int) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
 from tests.proxy import Proxy
-from training.faults import coordinator, hang_judge
+from training.faults import coordinator, hang_judge, messages
 from training.faults import monitor as failure_monitor
 from training.faults.links import Links
 from training.faults.monitor import FailureMonitor
@@ -161,8 +161,8 @@ def test_a_dead_link_elsewhere_is_told_with_both_ends(linked: Callable[..., Link
     three = linked()
     for rank in range(3):
         three.hub.members[rank].address = f"10.0.0.{rank}"
-    three.monitors[1]._connection.send("unheard", address="10.0.0.9", seconds=21.0)  # no rank there
-    three.monitors[1]._connection.send("unheard", address="10.0.0.2", seconds=21.0)
+    for address in ("10.0.0.9", "10.0.0.2"):  # no rank is at the first
+        messages.send(three.monitors[1]._connection, "unheard", address=address, seconds=21.0)
     assert three.first(2) == (
         "rank 1 failed first during start-up: no sign of life from 10.0.0.2 for 21 s: rank 1 and "
         "rank 2 do not hear each other (cut off by the network)"

@@ -227,7 +227,7 @@ def test_the_end_of_rank_0_is_seen_without_a_coordinator(ranks: Callable[..., Ra
 def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
     line = two.monitors[1]._connection
-    line.send = lambda *kind, **fields: None  # stopped: the connection stands, nothing comes
+    line.send = lambda message: None  # stopped: the connection stands, nothing comes
     (cause,) = two.causes()
     assert cause.rank == 1 and "no sign of life" in cause.why
 
@@ -243,7 +243,7 @@ def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
     line, two.monitors[1]._beat = two.monitors[1]._connection, 9.0  # no beat comes soon
     two.monitors[1].enter("data", "reading the data of iteration 1")
     assert line is not None
-    line.send = lambda *kind, **fields: None
+    line.send = lambda message: None
     (cause,) = two.causes()
     assert cause.rank == 1 and "no sign of life" in cause.why
     assert cause.why.endswith("before: reading the data of iteration 1")
@@ -270,6 +270,7 @@ def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], ca
 def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
     two.monitors[0]._coordinator.world = 3
+    two.monitors[0]._coordinator.door.numbers = range(3)
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
 from mpu.launch import run_secret
-from training.faults import coordinator, door, wire
+from training.faults import coordinator, door, messages, wire
 from training.faults import monitor as failure_monitor
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.coordinator import Cause
@@ -93,7 +93,7 @@ GARBAGE = {
     "zeros": b"\0" * 100_000,
     "a line without end": b"x" * 1_000_000,
     "an old message": b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n',
-    "a hello without a proof": wire.hello(b"", 1, b"0" * 32, b"0" * 32, b"0" * 32),
+    "a hello without a proof": wire.hello(b"", "rank", 1, b"0" * 32, b"0" * 32, b"0" * 32),
     "digits that are none": "²".encode() * 68,
 }
 
@@ -176,8 +176,8 @@ def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rank", [0, 1, 2, 99_999_999])
 def test_a_fake_rank_with_another_secret_is_sent_away(two: Two, rank: int) -> None:
     address = ("127.0.0.1", two.port)
-    with pytest.raises(ConnectionError, match="another secret"):
-        wire.join(address, b"guessed", rank, wire.nonce(), PATIENCE)
+    with pytest.raises(wire.AnotherSecret, match="it knows another secret"):
+        wire.join(address, b"guessed", "rank", rank, wire.nonce(), PATIENCE)
     two.check()
 
 
@@ -186,29 +186,32 @@ def test_a_hello_cannot_be_used_twice(two: Two) -> None:
     with two.connect() as first, two.connect() as second:
         greetings = [sock.recv(100) for sock in (first, second)]
         hub = greetings[0][len(wire.GREETING) :]
-        said = wire.hello(two.key(), 1, two.monitors[1]._session, wire.nonce(), hub)
+        said = wire.hello(two.key(), "rank", 1, two.monitors[1]._session, wire.nonce(), hub)
         second.sendall(said)
-        assert second.recv(100) == b""
+        assert second.recv(100) == wire.NO and second.recv(100) == b""
     two.check()
 
 
 def test_a_changed_message_is_no_message(two: Two) -> None:
     """Who sits on the line can break it, but say nothing in a rank's name; the rank comes back."""
     sock = two.monitors[1]._connection.sock
-    os.write(sock.fileno(), b"failed now forged 0.000000 " + b"0" * 32 + b"\n")
+    text = b'{"kind": "failed", "action": "", "why": "forged", "wait": 0}'
+    os.write(sock.fileno(), wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text)
     old = two.hub.members[1].connection
     wait_until(lambda: two.hub.members[1].connection not in (None, old))
     two.check()
 
 
 def test_a_second_process_of_a_rank_is_refused(two: Two) -> None:
-    with pytest.raises(CommunicationError, match="another process is rank 1 already"):
+    with pytest.raises(
+        CommunicationError, match="another process, at 127.0.0.1, is rank 1 already"
+    ):
         Staying(1, 2, two.store, "127.0.0.1", SECRET)
     two.check()
 
 
 def test_a_rank_beyond_the_world_is_refused(two: Two) -> None:
-    with pytest.raises(CommunicationError, match="this world has 2 ranks"):
+    with pytest.raises(CommunicationError, match="there is no rank 2 here: ranks end at 1"):
         Staying(2, 3, two.store, "127.0.0.1", SECRET)
     two.check()
 
@@ -223,10 +226,12 @@ def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
                 sock = fake.accept()[0]
                 sock.sendall(wire.GREETING + b"0" * 32)
                 sock.recv(4096)
-                sock.sendall(b"cause 0 x forged " + b"0" * 32 + b"\n")
+                text = b'{"kind": "cause"}'
+                frame = wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text
+                sock.sendall(wire.YES + frame)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(CommunicationError, match="it knows another secret"):
+        with pytest.raises(CommunicationError, match="it does not know this secret"):
             Staying(1, 2, store, "127.0.0.1", SECRET)
 
 
@@ -234,7 +239,7 @@ def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coordinator, "JOIN", 0.5)
     store = dist.HashStore()
     first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
-    with pytest.raises(CommunicationError, match="it knows another secret: all ranks of a run"):
+    with pytest.raises(CommunicationError, match="it knows another secret: all of a run share one"):
         Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
     wait_until(lambda: first.first is not None)
     assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
@@ -246,11 +251,11 @@ def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
     """A stopped rank's buffers fill; what the hub has for it waits, and the others are served."""
     member = two.hub.members[1]
     with member.connection._lock:
-        member.connection._out = b"x" * 100  # as if the socket had taken no more
+        member.connection._out = bytearray(b"x" * 100)  # as if the socket had taken no more
     two.monitors[1]._connection.read = lambda: []
     for _ in range(1000):
-        member.connection.send("refused", why="y" * 2000)
-    assert len(member.connection._out) <= wire.QUEUE + wire.LINE
+        messages.send(member.connection, "report", text="y" * 2000)
+    assert member.connection.waiting() <= messages.QUEUE + 4096
     heard = two.hub.members[0].last
     wait_until(lambda: two.hub.members[0].last > heard)
 
@@ -264,24 +269,27 @@ def test_the_secret_is_not_in_the_store(two: Two) -> None:
 
 def test_text_from_the_wire_is_safe_to_print() -> None:
     assert wire.printable("a\x1b[2Jb\nc\u202e\ud800") == "a\\x1b[2Jb\\nc\\u202e\\ud800"
-    assert len(wire.printable("x" * 10_000)) == wire.TEXT
-    line = wire.encode("failed", {"action": "é\x07 ", "why": "y" * 5000, "wait": 0.5})
-    kind, fields = wire.decode(line)
-    assert kind == "failed" and fields["wait"] == 0.5 and fields["action"] == "é\\x07 "
-    assert len(fields["why"]) == wire.TEXT and len(line) < wire.LINE
-    raw = b"beat %1b%5b2J%0a"  # who knows the secret may still be broken
-    assert wire.decode(raw).fields["action"] == "\\x1b[2J\\n"
+    assert len(wire.printable("x" * 10_000)) == wire.PRINTED
+    raw = {"kind": "beat", "action": "\x1b[2J\n" + "y" * 5000}  # who knows the secret may be broken
+    kind, fields = messages.checked(raw)
+    assert kind == "beat" and fields["action"].startswith("\\x1b[2J\\nyyy")
+    assert len(fields["action"]) < wire.PRINTED + 10
+
+
+FAILED = {"kind": "failed", "action": "a", "why": "b", "wait": 0.5}
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"", b"beat", b"beat a b", b"nonsense", b"failed a b 99999999999", b"failed a b nan"]
-    + [b"failed a b inf", b"failed a b 1e9", b"failed a b x", b"failed a b -", b"beat %ff"]
-    + [b"beat \xff", "failed a b ١".encode(), b"__class__ x", b"cause 1.5 a b 1 c"],
+    "said",
+    [{}, {"kind": "beat"}, {"kind": "beat", "action": "a", "more": 1}, {"kind": "nonsense"}]
+    + [{"kind": 1}, {"kind": "beat", "action": 1}, {"kind": "__class__", "x": ""}]
+    + [FAILED | {"wait": x} for x in (1e10, float("nan"), float("inf"), "1", True, None, [1])]
+    + [{"kind": "cause", "rank": 1.5, "action": "a", "why": "b", "quick": 1, "address": "c"}],
 )
-def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
+def test_what_is_no_message_is_a_value_error(said: dict[str, Any]) -> None:
+    assert messages.checked(dict(FAILED)).fields["wait"] == 0.5
     with pytest.raises(ValueError):
-        wire.decode(line)
+        messages.checked(said)
 
 
 def test_a_hub_whose_thread_breaks_is_noticed_at_once(two: Two, monkeypatch: Any) -> None:

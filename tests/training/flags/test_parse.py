@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from training.flags.parse import UsageError, parse
+from training.run.step import CONTINUE, Step
 from training.run.watch.intervals import Intervals
-from training.run.watch.step import CONTINUE, Step
 from training.schedule import schedule_of
 
 SMALL = (

@@ -20,7 +20,7 @@ import torch
 from training.run.log import Log, step_line
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops, table_peak
-from training.run.watch.step import Step
+from training.run.step import Step
 
 OFF = {
     "log_interval": 1,

@@ -23,7 +23,7 @@ from mpu.overlap.choices import METHODS, Auto, OverlapMap
 from training.config import Config
 from training.run.autotune.measure import MARGIN, Projection, choose, tune
 from training.run.log import Log
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 
 Note = Callable[[str], None]
 

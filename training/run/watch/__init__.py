@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watches a training step, and decides what follows it.
 
-step.py             Step, Watcher, Decision; combine: the one rule by which decisions are combined
 intervals.py        what the flags ask for: --save-interval, --eval-interval, --train-iters, ...
 guard.py            a norm that is not finite, a spike; first_nonfinite.py names the first bad value
 replicas.py         replicas of a weight that differ
@@ -9,7 +8,18 @@ rewind.py           go back to a checkpoint, pass over iterations
 slow_ranks.py       the rank or the link that slows all others down
 profile.py          --profile, --record-memory-history
 
-Other watchers are the log (training/run/log.py), the saver (saver.py), the memory report
-(memory.py) and the notes on overlap (overlap.py). train() of pretrain_llama.py lists all of them,
-in order.
+training/run/step.py says what a watcher is, and how their decisions are combined. The log, the
+saver, the memory report and the notes on overlap are watchers, too. train() of pretrain_llama.py
+lists all of them, in order.
 """
+
+from training.run.watch.guard import Guard
+from training.run.watch.intervals import GarbageCollection, Intervals
+from training.run.watch.profile import Profile
+from training.run.watch.replicas import Replicas
+from training.run.watch.rewind import Rewind
+from training.run.watch.slow_ranks import SlowRanks
+
+__all__ = [
+    "GarbageCollection", "Guard", "Intervals", "Profile", "Replicas", "Rewind", "SlowRanks",
+]  # fmt: skip

@@ -23,10 +23,10 @@ from torch import Tensor
 from training.data.loader import Loader
 from training.run.log import Log
 from training.run.state import Run, RunSchedule
+from training.run.step import BACK, Decision, Step
 from training.run.stop import Agreement, Heard
 from training.run.watch.first_nonfinite import find_first
 from training.run.watch.rewind import Rewind
-from training.run.watch.step import BACK, Decision, Step
 
 SKIPS = 10  # skipped updates in a row that end a run
 WINDOW, LEAST = 128, 32  # steps that are compared with; so many are needed

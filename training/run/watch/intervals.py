@@ -4,7 +4,7 @@
 import gc
 
 from training.config import Config
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 
 
 def due(interval: int | None, iteration: int, last: bool = False) -> bool:

@@ -19,8 +19,8 @@ from mpu.pipeline.engine import Engine
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.run.output import say
+from training.run.step import CONTINUE, Decision, Step
 from training.run.stop import Agreement
-from training.run.watch.step import CONTINUE, Decision, Step
 
 EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
 VIEWER = "https://pytorch.org/memory_viz"

@@ -20,9 +20,9 @@ from training.data.batch import Batch
 from training.data.loader import Loader
 from training.run.log import Log
 from training.run.state import Run
+from training.run.step import BACK, CONTINUE, Decision, Step
 from training.run.watch.intervals import due
 from training.run.watch.rewind import Rewind
-from training.run.watch.step import BACK, CONTINUE, Decision, Step
 
 TrainStep = Callable[[Run, list[Batch], float, float | None], tuple[Tensor, Tensor, Tensor]]
 

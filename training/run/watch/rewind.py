@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from training.run.log import Log
 from training.run.saver import Saver
 from training.run.state import Run
+from training.run.step import Step
 from training.run.stop import Agreement
-from training.run.watch.step import Step
 
 REWINDS = 3  # to one checkpoint; then the fault is not in the samples
 

@@ -28,7 +28,7 @@ from mpu.comm.transport import Handle, Label
 from mpu.grid import Grid
 from training.run.gpu_health import Health, read_health
 from training.run.log import Log
-from training.run.watch.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, Decision, Step
 
 SHARE = 0.10  # of a step: less is no slow rank
 FLOOR = 0.005  # seconds a step: less is no slow rank either

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The failure channel's messages: their kinds, and the types of their fields.
+
+Text that came over the wire has no control characters left: it may be printed.
+"""
+
+from typing import Any, NamedTuple
+
+from training.faults.wire import Connection, printable
+
+FORMAT: dict[str, dict[str, type]] = {
+    "beat": {"action": str},  # of a rank
+    "failed": {"action": str, "why": str, "wait": float},  # wait: seconds for a better explanation
+    "status": {"said": str},  # of a rank that stands still: HangWatch.status, in JSON
+    "stack": {"text": str},  # of a rank, after a report
+    "place": {"said": str},  # where a rank's process is, the hub's too: Dump.address, in JSON
+    "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
+    "bye": {},
+    "alive": {"action": str},  # the hub's beat, with what rank 0 is doing
+    "report": {"text": str},  # of the hub to a rank that hangs
+    "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
+}
+QUEUE = 1 << 18  # bytes that may wait for a peer that does not read
+LARGEST = 1e9  # no number of ours is larger
+
+
+class Message(NamedTuple):
+    """One message: its kind and the fields that FORMAT names."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+def send(connection: Connection, kind: str, **fields: Any) -> None:
+    """Queue a message, unless too much waits for a peer that does not read."""
+    names = FORMAT[kind]
+    assert fields.keys() == names.keys(), f"{kind} has {sorted(names)}, not {sorted(fields)}"
+    if connection.waiting() < QUEUE:
+        said = {n: printable(v) if isinstance(v, str) else v for n, v in fields.items()}
+        connection.send({"kind": kind, **said})
+
+
+def checked(said: dict[str, Any]) -> Message:
+    """Return a message as it was sent. Raises ValueError where it is none of FORMAT's."""
+    kind = said.pop("kind", None)
+    names = FORMAT.get(kind) if isinstance(kind, str) else None
+    if names is None or said.keys() != names.keys():
+        raise ValueError("no message of ours")
+    fields: dict[str, Any] = {}
+    for name, of in names.items():
+        value = said[name]
+        if of is str and isinstance(value, str):
+            fields[name] = printable(value)
+        elif of is not str and type(value) in (int, of) and abs(value) < LARGEST:
+            fields[name] = of(value)
+        else:
+            raise ValueError(f"{name} is not a number or a text of ours")
+    return Message(kind, fields)
+
+
+def receive(connection: Connection) -> list[Message]:
+    """Return the messages that have arrived; `connection.ended` says whether more may come."""
+    return check(connection, connection.read())
+
+
+def check(connection: Connection, said: list[tuple[dict[str, Any], bytes]]) -> list[Message]:
+    """Return what was said as messages; what is none of ours ends the connection."""
+    messages = []
+    for words, _ in said:
+        try:
+            messages.append(checked(words))
+        except ValueError:
+            connection.ended = "broken"
+            break
+    return messages
