@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-# settings of flags that were removed: an older commit's state.json names them, ours does not
-REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache")
+# settings and an entry of removed flags: an older commit's state.json has them, ours does not
+REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto")
+REMOVED_ENTRY = "fp8_auto"
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
@@ -70,6 +71,7 @@ def file_differs(one: Path, other: Path) -> str:
                 for key in ("config_digest", "digest"):
                     manifest.pop(key, None)
         if one.name == "state.json":
+            here.pop(REMOVED_ENTRY, None)
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
             there["config_digest"] = here.get("config_digest")  # it hashes all settings

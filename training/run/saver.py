@@ -76,7 +76,6 @@ class Saver:
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
-        self.float8_choices: Mapping[str, Any] = {}  # of --fp8-auto: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
         supervisor = ctx.grid.launch.supervisor
@@ -258,7 +257,6 @@ class Saver:
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
-            "fp8_auto": dict(self.float8_choices),
             "tokenizer_model": next(iter(self._attach), self.config.data.tokenizer_model),
             **self.digests,
             "hf_config": dict(self.hf_config),
@@ -361,7 +359,6 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
-        self.float8_choices = found.state.get("fp8_auto", {})
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
