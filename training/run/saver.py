@@ -234,20 +234,29 @@ class Saver:
     def _prune(self) -> None:
         """Remove the checkpoints that need not stay, in a thread: there may be much to hash first.
 
-        No save waits for it. It is left out while an earlier removal still works, and in a hurry.
+        No save waits for it, and a later save's checkpoint does not count in it, as that may be one
+        that removes nothing. It is left out in a hurry.
         """
+        if self.ctx.grid.rank or self._hurry:
+            return
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
         root = Path(c.save)
+        try:
+            now = frozenset(os.listdir(root))
+        except OSError as error:
+            self.note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
+            return
 
         def work() -> None:
-            gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
+            gone = prune(
+                root, c.keep_last_k, c.save_retain_interval, self._good, self.note, among=now
+            )
             if gone:
                 self.note(f"removed {', '.join(gone)}")
 
         self._pruning.poll()
-        if self.ctx.grid.rank == 0 and not self._hurry and not self._pruning.busy:
-            self._pruning.start(work)
+        self._pruning.start(work)
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         optimizer, choices = self.optimizer, dict(self.overlap_choices)
