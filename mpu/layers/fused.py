@@ -158,13 +158,12 @@ def apply_rope(
     a ColumnParallelLinear returned is rotated in its own memory while autograd records, since its
     backward does not read it: take what else you need of qkv before.
     """
-    (s, b, _), heads_of = qkv.shape, heads + 2 * groups
-    if cos.shape != sin.shape or tuple(cos.shape) not in (
-        (s, n, 1, qkv.shape[2] // heads_of // 2) for n in (1, b)
-    ):
+    (s, b, _), half = qkv.shape, qkv.shape[2] // (heads + 2 * groups) // 2
+    if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
         raise ValueError(
-            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens must be "
-            f"[{s}, 1 or {b}, 1, {qkv.shape[2] // heads_of // 2}], half of a head"
+            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
+            f"heads of {2 * half} must be [{s}, 1 or {b}, 1, {half}], half of a head: rotate a "
+            "part of a head in the --model-file"
         )
     own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
