@@ -9,8 +9,6 @@ import pytest
 from tools import checkpoint, draw_schedule, generate, ledger, plot_loss, preprocess_data
 from tools.command_line import whole
 from training.checkpoint.lock import DirectoryLock, _told
-from training.config import UsageError
-from training.run.autotune import overlap
 
 ESCAPE = "esc\x1b[2Jape\u202e"
 
@@ -68,13 +66,11 @@ def test_a_log_that_is_none(tmp_path, line):
 
 
 def test_pipes_hang_no_tool(tmp_path, capsys):
-    for name in ("log", "pipeline_rank0.json", "cache.json", "lock", "text.jsonl"):
+    for name in ("log", "pipeline_rank0.json", "lock", "text.jsonl"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="not a plain file"):
         plot_loss.read_log(tmp_path / "log")
     assert "pipeline_rank0.json" in said(capsys, 2, draw_schedule.main, "--profile", str(tmp_path))
-    with pytest.raises(UsageError, match="cache.json: not a plain file"):
-        overlap.read(str(tmp_path / "cache.json"))
     with pytest.raises(OSError):
         DirectoryLock(tmp_path, print, patience=0)
     flags = f"--output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9".split()
