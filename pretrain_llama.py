@@ -34,6 +34,7 @@ from torch import Tensor
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid
+from estimate.obeyed_flags import check_flags
 from estimate.stages import rank_stages
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint
@@ -201,6 +202,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     )  # fmt: skip
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
+    check_flags(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)

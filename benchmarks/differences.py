@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-# settings and an entry of removed flags: an older commit's state.json has them, ours does not
+# settings of flags that were removed: an older commit's state.json names them, ours does not
 REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto")
-REMOVED_ENTRY = "fp8_auto"
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
@@ -37,7 +36,8 @@ def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
     """Return the first difference between the checkpoints in two directories, or "".
 
     Tensor files come first, then JSON; the manifest, which hashes every other file, comes last. A
-    setting or hash that only the new state.json has is no difference, nor is a REMOVED one.
+    setting or hash that only the new state.json has is no difference, nor is a REMOVED one, nor the
+    hash of the model's source file.
     """
     for folder in (want, got):
         saved = sorted(path.name for path in folder.glob("step_*"))
@@ -71,7 +71,9 @@ def file_differs(one: Path, other: Path) -> str:
                 for key in ("config_digest", "digest"):
                     manifest.pop(key, None)
         if one.name == "state.json":
-            here.pop(REMOVED_ENTRY, None)
+            here.pop("fp8_auto", None)  # what that flag chose
+            for state in (here, there):
+                state.pop("model_digest", None)  # of the source of the model's file
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
             there["config_digest"] = here.get("config_digest")  # it hashes all settings

@@ -13,6 +13,7 @@ from estimate import activations, buffers, context_parallel, rank_memory, stages
 from estimate.activations import Held
 from estimate.fit import fit_lines
 from estimate.model_profile import ModelProvider, grid_of, model_profile
+from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import Traffic
 from training import batch_size
@@ -40,6 +41,7 @@ def report(config: Config, provider: ModelProvider) -> str:
     if config.model.vocab_size is None:
         sections += [("Batch", _batch(config)), ("Not known", [NO_VOCABULARY])]
     else:
+        check_flags(config, provider)
         sections += _of_the_model(config, provider)
     sections += [
         ("Rehearsal", [REHEARSAL]),

@@ -38,6 +38,7 @@ class Stored:
         self.flat: Tensor | None = flat
         self.host: Tensor | None = None
         self.size, self.dtype, self.nbytes = flat.numel(), flat.dtype, flat.nbytes
+        self.version = flat._version  # when it went down
 
 
 class _View(NamedTuple):
@@ -48,9 +49,15 @@ class _View(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    version: int
 
     def tensor(self) -> Tensor:
         flat = self.stored.flat
+        if self.version != self.stored.version:
+            raise RuntimeError(
+                "--cpu-offload-activations: a tensor that backward needs was changed in place "
+                f"after it was saved, {tuple(self.shape)} of {self.dtype}"
+            )
         assert flat is not None, "its unit's boundary has run backward before"
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
@@ -217,7 +224,8 @@ class _Unit:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             stored = self.stored[key] = Stored(tensor.detach().as_strided((size,), (1,), 0))
         shape, stride = tensor.shape, tensor.stride()
-        return _View(stored, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+        at = int(tensor.storage_offset())
+        return _View(stored, tensor.dtype, shape, stride, at, tensor._version)
 
     def unpack(self, kept: Any) -> Tensor:
         """Give a tensor back to autograd."""
@@ -226,6 +234,9 @@ class _Unit:
     def send(self) -> None:
         """Start the way down, at the end of this unit's forward."""
         self.gone = [stored for key, stored in self.stored.items() if key not in self.stays]
+        for stored in self.gone:
+            assert stored.flat is not None
+            stored.version = stored.flat._version
         self.stored, self.stays = {}, set()
         self.sent = self.carrier.down(self.gone)
 

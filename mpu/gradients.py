@@ -83,6 +83,12 @@ class _Use(torch.autograd.Function):
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         full_weight = sink.acquire(param)
+        if full_weight.dtype != param.dtype:
+            raise ValueError(
+                f"--fp8-param-gather: a weight {tuple(param.shape)} is gathered in float8, and a "
+                "forward of its own takes it by mpu.gradients.use: leave the flag out, or give "
+                "its layer a recipe of its own"
+            )
         # autograd may keep what it is given, so a weight that may be freed is copied
         given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)

@@ -46,15 +46,26 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
-    """Return run(*inputs, **options), keeping only `inputs` for backward, which runs it again.
+    """Return run(*inputs, **options), keeping only these for backward, which runs it again.
 
     Parameters inside send their gradients to the sink. At least one tensor input must require
     grad, else nothing inside gets a gradient.
     """
-    run = partial(run, **options) if options else run
+    tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    rest = {name: x for name, x in options.items() if name not in tensors}
+    run = partial(run, **rest) if rest else run
+    if tensors:  # inputs like the others, which get their gradients
+        run = partial(_by_name, run, tuple(tensors))
+        inputs = (*inputs, *tensors.values())
     if not torch.is_grad_enabled():
         return run(*inputs)
     return _Recompute.apply(run, *inputs)
+
+
+def _by_name(run: Callable[..., Tensor], names: tuple[str, ...], *inputs: Any) -> Tensor:
+    """Run with the last inputs as the arguments of these names."""
+    first = len(inputs) - len(names)
+    return run(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
 
 class Recompute:

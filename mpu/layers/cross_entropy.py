@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
 from mpu.layers import softmax_rows
 from mpu.layers.fused import call, fits
+from mpu.layers.linear import AllGatherMatmul
 
 LABEL = Label("cross_entropy", "forward")
 Columns = tuple[int, int]  # number of a first column; size of the vocabulary, padding comes after
@@ -28,9 +30,17 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return each token's loss [s, b], in ctx.accumulate: logits [s, b, V/t], labels [s, b].
 
-    Backward writes the gradient into the memory of `logits`: do not read them after it.
+    Of logits that a ColumnParallelLinear returned backward writes the gradient into their memory:
+    do not read them after it. Autograd refuses to, where it has saved them. Other logits are
+    copied. Raises ValueError where labels are not int64, one a token.
     """
-    return _CrossEntropy.apply(logits, labels, vocab_size, ctx)
+    if labels.dtype != torch.int64 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"labels are {tuple(labels.shape)} of {labels.dtype}: logits of "
+            f"{tuple(logits.shape)} need int64, one for each token {tuple(logits.shape[:2])}"
+        )
+    own = isinstance(logits.grad_fn, AllGatherMatmul._backward_cls) and logits.is_contiguous()
+    return _CrossEntropy.apply(logits, labels, vocab_size, ctx, own)
 
 
 def output_loss(
@@ -47,9 +57,14 @@ def output_loss(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        saved_ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+        saved_ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        ctx: LayerContext,
+        own: bool,
     ) -> Tensor:
-        rows, targets = logits.flatten(0, 1), labels.reshape(-1)
+        rows, targets, saved_ctx.own = logits.flatten(0, 1), labels.reshape(-1), own
         saved_ctx.columns = columns = (ctx.tp.rank * rows.shape[1], vocab_size)
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=rows.device)
         softmax_stats(rows, targets, columns, stats)
@@ -58,10 +73,13 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.view(labels.shape)
 
     @staticmethod
-    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = saved_ctx.saved_tensors
+        if not saved_ctx.own:  # what made them may have saved them, too
+            logits = logits.clone(memory_format=torch.contiguous_format)
         softmax_gradient(logits.flatten(0, 1), targets, saved_ctx.columns, log_sum, dloss)
-        return logits.detach(), None, None, None  # as a gradient it must not keep the graph
+        increment_version(logits)
+        return logits.detach(), None, None, None, None  # as a gradient it must not keep the graph
 
 
 def softmax_stats(rows: Tensor, targets: Tensor, columns: Columns, out: Tensor) -> None:

@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
-        self.passes = norm_backend(ctx.norm_backend, eps)  # where csrc/ does not take it
+        self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,6 +111,9 @@ class _RMSNorm(torch.autograd.Function):
         saved_ctx.set_materialize_grads(False)
         kind, h = layer.ctx.accumulate, x.shape[-1]
         w = layer.ctx.sink.acquire(weight)
+        if w.shape != (h,) or (branch is not None and branch.shape != x.shape):
+            added = "" if branch is None else f" and a branch {tuple(branch.shape)}"
+            raise ValueError(f"a norm of {len(w)} features is given {tuple(x.shape)}{added}")
         if fits(x, w, *() if branch is None else (branch,), accumulate=kind):
             y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=kind)
             total = None if branch is None else torch.empty_like(x)
@@ -139,7 +142,8 @@ class _RMSNorm(torch.autograd.Function):
             call("norm_backward", x.dtype, x, w, r, dy, more, dx, parts, x.numel() // h, h)
             sink.add(layer.weight, parts.sum(0))
         else:
-            dx = layer.passes.norm_backward(x, w, r, dy, more, sink=sink, weight=layer.weight)
+            given = (x, w, r, dy, more, layer.eps)
+            dx = layer.passes.norm_backward(*given, sink=sink, weight=layer.weight)
         sink.end_use(layer.weight)
         sink.register_grad_ready(layer.weight)
         return dx, dx if saved_ctx.adds else None, None, None
@@ -154,6 +158,13 @@ def apply_rope(
     a ColumnParallelLinear returned is rotated in its own memory while autograd records, since its
     backward does not read it: take what else you need of qkv before.
     """
+    (s, b, _), half = qkv.shape, qkv.shape[2] // (heads + 2 * groups) // 2
+    if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
+        raise ValueError(
+            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
+            f"heads of {2 * half} must be [{s}, 1 or {b}, 1, {half}], half of a head: rotate a "
+            "part of a head in the --model-file"
+        )
     own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
 
@@ -195,6 +206,8 @@ def _rotate(saved_ctx: Any, x: Tensor, sign: float, own: bool) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of gate_up's halves: [..., 2f] -> [..., f]. Saves its input only."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu: gate and up of {tuple(gate_up.shape)} are not two halves")
     return _SwiGLU.apply(gate_up)
 
 

@@ -34,6 +34,9 @@ from mpu.layers.linear import ColumnParallelLinear, Recipe
 
 CHUNK_BYTES = 1 << 28  # of a chunk's logits
 ALIGNED = 128  # rows of a chunk are a multiple of this
+# what a call of ColumnParallelLinear runs, and the loss in chunks does not
+USED = ("__call__", "forward", "operand", "operand_of_weight", "end_use", "wgrad")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def linear_cross_entropy(
@@ -45,11 +48,9 @@ def linear_cross_entropy(
     computes anything else than x W^T (a forward or hooks of its own), which chunks would leave out,
     or has a recipe of its own: chunks are plain tensors.
     """
-    own = type(head).forward is not ColumnParallelLinear.forward
-    if own or head._forward_hooks or head._forward_pre_hooks:
-        what = f"{type(head).__name__} has a forward" if own else "the output layer has hooks"
+    if own := _own(head):
         raise ValueError(
-            f"--fused-linear-cross-entropy: {what} of its own, and the loss in chunks multiplies "
+            f"--fused-linear-cross-entropy: {own} of its own, and the loss in chunks multiplies "
             "by the weight alone: leave the flag out"
         )
     if type(head.recipe) is not Recipe:
@@ -58,6 +59,19 @@ def linear_cross_entropy(
             f"{type(head.recipe).__name__}, and only plain tensors are multiplied in chunks"
         )
     return _LinearCrossEntropy.apply(x, head.weight, labels, head, vocab_size)
+
+
+def _own(head: nn.Module) -> str:
+    """Return what an output layer has that the loss in chunks would leave out, or ""."""
+    kind = type(head).__name__
+    if not isinstance(head, ColumnParallelLinear):
+        return f"the output layer is a {kind}, which has a matmul"
+    for name in USED:
+        if getattr(type(head), name) is not getattr(ColumnParallelLinear, name):
+            return f"{kind} has a {name}"
+        if name in vars(head):
+            return f"the output layer has a {name}"
+    return "the output layer has hooks" if any(getattr(head, name) for name in HOOKS) else ""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -25,28 +25,25 @@ from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu
 
 
-def norm_backend(name: str, eps: float) -> Any:
+def norm_backend(name: str) -> Any:
     """Return what has `norm_forward` and `norm_backward`, as mpu/layers/fused_gpu.py has.
 
     name: "weft", "apex" or "te". Ask mpu/accelerators.py first.
     """
     if name == "weft":
         return fused_gpu
-    return _Apex(eps) if name == "apex" else _TransformerEngine(eps)
+    return _Apex() if name == "apex" else _TransformerEngine()
 
 
 class _Package(ABC):
     """`norm_forward` and `norm_backward` of fused_gpu.py, by a package's two functions."""
-
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
 
     def norm_forward(
         self, x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return norm(x + branch), x + branch, and r = 1 / sqrt(mean square + eps) [..., 1]."""
         x = x.contiguous() if branch is None else x + branch
-        y, r = self.forward(x.view(-1, x.shape[-1]), w.detach())
+        y, r = self.forward(x.view(-1, x.shape[-1]), w.detach(), eps)
         return y.view(x.shape), x, r.view(*x.shape[:-1], 1)
 
     def norm_backward(
@@ -56,53 +53,58 @@ class _Package(ABC):
         r: Tensor,
         dy: Tensor,
         more: Tensor | None,
+        eps: float,
         sink: GradientSink,
         weight: nn.Parameter,
     ) -> Tensor:
         """Return dx, plus `more` if given; add the gradient of the weight to the sink."""
         h = x.shape[-1]
-        dx, dw = self.backward(dy.view(-1, h), x.view(-1, h), r.view(-1), w.detach())
+        dx, dw = self.backward(dy.view(-1, h), x.view(-1, h), r.view(-1), w.detach(), eps)
         sink.add(weight, dw)
         dx = dx.view(x.shape)
         return dx if more is None else dx + more
 
     @abstractmethod
-    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x [n, h] -> y [n, h], r [n]."""
 
     @abstractmethod
-    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """dy, x [n, h] -> dx [n, h], dw [h]."""
 
 
 class _Apex(_Package):
-    def __init__(self, eps: float) -> None:
-        super().__init__(eps)
+    def __init__(self) -> None:
         self.kernels = importlib.import_module(APEX_NORM)
 
-    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y, r = self.kernels.rms_forward_affine(x, tuple(w.shape), w, self.eps)
+    def forward(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, r = self.kernels.rms_forward_affine(x, tuple(w.shape), w, eps)
         return y, r
 
-    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        given = (dy, r, x, tuple(w.shape), w, self.eps)  # its arguments have no names
+    def backward(
+        self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        given = (dy, r, x, tuple(w.shape), w, eps)  # its arguments have no names
         dx, dw = self.kernels.rms_backward_affine(*given, False)
         return dx, dw
 
 
 class _TransformerEngine(_Package):
-    def __init__(self, eps: float) -> None:
-        super().__init__(eps)
+    def __init__(self) -> None:
         self.dtypes = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
         self.kernels = importlib.import_module(TE_KERNELS)
 
-    def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         y, _, r = self.kernels.rmsnorm_fwd(
-            input=x, weight=w, eps=self.eps, ln_out=None, quantizer=None,
+            input=x, weight=w, eps=eps, ln_out=None, quantizer=None,
             otype=self.dtypes[x.dtype], sm_margin=0, zero_centered_gamma=False,
         )  # fmt: skip
         return y, r
 
-    def backward(self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, dy: Tensor, x: Tensor, r: Tensor, w: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         dx, dw = self.kernels.rmsnorm_bwd(dy, x, r, w, 0, False)
         return dx, dw

@@ -158,3 +158,19 @@ def test_without_gradients_nothing_is_kept():
         run_layers = [Layer(i) for i in range(3)]
         Recompute(offload=Offload(carrier)).blocks(run_layers, torch.randn(3, 4), 0.5, None)
     assert carrier.host_bytes == 0
+
+
+def test_what_changes_in_place_after_it_was_saved_is_refused():
+    """As autograd refuses it; hooks of saved tensors bypass its own check."""
+
+    def careless(h: torch.Tensor) -> torch.Tensor:
+        y = (h * 2).exp()  # saves its result
+        z = y * 1.0
+        y.mul_(3)
+        return z
+
+    offload = Offload(Carrier(torch.device("cpu")))
+    h = torch.randn(64, requires_grad=True)
+    out = offload.run([((careless,), careless), ((torch.tanh,), torch.tanh)], h)
+    with pytest.raises(RuntimeError, match="--cpu-offload-activations: .* changed in place"):
+        out.sum().backward()

@@ -70,3 +70,20 @@ def test_selective_recomputes_the_attention_core_only():
 def test_a_wrong_granularity_is_refused():
     with pytest.raises(ValueError, match="--recompute-granularity half"):
         Recompute("half")
+
+
+def test_a_tensor_that_is_given_by_name_gets_its_gradient():
+    """A gate of a fork's attention: its own graph is not run inside the recomputation."""
+    x, w = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def attention(x: torch.Tensor, scale: float, *, gate: torch.Tensor) -> torch.Tensor:
+        return scale * x.tanh() * gate
+
+    def loss(run):
+        h = x * x
+        return run(h, 2.0, gate=(h * w).tanh()).sum()
+
+    want = torch.autograd.grad(loss(attention), (x, w))
+    got = torch.autograd.grad(loss(lambda *a, **k: recompute(attention, *a, **k)), (x, w))
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)

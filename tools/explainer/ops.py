@@ -55,6 +55,8 @@ class Layers:
         self._works: list[str] = []  # whose weight gradient runs
         self._marked = ""  # the layer of the last node that had a mark
         for name, module in model.named_modules():
+            if getattr(module, "output_layer", False) and module.ctx.loss_in_chunks is not None:
+                continue  # it is not called: the loss in chunks takes its weight
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
         put = queue.put

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Where the host may wait in a step: lines that hold these words.
 HOST_MAY_WAIT = {
     # on steps that are written
-    "training/run/log.py": ("loss.item()", "norm.item()", "params().item()", "auxiliary.item()"),
+    "training/run/log.py": ("loss.item()", ".tolist()", "params().item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
@@ -28,7 +28,7 @@ HOST_MAY_WAIT = {
 DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
-    "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40,
+    "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.

@@ -125,12 +125,14 @@ class Log:
             return {}
         few = len(self.losses) == 1
         losses = [loss.item()] if few else torch.stack(list(self.losses.values())).tolist()
-        values: dict[str, Any] = {"loss": losses[-1], "grad_norm": norm.item(), "lr": step.lr}
+        numbers = [norm] if step.auxiliary is None else [norm, step.auxiliary]
+        grad_norm, *auxiliary = torch.stack([each.double() for each in numbers]).tolist()
+        values: dict[str, Any] = {"loss": losses[-1], "grad_norm": grad_norm, "lr": step.lr}
         if len(losses) > 1:
             values["mean_loss"] = math.fsum(losses) / len(losses)
             values["step_losses"] = [list(pair) for pair in zip(self.losses, losses, strict=True)]
-        if step.auxiliary is not None and (part := step.auxiliary.item()):  # left out where it is 0
-            values["auxiliary_loss"] = part
+        if any(auxiliary):  # left out where it is 0
+            values["auxiliary_loss"] = auxiliary[0]
         self.losses = {}
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 

@@ -218,6 +218,8 @@ def _backward(
 def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes a block, fast, and has work for all threads."""
     alike = q.stride(3) == k.stride(3) == 1 and k.stride() == v.stride()
+    alike = alike and k.shape == v.shape and q.shape[3] == k.shape[3]
+    alike = alike and q.dtype == k.dtype == v.dtype
     return alike and attention_is_fast(q, k.shape[0] * k.shape[1])
 
 

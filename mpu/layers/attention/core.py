@@ -67,7 +67,8 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) 
 def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
     alike = q.stride() == k.stride() == v.stride()  # slices of one tensor
-    whole = q.stride()[2:] == (q.shape[3], 1)
+    alike = alike and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    whole = q.stride()[2:] == (q.shape[3], 1) and (len(q), q.shape[3]) == (len(k), k.shape[3])
     return alike and whole and attention_is_fast(q, q.shape[1] * k.shape[2])
 
 

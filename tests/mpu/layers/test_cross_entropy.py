@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from mpu.context import LayerContext
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
+from mpu.layers.linear import ColumnParallelLinear
 
 S, B, V = 13, 11, 17
 
@@ -53,6 +54,43 @@ def test_equals_torch(world, size, t, local, scale):
             got[..., :real], logits.grad[..., first : first + real], rtol=1e-10, atol=1e-13
         )
         assert not got[..., real:].any(), "padding has a gradient"
+
+
+@pytest.mark.parametrize("end", ["tanh", "exp", "turned", "penalty first", "penalty last"])
+def test_logits_that_something_else_saved_or_made_are_not_written_over(end):
+    """A soft-cap whose result autograd keeps, another order in memory, a penalty on the logits."""
+    ctx = LayerContext(dtype=torch.float64, accumulate=torch.float64)
+    head = ColumnParallelLinear(6, V, ctx=ctx)
+    torch.nn.init.normal_(head.weight)
+    labels, x = case(1.0)[1], torch.randn(S, B, 6, dtype=torch.float64, requires_grad=True)
+    ends = {"tanh": torch.tanh, "exp": lambda y: torch.exp(0.1 * y)}
+
+    def total(linear, cross_entropy):
+        y = linear(x)
+        y = y.transpose(0, 1).contiguous().transpose(0, 1) if end == "turned" else y
+        y = ends.get(end, lambda y: y)(y)
+        penalty = [y.logsumexp(-1).square().sum()] if "penalty" in end else []
+        every = [cross_entropy(y).sum(), *penalty]
+        return sum(every if end == "penalty last" else every[::-1])
+
+    def plain(y):
+        return F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction="none")
+
+    (want,) = torch.autograd.grad(total(lambda x: x @ head.weight.detach().t(), plain), x)
+    mine = total(head, lambda y: vocab_parallel_cross_entropy(y, labels, V, ctx))
+    try:
+        (got,) = torch.autograd.grad(mine, x)
+    except RuntimeError as error:
+        assert "penalty" in end and "modified by an inplace operation" in str(error)
+    else:
+        torch.testing.assert_close(got, want)
+
+
+def test_labels_of_another_dtype_or_number_are_refused():
+    logits, labels, _ = case(1.0)
+    for wrong in (labels.int(), labels[1:], labels.t()):
+        with pytest.raises(ValueError, match="need int64, one for each token"):
+            vocab_parallel_cross_entropy(logits, wrong, V, LayerContext())
 
 
 def test_bf16_logits_are_summed_in_fp32(world):

@@ -193,3 +193,19 @@ def test_what_does_not_fit_goes_to_the_twin():
     assert not fits(torch.zeros(2), torch.zeros(2).bfloat16())
     assert not fits(torch.zeros(2), accumulate=torch.float64)
     assert fits(torch.zeros(2).bfloat16(), accumulate=torch.float32)
+
+
+def test_shapes_that_would_be_read_past_their_end_are_refused():
+    """The library reads by address: what torch would broadcast or refuse, it would not see."""
+    ctx = LayerContext()
+    norm, stream = RMSNorm(4, ctx=ctx), ResidualRMSNorm(8, ctx=ctx)
+    with pytest.raises(ValueError, match=r"a norm of 4 features is given \(3, 2, 8\)"):
+        norm(torch.zeros(3, 2, 8))
+    with pytest.raises(ValueError, match=r"8 features .* and a branch \(3, 2, 1\)"):
+        stream(torch.zeros(3, 2, 8), torch.zeros(3, 2, 1))
+    with pytest.raises(ValueError, match=r"gate and up of \(3, 7\) are not two halves"):
+        swiglu(torch.zeros(3, 7))
+    qkv = torch.zeros(3, 2, 32)  # heads of 8
+    for shape in ((3, 1, 1, 2), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
+        with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4., half of a head"):
+            apply_rope(qkv, torch.zeros(shape), torch.zeros(shape), 2, 1)

@@ -90,7 +90,10 @@ class _Watch:
     def hooks(self) -> Iterator[None]:
         """Look at every tensor that passes between modules, until the block is left."""
         sink, handles = self.run.sink, []
+        chunks = self.run.model.ctx.loss_in_chunks
         for name, module in self.run.module.named_modules():
+            if chunks is not None and getattr(module, "output_layer", False):
+                continue  # it is not called, and has no output
             handles.append(module.register_forward_pre_hook(self._before(name, module)))
             handles.append(module.register_forward_hook(self._after(name, module)))
         ready = sink.register_grad_ready

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find flags that a model does not obey, before the first step: its forward runs on meta tensors.
+
+A flag that chooses a kernel, an arithmetic or what is kept acts inside functions and modules of
+mpu. A --model-file with a module of its own in their place would go on without the flag, and
+nobody would notice: here the run is refused, in a sentence that names the flag and the module.
+
+    flag                               the model must
+    --fused-linear-cross-entropy       compute its loss by output_loss(head, ...)
+    --norm-backend apex, te            have RMSNorm modules, whose own forward calls the kernel
+    --core-attention-backend te        attend by core_attention_of(ctx)
+    --fp8-format                       have parallel linears in its layers, which multiply
+    --recompute-granularity selective  wrap its core attention in recompute.selective
+    --recompute-granularity full       run its layers by recompute.blocks
+    --cpu-offload-activations          the same
+    --offload-modules                  call the modules that it names
+    --defer-embedding-wgrad-compute    have a ColumnParallelLinear(output_layer=True)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from estimate.context_parallel import rank_batch
+from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
+from estimate.model_profile import ModelProvider, StagedModel, plannable, rank_model
+from mpu.context import LayerContext
+from mpu.layers.attention.core import core_attention
+from mpu.layers.attention.transformer_engine import TransformerEngineAttention
+from mpu.layers.float8.recipe import Float8
+from mpu.layers.fused import RMSNorm
+from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.pipeline.layout import Stage
+from mpu.recompute import Blocks, Recompute
+from training.config import Config
+from training.recompute import recompute_of
+
+LOSS, ATTENTION = "--fused-linear-cross-entropy", "--core-attention-backend te"
+BY = {
+    LOSS: "its loss is not computed by mpu.layers.cross_entropy.output_loss",
+    ATTENTION: "no layer attends by mpu.layers.context_attention.core_attention_of(ctx)",
+    "--recompute-granularity selective": "its core attention is not in recompute.selective(...)",
+    "--recompute-granularity full": "its layers do not run by recompute.blocks(...)",
+    "--cpu-offload-activations": "its layers do not run by recompute.blocks(...)",
+}
+
+
+def check_flags(config: Config, provider: ModelProvider) -> None:
+    """Run a model's forward on meta tensors. Raises ValueError naming a flag that reaches nothing.
+
+    A forward that meta tensors cannot run, one that asks for values, is not checked.
+    """
+    wanted = list(_functions(config))
+    p, g = config.parallel, config.gpu
+    modules = (p.norm_backend != "weft", config.float8.fp8_format, g.offload_modules)
+    if not (wanted or any(modules) or p.defer_embedding_wgrad_compute):
+        return
+    listener = _Listener(config, provider)
+    try:
+        model = listener.run()
+    except (RuntimeError, NotImplementedError):  # values that meta tensors do not have
+        return
+    file = f"--model-file {config.model.model_file}"
+    for flag in wanted:
+        if flag not in listener.heard:
+            raise ValueError(f"{flag}: {file} does not obey it: {BY[flag]}")
+    for name in g.offload_modules:
+        if name not in listener.heard:
+            raise ValueError(
+                f"--offload-modules {name}: {file} does not call this module, so what it keeps "
+                "would stay: name the module whose forward is called"
+            )
+    if p.norm_backend != "weft":
+        flag = f"--norm-backend {p.norm_backend}"
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, RMSNorm)}
+        _all_heard(flag, file, listener, norms, "the norm's kernel")
+    if config.float8.fp8_format is not None:
+        flag = f"--fp8-format {config.float8.fp8_format}"
+        layers = {name: m for name, m in model.named_modules() if in_float8(m)}
+        _all_heard(flag, file, listener, layers, "the layer's recipe")
+    if p.defer_embedding_wgrad_compute and not any(
+        getattr(each, "output_layer", False) for each in model.modules()
+    ):
+        raise ValueError(
+            f"--defer-embedding-wgrad-compute: {file} does not obey it: its head is no "
+            "ColumnParallelLinear(output_layer=True)"
+        )
+
+
+def _functions(config: Config) -> Iterator[str]:
+    """Yield the flags of a run that act where the model calls a function."""
+    p = config.parallel
+    if p.fused_linear_cross_entropy:
+        yield LOSS
+    if p.core_attention_backend == "te":
+        yield ATTENTION
+    if p.recompute_granularity is not None:
+        yield f"--recompute-granularity {p.recompute_granularity}"
+    if config.gpu.cpu_offload_activations:
+        yield "--cpu-offload-activations"
+
+
+def in_float8(module: nn.Module) -> bool:
+    """Return whether a run multiplies a module's weight in float8."""
+    linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    return linear and isinstance(module.recipe, Float8)
+
+
+def _all_heard(
+    flag: str,
+    file: str,
+    listener: "_Listener",
+    found: Mapping[str, nn.Module],
+    what: str,
+) -> None:
+    """Raise ValueError where no module is found, or one did not use what the flag gives it."""
+    if not found:
+        raise ValueError(f"{flag}: {file} does not obey it: no module of a layer takes {what}")
+    for name, module in found.items():
+        if name not in listener.heard:
+            raise ValueError(
+                f"{flag}: {name} of {file} does not obey it: the forward of "
+                f"{type(module).__name__} does not use {what}"
+            )
+
+
+class _Listener:
+    """Builds a model on meta tensors, and hears what its forward calls: flags and module names."""
+
+    def __init__(self, config: Config, provider: ModelProvider) -> None:
+        self.config, self.provider = config, provider
+        self.heard: set[str] = set()
+
+    def noting(self, what: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run`, whose calls are heard."""
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self.heard.add(what)
+            return run(*args, **options)
+
+        return noted
+
+    def run(self) -> nn.Module:
+        """Run the whole model's forward, and return the model."""
+        config = self.config
+        stages = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
+        recompute = recompute_of(config, META, recompute=partial(_Recompute, self))  # type: ignore[arg-type]
+        model = rank_model(plannable(config), self.build, stages, 0, recompute=recompute)
+        assert isinstance(model, nn.Module)
+        self.listen_to(model)
+        size, positions, documents = rank_batch(config)
+        tokens = torch.empty(size, dtype=torch.long, device=META)
+        attention: Any = TransformerEngineAttention
+        call = attention.__call__
+
+        def attend(_: Any, *args: Any, **options: Any) -> Tensor:
+            self.heard.add(ATTENTION)
+            return core_attention(*args, **options)
+
+        attention.__call__ = attend
+        try:
+            with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
+                model(tokens, tokens, positions, documents)
+        finally:
+            attention.__call__ = call
+        return model
+
+    def build(
+        self,
+        config: Config,
+        ctx: LayerContext,
+        recompute: Recompute | None = None,
+        stages: Sequence[Stage] | None = None,
+    ) -> StagedModel:
+        """Take the place of the provider."""
+        chunks = ctx.loss_in_chunks and self.noting(LOSS, ctx.loss_in_chunks)
+        backend = config.parallel.core_attention_backend
+        ctx = replace(ctx, loss_in_chunks=chunks, core_attention_backend=backend)
+        return self.provider(config, ctx, recompute, stages)
+
+    def listen_to(self, model: nn.Module) -> None:
+        """Hear norms, layers in float8, and modules that --offload-modules names."""
+        for name, module in model.named_modules():
+            if isinstance(module, RMSNorm):
+                module.passes = _Passes(self, name, module.passes)
+            if in_float8(module):
+                layer: Any = module
+                layer.operand_of_weight = self.noting(name, layer.operand_of_weight)
+            parts = name.split(".")
+            at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+            inside = ".".join(parts[at + 1 :])
+            if inside in self.config.gpu.offload_modules:
+                module.register_forward_pre_hook(self.noting(inside, lambda *_: None))
+
+
+class _Passes:
+    """The norm's kernel of one module, whose calls are heard."""
+
+    def __init__(self, listener: _Listener, name: str, passes: Any) -> None:
+        self.norm_forward = listener.noting(name, passes.norm_forward)
+
+
+class _Recompute(Recompute):
+    """A run's Recompute, whose calls are heard."""
+
+    def __init__(self, listener: _Listener, *given: Any) -> None:
+        super().__init__(*given)
+        self.listener = listener
+
+    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.listener.noting("--recompute-granularity selective", super().selective(run))
+
+    def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
+        self.listener.heard |= {"--recompute-granularity full", "--cpu-offload-activations"}
+        return super().blocks(layers, h, *shared)
