@@ -8,7 +8,8 @@ asks of each argument and where that is written:
     whole       contiguous                          int64, int32, float32: of that dtype
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
     aligned     at a multiple of 16 bytes           sums: fp64 if that is fp64, else fp32
-    half        bf16 or fp16
+    half        bf16 or fp16                        like: of the strides of the argument before
+    columns     contiguous if it is transposed
 
 Call sites make their arguments so, or take another way (`fits`, `on_triton`, `_flash_takes`). A
 rehearsal asks each row of every launch, on a CPU too, and names the line (tools/rehearsal). What a
@@ -43,6 +44,8 @@ def _placed(source: str, *asks: str) -> Asks:
 
 
 SAME, SUMS, LABELS = "whole same", "whole sums", "whole int64"
+QKV_ALIKE = "rows same", "rows same like", "rows same like"
+KV_ALIKE = "rows same", "rows same", "rows same like"
 FUSED, ATTENTION = "csrc/fused.cpp", "csrc/attention.h"
 # sources of torch's kernels were read for a review at commits of its main branch, not again here
 FLASH = "pytorch aten/src/ATen/native/transformers/cuda/{attention,flash_api}: not read again"
@@ -60,11 +63,11 @@ CALLS: dict[str, Asks] = {
     "weft::rope": _placed(FUSED, SAME, SUMS, SUMS, SAME),
     "weft::softmax_stats": _placed(FUSED, SAME, LABELS, SUMS),
     "weft::softmax_gradient": _placed(FUSED, SAME, LABELS, SUMS, SUMS),
-    "weft::attention_forward": _placed(ATTENTION, *["rows same"] * 3, SAME, SUMS),
-    "weft::attention_backward": _placed(ATTENTION, *["rows same"] * 3, SAME, SUMS, SAME, SAME),
-    "weft::block_forward": _placed(ATTENTION, *["rows same"] * 4, "sums"),
+    "weft::attention_forward": _placed(ATTENTION, *QKV_ALIKE, SAME, SUMS),
+    "weft::attention_backward": _placed(ATTENTION, *QKV_ALIKE, SAME, SUMS, SAME, SAME),
+    "weft::block_forward": _placed(ATTENTION, *KV_ALIKE, "rows same", "sums"),
     "weft::block_backward": _placed(
-        ATTENTION, *["rows same"] * 4, "sums", "rows same", *["rows same"] * 3
+        ATTENTION, *KV_ALIKE, "rows same", "sums", *["rows same"] * 4
     ),
     # torch, by the names of its schemas
     "aten::_scaled_dot_product_flash_attention": _row(
@@ -104,8 +107,8 @@ CALLS: dict[str, Asks] = {
     ),
     "triton::fold_kernel": _row(ROWS + "rms_norm.py", parts="whole", main="whole"),
     "triton::rope_kernel": _row(
-        ROWS + "rope.py", q="rows same", k="rows same", v="rows same", out=SAME, cos="rows",
-        sin="rows",
+        ROWS + "rope.py", q="rows same", k="rows same", v="rows same", out=SAME, cos="rows sums",
+        sin="rows sums like",
     ),
     "triton::swiglu_forward_kernel": _row(ROWS + "swiglu.py", x=SAME, y=SAME),
     "triton::swiglu_backward_kernel": _row(ROWS + "swiglu.py", x=SAME, dy=SAME, dx=SAME),
@@ -120,8 +123,8 @@ CALLS: dict[str, Asks] = {
         weight="whole", scalars="whole",
     ),
     "triton::row_scales_kernel": _row(ROWS + "float8.py", out="whole"),
-    "triton::encode_kernel": _row(ROWS + "float8.py", out="whole", wide="whole float32"),
-    "triton::rows_kernel": _row(ROWS + "float8.py", out="whole", wide="whole float32"),
+    "triton::encode_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
+    "triton::rows_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
     "triton::sum_of_parts_kernel": _row(ROWS + "sum_of_parts.py", parts="whole", out="whole"),
     "triton::all_gather_matmul_kernel": _row(
         PRODUCT, x="whole aligned", w="same", y="whole", x_scales="float32", w_scales="float32"
@@ -144,15 +147,17 @@ def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[str]:
         return
     tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
     first = next((tensors[key] for key in asks.of if key in tensors), None)
+    before = first
     for key, words in asks.of.items():
-        if (x := tensors.get(key)) is not None and first is not None:
+        if (x := tensors.get(key)) is not None and first is not None and before is not None:
             for word in words:
-                if not fits(word, x, first.dtype):
+                if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
                     what = key if isinstance(key, str) else f"tensor {key}"
                     yield (
                         f"{call} reads {what} by address, which must be {MEANING.get(word, word)}: "
                         f"it is {x.dtype} {tuple(x.shape)} of strides {x.stride()} ({asks.source})"
                     )
+            before = x
 
 
 MEANING = {
@@ -160,15 +165,25 @@ MEANING = {
     "rows": "of stride 1 in its last dimension",
     "half": "bf16 or fp16",
     "aligned": f"at a multiple of {ALIGN} bytes",
+    "like": "of the strides of the argument before it",
+    "columns": "contiguous if it is transposed",
     "same": "of the dtype of the first argument",
     "sums": "of the dtype of sums",
 }
+
+
+def alike(x: Tensor, other: Tensor) -> bool:
+    """Return whether the strides of one tensor serve for both."""
+    strides = zip(x.shape, x.stride(), other.stride(), strict=False)
+    return all(n == 1 or mine == theirs for n, mine, theirs in strides)
 
 
 def fits(word: str, x: Tensor, kind: torch.dtype) -> bool:
     """Return whether a tensor is what a word of the table says; kind: of the first tensor."""
     if word == "whole":
         return x.is_contiguous()
+    if word == "columns":
+        return x.mT.is_contiguous()
     if word == "rows":
         return x.dim() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1
     if word == "same":
