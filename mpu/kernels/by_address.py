@@ -136,8 +136,8 @@ CALLS: dict[str, Asks] = {
 }  # fmt: skip
 
 
-def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[str]:
-    """Yield a sentence for each argument of a call that the kernel would read wrongly.
+def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor, str]]:
+    """Yield each argument of a call that the kernel would read wrongly, with a sentence.
 
     given: tensors by name or place; what is None or no tensor is left out. A call that stands in
     no row has nothing wrong.
@@ -154,8 +154,11 @@ def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[str]:
                 if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
                     what = key if isinstance(key, str) else f"tensor {key}"
                     yield (
-                        f"{call} reads {what} by address, which must be {MEANING.get(word, word)}: "
-                        f"it is {x.dtype} {tuple(x.shape)} of strides {x.stride()} ({asks.source})"
+                        x,
+                        (
+                            f"{call} reads {what} by address, which must be {MEANING.get(word, word)}: "
+                            f"it is {x.dtype} {tuple(x.shape)} of strides {x.stride()} ({asks.source})"
+                        ),
                     )
             before = x
 
@@ -204,8 +207,8 @@ TENSOR, ROW, BLOCK_32, BLOCK_128, SQUARE = 0, 1, 3, 4, 5
 
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, kind_a: int, scale_b: Tensor, kind_b: int
-) -> Iterator[str]:
-    """Yield a sentence for each thing that torch's scaled_mm refuses on CUDA, or reads wrongly.
+) -> Iterator[tuple[Tensor, str]]:
+    """Yield each operand that torch's scaled_mm refuses on CUDA, or reads wrongly, with a sentence.
 
     a [n, k], b [k, m]. Its shape functions check a part of it: not the dtypes of blocks' scales,
     nor the strides of those (SCALED).
@@ -213,22 +216,28 @@ def scaled_mm(
     name = "aten::_scaled_mm_v2"
     dtypes, (n, k), m = {a.dtype, b.dtype}, a.shape, b.shape[1]
     if not dtypes <= {E4M3, E5M2} or dtypes == {E5M2}:
-        yield f"{name} multiplies e4m3 by e4m3 or e5m2, not {a.dtype} by {b.dtype}"
+        yield a, f"{name} multiplies e4m3 by e4m3 or e5m2, not {a.dtype} by {b.dtype}"
     elif kind_a in (BLOCK_32, BLOCK_128, SQUARE) and dtypes != {E4M3}:
-        yield f"{name} multiplies blocks of e4m3 by e4m3 alone, not {a.dtype} by {b.dtype}"
+        yield a, f"{name} multiplies blocks of e4m3 by e4m3 alone, not {a.dtype} by {b.dtype}"
     if a.stride(1) != 1 or b.stride(0) != 1 or a.stride(0) % ALIGN or b.stride(1) % ALIGN:
-        yield f"{name} takes rows of a and columns of b at multiples of {ALIGN} bytes"
+        yield a, f"{name} takes rows of a and columns of b at multiples of {ALIGN} bytes"
     if k % ALIGN or m % ALIGN:
-        yield f"{name} takes k {k} and m {m} that are multiples of {ALIGN}"
+        yield b, f"{name} takes k {k} and m {m} that are multiples of {ALIGN}"
     for which, scale, kind, length in (("a", scale_a, kind_a, n), ("b", scale_b, kind_b, m)):
         wanted = torch.float8_e8m0fnu if kind == BLOCK_32 else torch.float32
         if scale.dtype != wanted:
-            yield f"{name} takes scales of {which} in {wanted}, not {scale.dtype}"
+            yield scale, f"{name} takes scales of {which} in {wanted}, not {scale.dtype}"
         if kind in (TENSOR, ROW, BLOCK_32) and not scale.is_contiguous():
-            yield f"{name} reads scales of {which} by address, which must be contiguous"
+            yield scale, f"{name} reads scales of {which} by address, which must be contiguous"
         if kind == ROW and scale.numel() != length:
-            yield f"{name} takes {length} scales of {which}, not {scale.numel()}"
+            yield scale, f"{name} takes {length} scales of {which}, not {scale.numel()}"
         if kind == BLOCK_128 and scale.stride(0) != 1:
-            yield f"{name} reads blocks' scales of {which} column by column: {scale.stride()}"
+            yield (
+                scale,
+                f"{name} reads blocks' scales of {which} by columns: {scale.stride()}",
+            )
         if kind == SQUARE and (scale.stride(0) != 1 or scale.stride(1) % 4):
-            yield f"{name} reads squares' scales of {which} by columns of 4: {scale.stride()}"
+            yield (
+                scale,
+                f"{name} reads squares' scales of {which} in fours: {scale.stride()}",
+            )

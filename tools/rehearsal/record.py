@@ -185,8 +185,9 @@ class Recorder:
             scales = ("scale_a", "recipe_a", "scale_b", "recipe_b")
             one = (given[name][0] for name in scales)
             why += by_address.scaled_mm(given["self"], given["mat2"], *one)
-        for each in why:
-            self.found.append(Finding("layout", where.place or self.place(), each))
+        for x, each in why:
+            born, near = self.birthplace(x), self.place()
+            self.found.append(Finding("layout", where.place or near, each, born, (born, near)))
 
     def uses(
         self, read: Iterable[Tensor], written: Iterable[Tensor], where: Where, stream: int

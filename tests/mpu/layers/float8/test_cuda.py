@@ -56,7 +56,7 @@ def scaled_mm(
     output_dtype: torch.dtype = torch.bfloat16, contraction_dim=(), use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     scales = scale_a, recipe_a.value, scale_b, recipe_b.value
-    assert not list(by_address.scaled_mm(a, b, *scales))
+    assert not [why for _, why in by_address.scaled_mm(a, b, *scales)]
     assert (recipe_a == KIND.BlockWise1x32) == (swizzle_a == F.SwizzleType.SWIZZLE_32_4_4)
     assert swizzle_a == swizzle_b
     (n, k), m = a.shape, b.shape[1]
@@ -111,7 +111,7 @@ def test_scales_in_fp32_are_those_of_the_bytes():
 
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_blocks_of_e5m2_are_refused_as_torch_refuses_them(scaling, monkeypatch):
-    """check_deepseek_recipe and check_mxfp8_recipe ask for e4m3 twice; --fp8-format hybrid obeys."""
+    """torch's check_deepseek_recipe and check_mxfp8_recipe ask for e4m3 twice."""
     monkeypatch.setattr(float8_cuda.F, "scaled_mm", scaled_mm)
     recipe = Float8(scaling, "hybrid", LayerContext())
     x8, w8 = (recipe.operand(torch.randn(n, K), "dy", "rows") for n in (N, M))
