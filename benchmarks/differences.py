@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 # settings of flags that were removed: an older commit's state.json names them, ours does not
-REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache")
+REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto")
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 
@@ -71,6 +71,7 @@ def file_differs(one: Path, other: Path) -> str:
                 for key in ("config_digest", "digest"):
                     manifest.pop(key, None)
         if one.name == "state.json":
+            here.pop("fp8_auto", None)  # what that flag chose
             for state in (here, there):
                 state.pop("model_digest", None)  # of the source of the model's file
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}

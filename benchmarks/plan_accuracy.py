@@ -8,7 +8,7 @@ constants are fitted again for each line of the table, on rows that the line doe
 of the Playbook on the other model; vTrain in folds of whole (GPUs, hidden, layers) groups; the
 table of several sources one model at a time. Targets stand beside the figures. Times and memory are
 those of `tools/plan.py --predict`, a run alone; below them stand the odds of a stall and of a crash
-and the memory that nanotron reserves (benchmarks/planning), which are no part of a time.
+(benchmarks/planning/odds.py), which are no part of a time.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from benchmarks.plan_fit import (  # noqa: E402
     Values,
     fit,
     fit_odds,
-    key,
     read_rows,
     stalled_runs,
     step_seconds,
@@ -209,29 +208,19 @@ def playbook(rows: Sequence[Row]) -> None:
 
 
 def beside(name: str, rows: Sequence[Row], others: Sequence[Row], c: Values) -> None:
-    """Print how well the odds tell the stalls and crashes of rows. c, odds: fitted on others."""
-    found = odds.beside(rows, fit_odds(others, c))
+    """Print how well the odds find the stalls and crashes of rows. c: fitted on others."""
+    told = predict(rows, {rows[0].profile: c})
+    found = odds.beside(rows, fit_odds(others, c), told.gib)
     crashed = np.array([row.crashed for row in rows])
-    ran = {key(row) for row in rows if not row.crashed}
     timed = np.array([not row.crashed and row.seconds > 0 for row in rows])
     ok = [row for row, whether in zip(rows, timed, strict=True) if whether]
     runs, seconds = stacked([row.record for row in ok]), step_seconds(ok)
     stalled = stalled_runs(c, runs, seconds)
     line(f"{name}: of these, runs that stall", int(stalled.sum()), f"of {len(ok)}", None)
     line(f"{name}: AUC by the odds of a stall", auc(found.stall[timed], stalled), "reported", None)
-    calm = [row for row, stalls in zip(ok, stalled, strict=True) if not stalls]
-    told = predict(calm, {calm[0].profile: c}).rate
-    line(f"{name}: median error of the {len(calm)} that do not stall",
-         float(np.median(np.abs(told / rates(calm) - 1))), "reported", None)  # fmt: skip
-    gib = np.array([row.memory for row in rows])
-    known = timed & ~np.isnan(gib)
-    line(f"{name}: MAPE of memory that nanotron reserves", mape(found.first[known], gib[known]),
-         "reported", None)  # fmt: skip
-    pp1 = np.array([row.record["pp"] == 1 for row in rows])
-    line(f"{name}: AUC by it, pp 1", auc(found.first[pp1], crashed[pp1]), "reported", None)
-    once = pp1 & ~(crashed & np.array([key(row) in ran for row in rows]))
-    line(f"{name}: the same without crashed runs of which another ran",
-         auc(found.first[once], crashed[once]), "reported", None)  # fmt: skip
+    errors = np.abs(told.rate[timed] / rates(ok) - 1)[~stalled]
+    line(f"{name}: median error of the {len(errors)} that do not stall",
+         float(np.median(errors)), "reported", None)  # fmt: skip
     line(f"{name}: AUC by the odds of a crash", auc(found.crash, crashed), "reported", None)
 
 

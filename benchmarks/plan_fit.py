@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planning import odds  # noqa: E402
 from tools.planner.constants import FOLDER, MEMORY, TIME, defaults  # noqa: E402
-from tools.planner.predict import TERMS, terms  # noqa: E402
+from tools.planner.predict import TERMS, memory, terms  # noqa: E402
 from tools.planner.published import Row, read_table  # noqa: E402
 from tools.planner.runs import Runs, stacked  # noqa: E402
 from tools.planner.step_time import times  # noqa: E402
@@ -101,7 +101,7 @@ def fit_odds(rows: Sequence[Row], c: Values) -> Values:
     trouble = [row for row in rows if row.crashed and hooked(row)]
     labels = np.concatenate([stalled_runs(c, runs, measured), np.ones(len(trouble), dtype=bool)])
     found = fit_stalls(stacked([row.record for row in [*ok, *trouble]]), labels)
-    return fit_crashes(fit_reserved(found, [row for row in ok if not math.isnan(row.memory)]), rows)
+    return fit_crashes(found, rows, c)
 
 
 def fit_stalls(runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
@@ -111,26 +111,14 @@ def fit_stalls(runs: Runs, stalled: npt.NDArray[np.bool_]) -> Values:
     return {**odds.START, **weights}
 
 
-def fit_reserved(c: Values, rows: Sequence[Row]) -> Values:
-    """Return the two constants of what nanotron's tensors leave out."""
-    runs, measured = stacked([row.record for row in rows]), np.array([row.memory for row in rows])
-    plain = {**c, "reserved_factor": 1.0, "reserved_gib": 0.0}
-    told = odds.reserved(plain, runs, np.array([row.limit for row in rows]))[0]
+def fit_crashes(c: Values, rows: Sequence[Row], planner: Values) -> Values:
+    """Return the shares that crash: those under which what crashed was the most likely.
 
-    def loss(factor: float, more: float) -> float:
-        error = np.abs((factor * told + more) / measured - 1)
-        return float(np.minimum(CAP, error).mean())
-
-    tried = [(factor / 100, more / 20) for factor in range(95, 116) for more in range(21)]
-    factor, more = min(tried, key=lambda pair: loss(*pair))
-    return {**c, "reserved_factor": factor, "reserved_gib": more}
-
-
-def fit_crashes(c: Values, rows: Sequence[Row]) -> Values:
-    """Return the shares that crash: those under which what crashed was the most likely."""
+    planner: the constants by which memory is predicted.
+    """
     runs = stacked([row.record for row in rows])
     limit = np.array([row.limit for row in rows])
-    gib = odds.reserved(c, runs, limit)[1]
+    gib = memory(planner, runs)
     ran = {key(row) for row in rows if not row.crashed}
     crashed = np.array([key(row) not in ran for row in rows])
 

@@ -5,8 +5,8 @@
 
 RUNS.csv has the columns of the Ultra-Scale Playbook's table. FILE gets each run's time and memory
 as `tools/plan.py --predict` has them, and beside them what benchmarks/planning/odds.py says of that
-cluster: odds_of_stall, stall_s (the seconds that a step of a run that stalls takes more),
-reserved_gib of the first pipeline rank, reserved_fits and odds_of_crash.
+cluster: odds_of_stall, stall_s (the seconds that a step of a run that stalls takes more) and
+odds_of_crash.
 """
 
 import argparse
@@ -20,10 +20,7 @@ from benchmarks.planning import odds  # noqa: E402
 from tools.planner.predict import predict  # noqa: E402
 from tools.planner.published import read_table  # noqa: E402
 
-COLUMNS = (
-    "predicted_step_s", "odds_of_stall", "stall_s", "predicted_mem_gib", "reserved_gib",
-    "reserved_fits", "odds_of_crash",
-)  # fmt: skip
+COLUMNS = ("predicted_step_s", "odds_of_stall", "stall_s", "predicted_mem_gib", "odds_of_crash")
 
 
 def main(argv: list[str]) -> int:
@@ -37,15 +34,15 @@ def main(argv: list[str]) -> int:
         what = f"runs of {other[0]}" if other else "no runs"
         print(f"{args.runs}: has {what}; the odds are those of {odds.PROFILE}", file=sys.stderr)
         return 2
-    told, found = predict(table.rows), odds.beside(table.rows, odds.fitted())
+    told = predict(table.rows)
+    found = odds.beside(table.rows, odds.fitted(), told.gib)
     with args.out.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
         out.writerow([*table.columns, *COLUMNS])
         for n, place in enumerate(table.places):
             cells = (
                 f"{told.seconds[n]:.6g}", f"{found.stall[n]:.3f}", f"{found.seconds[n]:.4g}",
-                f"{told.gib[n]:.4g}", f"{found.first[n]:.4g}", "yes" if found.fits[n] else "no",
-                f"{found.crash[n]:.3f}",
+                f"{told.gib[n]:.4g}", f"{found.crash[n]:.3f}",
             )  # fmt: skip
             out.writerow([*(table.lines[place][column] for column in table.columns), *cells])
     return 0

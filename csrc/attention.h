@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped-query attention for the CPU, forward and backward, without a matrix of scores (Dao et al. 2022):
 // some queries at a time meet 64 keys at a time, and what they share stays in the first caches. Causal: query
-// i looks at keys 0 to i, else at all. mpu/layers/attention.py calls it for whole rows, block_attention.py
+// i looks at keys 0 to i, else at all. mpu/layers/attention/core.py calls it for whole rows, block_attention.py
 // block by block; its twin is torch's scaled_dot_product_attention. Here is what attention_forward.cpp and
 // attention_backward.cpp share: vectors, packed rows and panels, products, scores, strides.
 //

@@ -1,2 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed without a run: a model's profile, memory, traffic and FLOPs of each rank."""
+"""What is computed without a run.
+
+model_profile, rank_profile, saved_by_module    what is measured of the model on meta tensors (meta,
+                        storages): parameters, FLOPs, what a stage keeps and sends
+rank_memory             what a rank holds from step to step
+activations, buffers    what comes and goes in a step
+traffic                 what a rank sends in a step
+attention_costs, context_parallel    memory and traffic of context parallelism; its check
+stages, simulate        pipeline stages by cost; a schedule proved and timed
+bucket_size             the size of gradient buckets, by simulation
+dry_run, fit            the report of --dry-run, and which flag would make a run fit
+"""

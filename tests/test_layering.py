@@ -375,3 +375,12 @@ def test_nothing_is_skipped_in_silence():
     for path in PRODUCT:
         assert "SPDX-License-Identifier: Apache-2.0" in path.read_text()[:200], path
     assert not [f for _, _, files in os.walk(ROOT / "tests") for f in files if f == "__init__.py"]
+
+
+def test_the_page_lists_the_floors():
+    """docs/design.md has FLOORS from the top down, a line each."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    lines = page.partition("## 3.")[2].partition("![")[0].splitlines()
+    listed = [line.split() for line in lines if line.startswith("    ")]
+    floors = [[room if room.endswith(".py") else f"{room}/" for room in f] for f in FLOORS]
+    assert listed == floors[::-1]

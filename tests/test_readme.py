@@ -57,6 +57,20 @@ def test_links_lead_somewhere(name):
             assert heading in slugs, f"{name} links to {target}"
 
 
+OURS = "mpu|model|estimate|training|tools|benchmarks|tests|csrc|examples"
+NOT_OURS = {"training/arguments.py", "training/training.py"}  # Megatron-LM's, in docs/megatron.md
+PLACEHOLDERS = {"mpu/optim/NAME.py"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_pages_name_exist(name):
+    """A path that begins with a folder of ours is a file of this repository."""
+    text = re.sub(r"https?://\S+", "", (ROOT / name).read_text())
+    paths = set(re.findall(rf"(?<![\w./-])(?:{OURS})/[\w./-]*\.\w+", text))
+    missing = {path for path in paths if not (ROOT / path).exists()} - NOT_OURS - PLACEHOLDERS
+    assert not missing, f"{name} names {missing}"
+
+
 def test_every_page_is_reached_from_the_list_of_questions():
     listed = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):

@@ -65,7 +65,7 @@ def read_log(path: Path) -> Run:
     """
     curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
     at: dict[int, tuple[float, float]] = {}
-    last = 0
+    last = trained = 0  # the iterations of the line before, and of the last one with a loss
     for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
         try:
             record = parse_json(line, "")
@@ -79,7 +79,8 @@ def read_log(path: Path) -> Run:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
         first = min(found["loss"])
-        if first < last or iteration < last:
+        trains = "loss" in record
+        if iteration < last or (trains and first < trained):
             for curve in curves.values():
                 for late in [i for i in curve if i >= first]:
                     del curve[late]
@@ -90,7 +91,7 @@ def read_log(path: Path) -> Run:
             took = (iteration - before) * speed[1]
             tokens = record.get("consumed_tokens", tokens + took * speed[0])
             at[iteration] = tokens, seconds + took
-        last = iteration
+        last, trained = iteration, iteration if trains else trained
         for name, points in found.items():
             curves[name] |= {i: v for i, v in points.items() if v is not None}
     return Run(curves, at)

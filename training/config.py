@@ -797,12 +797,6 @@ class Float8Config:
         "let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on",
         "off: left out, in their own dtype",
     )
-    fp8_auto: bool = setting(
-        False,
-        "measure each projection at the start, in bf16 and in float8, and leave in bf16 what is "
-        "not faster; a checkpoint keeps the choices (ours, not Megatron's)",
-        "off: left out, all of them",
-    )
     first_last_layers_bf16: bool = setting(
         False, "keep the first and last layers out of float8", "off: left out"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the odds that a run of nanotron on the Playbook's cluster stalls, or that it crashes.
+"""Give the odds that a run of nanotron on the Playbook's cluster stalls, or that it crashes.
 
 They are fitted on the runs of that table (benchmarks/plan_fit.py) and hold for that cluster only.
 They are reported beside the time of a run and are no part of it.
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks.planning import nanotron
-from tools.planner.published import GIB, Row
+from tools.planner.published import Row
 from tools.planner.runs import Array, Runs, stacked
 from training.untrusted import read_json
 
@@ -43,7 +41,7 @@ CRASH = {  # each reason strikes alone: a share of the runs that the others spar
     "crash_stall": "share, where a run stalls for certain",
 }
 START = {  # where a fit starts
-    **dict.fromkeys(STALL, 0.0), "stall_base": -8.0, **nanotron.START,
+    **dict.fromkeys(STALL, 0.0), "stall_base": -8.0,
     "crash_base": 0.05, "crash_memory": 12.0, "crash_middle": 0.0, "crash_idle": 0.98,
     "crash_stall": 0.5,
 }  # fmt: skip
@@ -59,33 +57,20 @@ def fitted() -> dict[str, float]:
 class Beside:
     """What is reported beside the times of runs.
 
-    stall: share of such runs that stall; then a step takes `seconds` more. first: GiB that the
-    first pipeline rank reserves, as the table has them. fits: whether all ranks' reserved memory
-    fits. crash: share of such runs that crash.
+    stall: share of such runs that stall; then a step takes `seconds` more. crash: share of such
+    runs that crash.
     """
 
     stall: Array
     seconds: Array
-    first: Array
-    fits: npt.NDArray[np.bool_]
     crash: Array
 
 
-def beside(rows: Sequence[Row], c: Constants) -> Beside:
-    """Return what is reported beside rows of the Playbook's table."""
+def beside(rows: Sequence[Row], c: Constants, gib: Array) -> Beside:
+    """Return what is reported beside rows of the Playbook's table. gib: as the planner predicts."""
     r = stacked([row.record for row in rows])
     limit = np.array([row.limit for row in rows])
-    stall = stall_odds(c, r)
-    first, most, fits = reserved(c, r, limit)
-    return Beside(stall, stall_seconds(r), first, fits, crash_odds(c, r, most, limit))
-
-
-def reserved(c: Constants, r: Runs, limit: Array) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """Return GiB of the first rank and of the fullest, and whether all ranks fit.
-
-    The host of a run that stalls is never ahead of its device. A GPU of 80 GB has 80 GiB.
-    """
-    return nanotron.memory(c, r, limit * GIB / 1e9, stall_odds(c, r) <= 0.5)
+    return Beside(stall_odds(c, r), stall_seconds(r), crash_odds(c, r, gib, limit))
 
 
 def stall_features(r: Runs) -> Array:

@@ -153,13 +153,10 @@ def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor
             for word in words:
                 if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
                     what = key if isinstance(key, str) else f"tensor {key}"
-                    yield (
-                        x,
-                        (
-                            f"{call} reads {what} by address, which must be {MEANING.get(word, word)}: "
-                            f"it is {x.dtype} {tuple(x.shape)} of strides {x.stride()} ({asks.source})"
-                        ),
-                    )
+                    must = MEANING.get(word, word)
+                    found = f"{x.dtype} {tuple(x.shape)} of strides {x.stride()}"
+                    why = f"{call} reads {what} by address, which must be {must}: it is {found}"
+                    yield x, f"{why} ({asks.source})"
             before = x
 
 

@@ -31,6 +31,24 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     assert run.curve("validation_loss") == [(2, 5.0)]
 
 
+def test_an_evaluation_between_two_lines_of_the_log_stays(tmp_path):
+    """A line's steps begin before an evaluation that the line before it did not wait for."""
+    records = [
+        {"iteration": 4, "validation_loss": 7.0},
+        {"iteration": 6, "loss": 6.0, "step_losses": [[i, 12.0 - i] for i in range(1, 7)]},
+        {"iteration": 8, "validation_loss": 5.0},
+        {"iteration": 12, "loss": 4.0, "step_losses": [[i, 4.0] for i in range(7, 13)]},
+        {"iteration": 12, "validation_loss": 3.0},
+    ]
+    run = read_log(write(tmp_path / "log", records))
+    assert run.curve("validation_loss") == [(4, 7.0), (8, 5.0), (12, 3.0)]
+    assert [i for i, _ in run.curve("loss")] == list(range(1, 13))
+    again = {"iteration": 9, "loss": 2.0, "step_losses": [[8, 2.0], [9, 2.0]]}
+    run = read_log(write(tmp_path / "log", [*records, again]))  # a resume from iteration 7
+    assert run.curve("validation_loss") == [(4, 7.0)]
+    assert run.curve("loss")[-3:] == [(7, 4.0), (8, 2.0), (9, 2.0)]
+
+
 def test_a_loss_that_was_not_finite_leaves_a_gap(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": None}, {"iteration": 2, "loss": 1.0}])
     assert read_log(log).curve("loss") == [(2, 1.0)]

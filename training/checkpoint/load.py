@@ -52,7 +52,7 @@ FLAGS = {
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
-DICTS = ("config", "hf_config", "tp_comm_overlap", "fp8_auto", "layout")
+DICTS = ("config", "hf_config", "tp_comm_overlap", "layout")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
@@ -193,9 +193,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{STATE}: layout must hold counts of ranks")
     if type(choices) is not dict or any(type(c) is not str for c in choices.values()):
         raise CheckpointError(f"{STATE}: tp_comm_overlap must hold names of methods")
-    measured = state.get("fp8_auto", {})
-    if type(measured.get("choices", {})) is not dict or type(measured.get("device", "")) is not str:
-        raise CheckpointError(f"{STATE}: fp8_auto must hold choices and the name of a device")
     model = state.get("tokenizer_model")
     if model is not None and type(model) is not str:
         raise CheckpointError(f"{STATE}: tokenizer_model must be a str")

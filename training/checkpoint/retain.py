@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from training.checkpoint.errors import CheckpointError
@@ -38,6 +38,7 @@ def prune(
     good: set[str],
     note: Note,
     hook: Hook = lambda phase: None,
+    among: Collection[str] | None = None,
 ) -> list[str]:
     """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
 
@@ -48,10 +49,11 @@ def prune(
         added, so that the next call does not hash it again.
     note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
+    among: names of the directories to look at; None: all.
     """
     try:
         _clear(root, [name for name in os.listdir(root) if TRASH.fullmatch(name)], note)
-        doomed = choose(root, keep_last, retain_interval, good, note)
+        doomed = choose(root, keep_last, retain_interval, good, note, among)
     except OSError as error:
         note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
         return []
@@ -73,7 +75,12 @@ def prune(
 
 
 def choose(
-    root: Path, keep_last: int | None, retain_interval: int | None, good: set[str], note: Note
+    root: Path,
+    keep_last: int | None,
+    retain_interval: int | None,
+    good: set[str],
+    note: Note,
+    among: Collection[str] | None = None,
 ) -> list[str]:
     """Return the names of what prune() would remove, oldest first."""
     if keep_last is None and retain_interval is None:
@@ -83,6 +90,8 @@ def choose(
     doomed: list[str] = []
     counted: list[int] = []  # steps of the whole ones found so far
     for step, _, name in reversed(step_directories(root)):
+        if among is not None and name not in among:
+            continue
         if counted and counted[-1] == step:  # set aside for a successor, which is whole
             doomed.append(name)
         elif len(counted) < window:

@@ -56,15 +56,16 @@ class Background:
         self._pool = ThreadPoolExecutor(1, "save")
         self._future: Future[None] | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way."""
-        return self._future is not None and not self._future.done()
-
     def start(self, work: Callable[[], None]) -> None:
-        """Start `work`; any earlier work must have been waited for."""
-        assert self._future is None
-        self._future = self._pool.submit(work)
+        """Start `work` once earlier work has ended; if that fails, `work` is not done."""
+        before = self._future
+
+        def after() -> None:
+            if before is not None:
+                before.result()
+            work()
+
+        self._future = self._pool.submit(after)
 
     def wait(self) -> None:
         """Wait for the work to end and raise its error, once."""

@@ -63,11 +63,6 @@ def check_float8(config: Config) -> None:
         raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(BLOCKS)}{why}")
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
-    if f.fp8_auto and config.rehearse.rehearse:
-        raise UsageError(
-            "--fp8-auto measures on the device, and --rehearse has none: leave --fp8-auto out to "
-            "rehearse every projection in float8"
-        )
     if f.fp8_param_gather:
         _check_gather(config)
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
@@ -91,11 +86,6 @@ def _check_gather(config: Config) -> None:
         raise UsageError(
             f"{flag} needs --zero-stage 1, 2 or 3 (--use-distributed-optimizer is 1): at 0 every "
             "rank updates all weights, and gathers none"
-        )
-    if config.float8.fp8_auto:
-        raise UsageError(
-            f"{flag} and --fp8-auto exclude each other: buckets are laid out before "
-            "projections are measured"
         )
 
 

@@ -89,7 +89,6 @@ IDLE = (
     ("--cross-entropy-fusion-impl", "--cross-entropy-loss-fusion"),
     ("--fp8-recipe", "--fp8-format"),
     ("--fp8-wgrad-bf16", "--fp8-format"),
-    ("--fp8-auto", "--fp8-format"),
     ("--fp8-param-gather", "--fp8-format"),
     ("--first-last-layers-bf16", "--fp8-format"),
     ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),

@@ -68,6 +68,8 @@ REMOVED = {  # flags that this program had, and what to do instead
     "leave it out",
     "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
     "out, or name a method for the same bits in every run",
+    "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
+    "bf16 by --first-last-layers-bf16",
 }
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "checked", "refused", "removed"
 

@@ -76,7 +76,6 @@ class Saver:
         self._staging: Staging | None = None
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
-        self.float8_choices: Mapping[str, Any] = {}  # of --fp8-auto: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
         supervisor = ctx.grid.launch.supervisor
@@ -235,20 +234,29 @@ class Saver:
     def _prune(self) -> None:
         """Remove the checkpoints that need not stay, in a thread: there may be much to hash first.
 
-        No save waits for it. It is left out while an earlier removal still works, and in a hurry.
+        No save waits for it, and a later save's checkpoint does not count in it, as that may be one
+        that removes nothing. It is left out in a hurry.
         """
+        if self.ctx.grid.rank or self._hurry:
+            return
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
         root = Path(c.save)
+        try:
+            now = frozenset(os.listdir(root))
+        except OSError as error:
+            self.note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
+            return
 
         def work() -> None:
-            gone = prune(root, c.keep_last_k, c.save_retain_interval, self._good, self.note)
+            gone = prune(
+                root, c.keep_last_k, c.save_retain_interval, self._good, self.note, among=now
+            )
             if gone:
                 self.note(f"removed {', '.join(gone)}")
 
         self._pruning.poll()
-        if self.ctx.grid.rank == 0 and not self._hurry and not self._pruning.busy:
-            self._pruning.start(work)
+        self._pruning.start(work)
 
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         optimizer, choices = self.optimizer, dict(self.overlap_choices)
@@ -258,7 +266,6 @@ class Saver:
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
-            "fp8_auto": dict(self.float8_choices),
             "tokenizer_model": next(iter(self._attach), self.config.data.tokenizer_model),
             **self.digests,
             "hf_config": dict(self.hf_config),
@@ -361,7 +368,6 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
-        self.float8_choices = found.state.get("fp8_auto", {})
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)

@@ -12,7 +12,7 @@ from mpu.zero.gradient_check import GradientCheck
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
-from training.run.autotune import float8, overlap
+from training.run.autotune import overlap
 from training.run.autotune.overlap import Note, Overlap
 from training.run.log import Log
 from training.run.output import say
@@ -53,8 +53,6 @@ def measure_and_warm_up(
     config, ctx = run.config, run.model.ctx
     run.sink.check = GradientCheck(run.grid, note)
     run.monitor.action = "measuring what is fastest"
-    chosen = float8.settle(run.module, ctx, config, note, saver.float8_choices)
-    saver.float8_choices = chosen
     found = overlap.settle(run.module, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = found.chosen.choices
     warm_up(run, provider, run_schedule, found.chosen, note)

@@ -1,2 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: one rank's core, blocks of it for documents and windows, and context parallelism."""
+"""Attention: one rank's core, blocks of it for documents and windows, and context parallelism.
+
+core                 causal attention of one rank's heads
+blocks               which queries look at which keys, as a list of rectangles: there is no mask
+block_attention      attention over such a list
+shards               which tokens of a row each context-parallel rank has, and which blocks it does
+exchange             how keys and values come to the queries: gathered, or round a ring
+transformer_engine   core attention by Transformer Engine, where a flag asks for it
+"""

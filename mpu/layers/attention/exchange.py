@@ -70,7 +70,7 @@ class ContextExchange(torch.autograd.Function):
 
 
 class Gather:
-    """All keys at once. held: the positions of each rank's tokens (context_shards.py)."""
+    """All keys at once. held: the positions of each rank's tokens (shards.py)."""
 
     def __init__(
         self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int

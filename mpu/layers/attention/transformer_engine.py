@@ -3,7 +3,7 @@
 
 It chooses between flash-attn, cuDNN and its own plain attention (its environment variables
 NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation, and generation of text, are those
-of attention.py.
+of core.py.
 """
 
 import importlib

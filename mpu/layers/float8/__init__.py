@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls in float8: the recipes, rows of codes with their scales, and how a weight travels."""
+"""Matmuls in float8.
+
+recipe    Float8, a Recipe of mpu/layers/linear.py
+rows      rows of float8: codes and their scales in one tensor
+weights   how a weight travels in float8 (--fp8-param-gather)
+cuda      torch's scaled_mm
+"""

@@ -49,11 +49,11 @@ def test_the_odds_stand_beside_the_time_that_the_planner_predicts(
     assert len(after) == 3 and "stall" not in "".join(before[0])
     for one, other in zip(before[:3], after, strict=True):
         assert one["predicted_step_s"] == other["predicted_step_s"]
+        assert one["predicted_mem_gib"] == other["predicted_mem_gib"]
     stalls, runs, crashed = after
     assert float(stalls["odds_of_stall"]) > 0.5 and float(stalls["stall_s"]) > 5
     assert float(runs["odds_of_stall"]) == 0 and float(runs["odds_of_crash"]) < 0.1
-    assert float(runs["reserved_gib"]) == pytest.approx(24.2, rel=0.1)
-    assert crashed["reserved_fits"] == "no" and float(crashed["odds_of_crash"]) > 0.9
+    assert float(crashed["odds_of_crash"]) > 0.9
     path.write_text(path.read_text().replace("model,", "framework,gpu,n_gpus,seq,model,"))
     assert plan_odds.main([str(path), "--out", str(beside)]) == 2
     assert "no runs; the odds are those of nanotron_h100" in capsys.readouterr().err

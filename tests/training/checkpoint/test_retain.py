@@ -85,6 +85,13 @@ def test_what_stays(
     assert prune(root, keep_last, interval, known(50), silent) == [], "nothing more goes"
 
 
+def test_a_checkpoint_that_came_later_neither_counts_nor_goes(run: Any) -> None:
+    root = run(10, 20, 30, 40)
+    among = {step_name(n) for n in (10, 20, 30)}
+    assert prune(root, 2, None, known(40), silent, among=among) == [step_name(10)]
+    assert steps(root) == ["20", "30", "40"]
+
+
 def test_an_imported_model_is_step_0_and_a_multiple_of_all(run: Any) -> None:
     root = run(0, 3, 6)
     prune(root, None, 100, set(), silent)

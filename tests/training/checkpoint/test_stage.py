@@ -69,6 +69,20 @@ def test_an_error_comes_once_and_only_when_it_is_over() -> None:
     background.wait()
 
 
+def test_work_waits_for_earlier_work() -> None:
+    background, go, order = Background(), threading.Event(), []
+
+    def first() -> None:
+        go.wait(10)
+        order.append(1)
+
+    background.start(first)
+    background.start(lambda: order.append(2))
+    go.set()
+    background.wait()
+    assert order == [1, 2]
+
+
 def save_and_train(comm: Any, root: str) -> list[float]:
     """Save in the background, over and over, while the trainer's own collectives go on."""
     grid = comm.grid()

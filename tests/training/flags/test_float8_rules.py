@@ -42,11 +42,6 @@ MISTAKES = [
     ),
     ("--keep-fp8-transpose-cache", 1, "weights gathered in float8 have memory of their own"),
     (f"{ON} --fp8-recipe rowwise --fp8-param-gather", 1, "--fp8-param-gather needs --zero-stage 1"),
-    (
-        f"{ON} --fp8-recipe rowwise --fp8-param-gather --zero-stage 1 --fp8-auto",
-        1,
-        "--fp8-param-gather and --fp8-auto exclude each other",
-    ),
     ("--fp8-output-proj", 1, "an output layer in float8 is not available here"),
     (
         f"{ON} --fp8-recipe blockwise --tensor-model-parallel-size 8 --num-attention-heads 8 "
@@ -72,7 +67,6 @@ MISTAKES = [
         "--num-query-groups 2 x --kv-channels 24 in all is 48, which is not a multiple of 32",
     ),
     (f"{ON} --fp8-recipe mxfp8 --seq-length 48", 1, "--micro-batch-size 1 x --seq-length 48 is 48"),
-    (f"{ON} --fp8-recipe rowwise --fp8-auto --rehearse", 1, "--fp8-auto measures on the device"),
     (f"{ON} --fp8-recipe rowwise --hidden-size 100", 1, "--hidden-size 100 is 100, which is not a"),
     (
         f"{ON} --fp8-recipe rowwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",

@@ -254,6 +254,7 @@ MISTAKES = [
     ("--moe-grouped-gemm", 1, "is refused: a mixture of experts is not available here"),
     ("--checksum-messages", 1, "--checksum-messages was removed: TCP checks what it carries"),
     ("--tp-comm-overlap-cache c.json", 1, "was removed: a checkpoint records what"),
+    ("--fp8-auto", 1, "--fp8-auto was removed: --fp8-format puts every projection in float8"),
     (
         "--deepspeed",
         1,

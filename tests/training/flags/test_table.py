@@ -30,7 +30,7 @@ LIVE = """
 --eod-mask-loss --eval-interval
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-auto --fp8-format
+--ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format
 --fp8-param-gather --fp8-recipe --fp8-wgrad-bf16 --num-layers-at-end-in-bf16
 --num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
@@ -79,7 +79,7 @@ OURS = set(
     "--data-local-copy --log-json --model-file --sample-interval --sample-prompt "
     "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
     "--peer-timeout --pipeline-schedule --zero-reduce-each-microbatch "
-    "--zero-stage --fp8-wgrad-bf16 --fp8-auto".split()
+    "--zero-stage --fp8-wgrad-bf16".split()
 )
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

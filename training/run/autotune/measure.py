@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what each matmul of a run should take: `auto`, of overlap methods or of arithmetics.
+"""Measure which overlap method each matmul of a run should take: --tp-comm-overlap auto.
 
     measure    seconds of a layer's forward and backward by each method, on this rank
     tune       the same for all layers; the slowest rank's seconds count, on every rank
-    compare    the same of bf16 and float8, forward and backward together (--fp8-auto)
-    choose     the fastest method of each, the plain one unless another is faster by more than noise
+    choose     the fastest method of each, "none" unless another is faster by more than noise
 
 What is timed are linear layers of the run's shapes on random numbers, with the weight gradient
 under the scatter, all casts and all waits.
@@ -14,7 +13,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +23,11 @@ from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import OverlapMap, key
 
-ARITHMETICS = ("bf16", "float8")
 MARGIN = 0.01  # share of the plain method's time: a smaller gain is noise
 BUDGET = 10.0  # seconds for all layers together, as far as LEAST repetitions allow
 LEAST, MOST = 3, 20  # repetitions
 Times = dict[str, dict[str, float]]  # {matmul: {method: seconds}}
 Spent = dict[str, tuple[float, float]]  # {method: seconds of forward, of backward}
-Layer = ColumnParallelLinear | RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -60,33 +56,13 @@ class Projection:
         """Return the key of the dgrad matmul; its method is taken for all of backward."""
         return self._key("scatter" if self.column else "gather", self.width, self.k)
 
-    @property
-    def layer(self) -> str:
-        """Return the key of the whole layer, by which a run looks up its arithmetic."""
-        kind = "column" if self.column else "row"
-        return f"{kind} {self.rows}x{self.k} -> {self.width}, {self.recipe}"
-
     def _key(self, op: str, k: int, width: int) -> str:
         length, dtype = (self.recipe or Recipe()).row(k, self.dtype)
         return key(op, self.rows, length, width, dtype)
 
 
-def by_overlap(layer: Layer, p: Projection, method: str) -> None:
-    """Let a layer take an overlap method."""
-    use_overlap(layer, OverlapMap("auto", {p.forward: method, p.backward: method}))
-
-
-def by_arithmetic(layer: Layer, p: Projection, method: str) -> None:
-    """Let a layer take its projection's recipe, or none."""
-    layer.recipe = p.recipe if method == "float8" and p.recipe else Recipe()
-
-
 def measure(
-    projection: Projection,
-    methods: Sequence[str],
-    ctx: LayerContext,
-    budget: float,
-    take: Callable[[Layer, Projection, str], None] = by_overlap,
+    projection: Projection, methods: Sequence[str], ctx: LayerContext, budget: float
 ) -> Spent:
     """Return the least seconds of forward and of backward by each method, on this rank.
 
@@ -99,7 +75,7 @@ def measure(
     ctx = replace(
         ctx, dtype=p.dtype, sink=GradientSink(ctx.accumulate), queue=WeightGradientQueue()
     )
-    layer: Layer
+    layer: ColumnParallelLinear | RowParallelLinear
     if p.column:
         layer = ColumnParallelLinear(p.k, p.width * size, ctx=ctx, recipe=p.recipe)
     else:
@@ -118,7 +94,7 @@ def measure(
         return time.perf_counter()
 
     def once(name: str) -> tuple[float, float]:
-        take(layer, p, name)
+        use_overlap(layer, OverlapMap("auto", {p.forward: name, p.backward: name}))
         barrier(axis, device)
         begin = now()
         y = layer(x)
@@ -144,7 +120,6 @@ def measure(
 
 
 Measure = Callable[[Projection, Sequence[str], LayerContext, float], Spent]
-measure_arithmetics = partial(measure, take=by_arithmetic)
 
 
 def tune(
@@ -164,28 +139,6 @@ def tune(
             for name, spent in zip((p.forward, p.backward), seconds, strict=True):
                 times = mine.setdefault(name, {})
                 times[method] = times.get(method, 0.0) + spent  # two layers may share a matmul
-    return slowest(mine, ctx)
-
-
-def compare(
-    projections: Iterable[Projection],
-    ctx: LayerContext,
-    measure: Measure = measure_arithmetics,
-) -> Times:
-    """Return the seconds of each layer (`Projection.layer`) in bf16 and in float8, as `tune` does.
-
-    bf16 is the layers' own dtype. A layer's forward, dgrad and wgrad count together, with the casts
-    to float8 and without overlap of collectives.
-    """
-    distinct, mine = list(dict.fromkeys(projections)), Times()
-    for p in distinct:
-        spent = measure(p, ARITHMETICS, ctx, BUDGET / len(distinct))
-        mine[p.layer] = {method: sum(seconds) for method, seconds in spent.items()}
-    return slowest(mine, ctx)
-
-
-def slowest(mine: Times, ctx: LayerContext) -> Times:
-    """Return, on every rank of the world, the most seconds that any rank had."""
     found = gather_bytes(json.dumps(mine).encode(), ctx.grid.world, ctx.device)
     most = Times()
     for theirs in map(json.loads, found):
@@ -196,10 +149,10 @@ def slowest(mine: Times, ctx: LayerContext) -> Times:
     return most
 
 
-def choose(times: Mapping[str, Mapping[str, float]], plain: str = "none") -> dict[str, str]:
-    """Return the method of each matmul: the fastest, where it beats `plain` by more than MARGIN."""
+def choose(times: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Return the method of each matmul: the fastest, where it beats "none" by more than MARGIN."""
     choices = {}
     for name, spent in times.items():
         best = min(spent, key=lambda method: spent[method])
-        choices[name] = best if spent[best] < (1 - MARGIN) * spent[plain] else plain
+        choices[name] = best if spent[best] < (1 - MARGIN) * spent["none"] else "none"
     return choices
