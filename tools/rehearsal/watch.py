@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from estimate.storages import tensors_of
+from mpu.kernels import by_address
 from tools.rehearsal.events import HostWait, Launch, Where
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import path_of
@@ -98,6 +99,11 @@ class Watch(TorchDispatchMode):
             recorder.resized(inputs[0], where)
         if short in NO_KERNEL or name.startswith("c10d"):
             return out
+        overload = ".dtype" if "dtype" in func._overloadname else ""
+        if name + overload in by_address.CALLS and device != "cpu":
+            names = (argument.name for argument in func._schema.arguments)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            recorder.check_layout(name + overload, given, where)
         changed = outputs + self._changed(func, args, kwargs)
         read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
