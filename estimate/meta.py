@@ -233,8 +233,8 @@ def norm_forward(
 
 
 def norm_backward(
-    x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, sink: GradientSink,
-    weight: nn.Parameter,
+    x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, eps: float,
+    sink: GradientSink, weight: nn.Parameter,
 ) -> Tensor:  # fmt: skip
     sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
     return torch.empty_like(x)

@@ -6,6 +6,7 @@ keeps for a while.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,10 +41,10 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(kwargs.values())]  # out= is one of these
+        given = [*tensors_of(args), *tensors_of(kwargs.values())]  # out= is one of these
         before = {t.untyped_storage()._cdata for t in given}
         out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
+        for tensor in tensors_of((out,)):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if tensor.is_meta and key not in before and key not in self._references:
@@ -61,13 +62,14 @@ class Live(TorchDispatchMode):
         self.now -= nbytes
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    found = []
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists and tuples of them."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
+            found += tensors_of(value)
     return found
 
 

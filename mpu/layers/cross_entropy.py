@@ -34,13 +34,18 @@ def vocab_parallel_cross_entropy(
     do not read them after it. Autograd refuses to, where it has saved them. Other logits are
     copied. Raises ValueError where labels are not int64, one a token.
     """
-    if labels.dtype != torch.int64 or labels.shape != logits.shape[:2]:
-        raise ValueError(
-            f"labels are {tuple(labels.shape)} of {labels.dtype}: logits of "
-            f"{tuple(logits.shape)} need int64, one for each token {tuple(logits.shape[:2])}"
-        )
+    check_labels(labels, tuple(logits.shape[:2]))
     own = isinstance(logits.grad_fn, AllGatherMatmul._backward_cls) and logits.is_contiguous()
     return _CrossEntropy.apply(logits, labels, vocab_size, ctx, own)
+
+
+def check_labels(labels: Tensor, tokens: tuple[int, ...]) -> None:
+    """Raise ValueError where labels are not int64, one a token: kernels read them by address."""
+    if labels.dtype != torch.int64 or labels.shape != tokens:
+        raise ValueError(
+            f"labels are {tuple(labels.shape)} of {labels.dtype}: tokens of {tokens} need int64, "
+            "one for each token"
+        )
 
 
 def output_loss(

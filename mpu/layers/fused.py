@@ -43,7 +43,11 @@ def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
 
 
 def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
-    """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers."""
+    """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers.
+
+    Nothing is checked here: `fits` and its like are, and a rehearsal holds every call against
+    mpu/kernels/by_address.py.
+    """
     library = native.load()
     assert library is not None
     given = (KINDS[dtype], torch.get_num_threads(), *args)

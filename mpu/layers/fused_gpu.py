@@ -96,7 +96,7 @@ def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -
 
     own: Triton may write to the memory of x.
     """
-    if on_triton(x, accumulate=cos.dtype):
+    if on_triton(x, accumulate=cos.dtype) and _of_one_layout(cos, sin):
         from mpu.kernels import rope as kernel
 
         out = x.data if own else torch.empty_like(x)
@@ -105,10 +105,15 @@ def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -
     return _rotate(x, cos, sin, sizes[0] + sizes[1], 1.0)
 
 
+def _of_one_layout(cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel, which takes strides of cos alone, may read both."""
+    return cos.stride() == sin.stride() and cos.dtype == sin.dtype and cos.stride(-1) == 1
+
+
 def rope_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
     """Return dq, dk and dv [s, b, n, d] side by side, dq and dk rotated back."""
     dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
-    if on_triton(dq[:0], accumulate=cos.dtype):
+    if on_triton(dq[:0], accumulate=cos.dtype) and _of_one_layout(cos, sin):
         from mpu.kernels import rope as kernel
 
         s, b, n, d = dq.shape

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mpu.comm.transport import Label
-from mpu.layers.cross_entropy import Columns, loss_of, softmax_gradient, softmax_stats
+from mpu.layers.cross_entropy import Columns, check_labels, loss_of, softmax_gradient, softmax_stats
 from mpu.layers.linear import ColumnParallelLinear, Recipe
 
 CHUNK_BYTES = 1 << 28  # of a chunk's logits
@@ -85,6 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
     ) -> Tensor:
         rows, targets = _gather(x, head, head.on_forward), labels.reshape(-1)
+        whole_length = len(x) * (head.ctx.tp.size if head.ctx.sp else 1)
+        check_labels(labels, (whole_length, *x.shape[1:-1]))
         whole = head.ctx.sink.acquire(head.weight)
         chunks = _chunks(rows, whole, head, vocab_size)
         kind = head.ctx.accumulate

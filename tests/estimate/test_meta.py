@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands in for torch on meta tensors answers as torch does, only sooner."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from estimate.meta import BLOCK, META, MetaAttention, MetaOperations, flash_attention
+from estimate.meta import (
+    BLOCK,
+    KERNELS,
+    META,
+    MetaAttention,
+    MetaOperations,
+    flash_attention,
+    nothing,
+)
 
 
 def tensor(*shape, dtype=torch.float32):
@@ -100,3 +109,10 @@ def test_flops_need_no_symbolic_algebra():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_what_stands_in_for_a_kernel_takes_its_arguments():
+    for module, name, stand_in in KERNELS:
+        theirs = inspect.signature(getattr(module, name)).parameters
+        ours = inspect.signature(stand_in).parameters
+        assert stand_in is nothing or list(ours) == list(theirs), name

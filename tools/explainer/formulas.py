@@ -7,22 +7,24 @@ knows nothing else: no eval().
 
 import ast
 import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from estimate import buffers, rank_memory
+from estimate.context_parallel import comm_type_of
 from estimate.model_profile import rank_parameters
 from estimate.stages import rank_stages
 from mpu.layers.float8.rows import BLOCKS, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
-from tools.explainer.context import context_letters
 from training import batch_size
 from training.config import Config
 from training.float8 import layers_in_bf16
 from training.schedule import recomputed_layers, schedule_of
 
+LETTERS = {"p2p": "r", "all_gather": "g", "a2a": "h", "a2a+p2p": "m"}  # round, gather, heads, mixed
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 
 
@@ -174,9 +176,40 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "q": rank_memory.gradient_bytes(config),
         "P": len(held.keys() & parameters.keys()),
         "Q": len(parameters),
-        **context_letters(config, stages),
+        **_context_letters(config, stages),
         **_buckets(config, pp_rank),
     }
+
+
+def _context_letters(config: Config, stages: Sequence[Stage]) -> dict[str, int]:
+    """Return the letters for what context-parallel ranks send, of a rank that has these stages.
+
+    Forwards of a layer's attention count twice where backward runs it again.
+    """
+    m, p = config.model, config.parallel
+    cp, (near, far) = p.context_parallel_size, p.hierarchical_context_parallel_sizes or (1, 1)
+    heads = m.num_attention_heads // p.tensor_model_parallel_size
+    groups = max(1, m.num_query_groups // p.tensor_model_parallel_size)
+    out = {
+        "cp": cp,
+        "near": near,
+        "far": far,
+        "kv": 2 * groups * m.kv_channels,
+        "kvm": 2 * max(1, groups // near) * m.kv_channels,
+        "qo": heads * m.kv_channels,
+        "kvh": 2 * max(groups, cp) * m.kv_channels,
+        "kvn": 2 * max(groups, near) * m.kv_channels,
+    }
+    for letter in LETTERS.values():
+        out |= {f"{letter}F": 0, f"{letter}B": 0}
+    for stage in stages:
+        full = stage.layers[: recomputed_layers(config, stage)]
+        for layer in stage.layers if cp > 1 else ():
+            letter = LETTERS[comm_type_of(config, layer)]
+            again = layer in full or p.recompute_granularity == "selective"
+            out[f"{letter}F"] += 1 + again
+            out[f"{letter}B"] += 1
+    return out
 
 
 def _buckets(config: Config, pp_rank: int) -> dict[str, int]:

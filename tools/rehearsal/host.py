@@ -95,6 +95,7 @@ class Host:
             [x for i in places if (x := args[i]) is not None] for places in (reads, writes)
         )
         tensors = [x for x in args if x is not None]
+        recorder.check_layout(f"weft::{name}", dict(enumerate(args)), where)
         found = recorder.uses(read, written, where, recorder.stream)
         kinds = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
         recorder.events.append(

@@ -9,12 +9,13 @@ methods.
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
+from mpu.kernels import by_address
 from tools.explainer.ops import Layers
 from tools.rehearsal.events import (
     Action,
@@ -176,6 +177,17 @@ class Recorder:
         new, key = self.new_storage(storage.nbytes()), storage._cdata
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
         self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
+
+    def check_layout(self, call: str, given: Mapping[Any, Any], where: Where) -> None:
+        """Note what a kernel would read wrongly of its arguments (mpu/kernels/by_address.py)."""
+        why = list(by_address.wrong(call, given))
+        if call == "aten::_scaled_mm_v2":
+            scales = ("scale_a", "recipe_a", "scale_b", "recipe_b")
+            one = (given[name][0] for name in scales)
+            why += by_address.scaled_mm(given["self"], given["mat2"], *one)
+        for x, each in why:
+            born, near = self.birthplace(x), self.place()
+            self.found.append(Finding("layout", where.place or near, each, born, (born, near)))
 
     def uses(
         self, read: Iterable[Tensor], written: Iterable[Tensor], where: Where, stream: int

@@ -54,6 +54,7 @@ def install(recorder: Recorder, rank: int) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         name, where = kernel.fn.__name__, recorder.where()
         cost = cost_of(name, given)
+        recorder.check_layout(f"triton::{name}", given, where)
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
         written = [x for key, x in tensors.items() if key in cost.written]
         read = [x for key, x in tensors.items() if key not in cost.written]

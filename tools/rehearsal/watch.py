@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """See every operation of torch, and tell a Recorder what it launches, reads and writes."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from estimate.storages import tensors_of
+from mpu.kernels import by_address
 from tools.rehearsal.events import HostWait, Launch, Where
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import path_of
@@ -98,6 +99,11 @@ class Watch(TorchDispatchMode):
             recorder.resized(inputs[0], where)
         if short in NO_KERNEL or name.startswith("c10d"):
             return out
+        overload = ".dtype" if "dtype" in func._overloadname else ""
+        if name + overload in by_address.CALLS and device != "cpu":
+            names = (argument.name for argument in func._schema.arguments)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            recorder.check_layout(name + overload, given, where)
         changed = outputs + self._changed(func, args, kwargs)
         read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
@@ -218,17 +224,6 @@ def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
         ]
         strides = torch.ops.aten.index.Tensor(table, at).stride()
     return out if strides == out.stride() else out.new_empty_strided(out.shape, strides)
-
-
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in lists and tuples of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -3,7 +3,7 @@
 
 prepare, meeting, startup, start    before the first step: data, ranks that meet, what is printed
 state, step     Run, what a rank holds; Step, Decision and combine, what follows a step
-saver           save, resume, copies in a supervisor's memory; same_run, sources: what may resume
+saver           save, resume, copies in a supervisor's memory; same_run: what may resume
 stop            signals and time, agreed by all ranks
 log, output     the log: lines, JSON, TensorBoard, Weights & Biases
 memory, device, gpu_health, peak_flops, cuda_graph, warm_up    the device

@@ -7,15 +7,19 @@ store at which the ranks meet. Later failures are the business of training/fault
 """
 
 import faulthandler
+import hashlib
 import json
 import os
+import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,11 +34,35 @@ from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
 from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
-from training.run.sources import sources
 from training.untrusted import sentence
 
 PROGRAM = "pretrain_llama.py"
 COMPARING = 60.0  # seconds, at most, that ranks which have met wait for one another
+# what runs: the sources of these rooms
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("mpu", "model", "training", "csrc")
+KINDS = (".py", ".cpp", ".cc", ".c", ".h", ".cu")
+
+
+def sources(root: Path = ROOT) -> dict[str, str]:
+    """Return {"the file mpu/grid.py": hash, ..., "the version of torch": "2.13.0"}.
+
+    Ranks that differ in one of them may compute different numbers, or wait for each other in
+    different places. It takes some 10 ms.
+    """
+    files = [root / "pretrain_llama.py"]
+    for room in ROOMS:
+        files += [path for path in sorted((root / room).rglob("*")) if path.suffix in KINDS]
+    found = {}
+    for path in files:
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
+        found[f"the file {path.relative_to(root).as_posix()}"] = digest
+    versions = {
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    return found | {f"the version of {name}": text for name, text in versions.items()}
 
 
 def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist.Store) -> None:

@@ -51,6 +51,13 @@ from mpu.param import placement_of
 FORMATS = {"e4m3": E4M3, "hybrid": E5M2}  # of dy; x and w are always e4m3
 
 
+def format_of_dy(scaling: str, name: str) -> Format:
+    """Return the format of dy. With a scale for each block it is e4m3, as torch multiplies no
+    other on CUDA (mpu/kernels/by_address.py), and a block's own scale has no need of e5m2's range.
+    """
+    return E4M3 if BLOCKS[scaling] else FORMATS[name]
+
+
 @dataclass(frozen=True, eq=False)
 class Float8(Recipe):
     """The recipe of one scaling. wgrad: in float8, else of x and dy as they are."""
@@ -68,6 +75,11 @@ class Float8(Recipe):
         """Return how many numbers of a row share a scale, 0 for all."""
         return BLOCKS[self.scaling]
 
+    @property
+    def dy(self) -> Format:
+        """Return the format of dy."""
+        return format_of_dy(self.scaling, self.format)
+
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
         """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it.
 
@@ -84,7 +96,7 @@ class Float8(Recipe):
     def _rows(self, x: Tensor, role: str, cut: str, wide: bool = False) -> Tensor:
         if x.dtype == torch.uint8:
             return x
-        flat, form = x.flatten(0, -2), FORMATS[self.format] if role == "dy" else E4M3
+        flat, form = x.flatten(0, -2), self.dy if role == "dy" else E4M3
         axes = self.shared(role, cut)
         if self.scaling == "tensorwise" or axes:
             scales = self._scales(flat, form, axes)
@@ -161,7 +173,7 @@ class Float8(Recipe):
 
     def dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Return dy w: rows of dy [..., o] and of w^T [i, o] -> [..., i]."""
-        return self._multiply(dy, weight, FORMATS[self.format], forward=False)
+        return self._multiply(dy, weight, self.dy, forward=False)
 
     def _multiply(self, x: Tensor, weight: Tensor, form: Format, forward: bool) -> Tensor:
         lead, x = x.shape[:-1], x.flatten(0, -2)
@@ -179,7 +191,7 @@ class Float8(Recipe):
         if not self.wgrad:
             super().accumulate(main_grad, fresh, x, dy)
             return
-        form, same = FORMATS[self.format], self.scaling == "tensorwise"
+        form, same = self.dy, self.scaling == "tensorwise"
         wide = self.scaling in ("rowwise", "blockwise")
         cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
         divided = self.scaling == "rowwise" and cp.size > 1

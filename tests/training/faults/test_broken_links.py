@@ -12,22 +12,11 @@ import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
 from tests.proxy import Proxy
+from tests.training.faults.test_monitor import PATIENCE, Staying, wait_until
 from training.faults import coordinator, hang_judge, messages
 from training.faults import monitor as failure_monitor
 from training.faults.links import Links
-from training.faults.monitor import FailureMonitor
 from training.faults.wire import Connection
-
-PATIENCE = 20.0  # seconds, for what takes milliseconds
-
-
-class Staying(FailureMonitor):
-    """A monitor whose rank only notes that it would leave: it is a thread of this process."""
-
-    gone = False
-
-    def _leave(self) -> None:
-        self.gone = True
 
 
 class Linked:
@@ -48,13 +37,6 @@ class Linked:
         """Return the first cause, as this rank knows it, once it does."""
         wait_until(lambda: self.monitors[rank].first is not None)
         return str(self.monitors[rank].first)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 @pytest.fixture

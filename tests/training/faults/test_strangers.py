@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,13 @@ import torch.distributed as dist
 
 from mpu.comm.transport import CommunicationError
 from mpu.launch import run_secret
+from tests.training.faults.test_monitor import PATIENCE, Staying, wait_until
 from training.faults import coordinator, door, messages, wire
 from training.faults import monitor as failure_monitor
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.coordinator import Cause
-from training.faults.monitor import FailureMonitor
 
-PATIENCE = 20.0  # seconds, for what takes milliseconds
 SECRET = b"a secret of sixteen bytes or more"
-
-
-class Staying(FailureMonitor):
-    """A monitor whose rank only notes that it would leave: it is a thread of this process."""
-
-    gone = False
-
-    def _leave(self) -> None:
-        self.gone = True
 
 
 class Two:
@@ -64,13 +53,6 @@ class Two:
         self.monitors[1].__exit__(KeyError, error, None)
         wait_until(lambda: all(m.first is not None for m in self.monitors))
         assert self.monitors[0].first == Cause(1, "start-up", "KeyError: 'the real one'")
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

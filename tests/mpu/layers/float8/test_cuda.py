@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.context import LayerContext
+from mpu.kernels import by_address
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8.cuda import Operand, multiply, prepare, wide
 from mpu.layers.float8.recipe import Float8
@@ -54,7 +55,8 @@ def scaled_mm(
     recipe_b: F.ScalingType, swizzle_a=None, swizzle_b=None, bias=None,
     output_dtype: torch.dtype = torch.bfloat16, contraction_dim=(), use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    assert a.stride(1) == 1 and b.stride(0) == 1 and not a.stride(0) % 16 and not b.stride(1) % 16
+    scales = scale_a, recipe_a.value, scale_b, recipe_b.value
+    assert not [why for _, why in by_address.scaled_mm(a, b, *scales)]
     assert (recipe_a == KIND.BlockWise1x32) == (swizzle_a == F.SwizzleType.SWIZZLE_32_4_4)
     assert swizzle_a == swizzle_b
     (n, k), m = a.shape, b.shape[1]
@@ -72,14 +74,15 @@ def test_scaled_mm_is_given_what_it_asks_for(scaling, weight, monkeypatch):
     spread = torch.randn(K, generator=g).mul(3).exp()
     x, w = (torch.randn(n, K, generator=g) * spread for n in (N, M))
     recipe = Float8(scaling, "hybrid", LayerContext())
+    form = recipe.dy
     x8, w8 = recipe.operand(x, "dy", "rows"), recipe.operand(w, "w" if weight else "x", "rows")
     if weight:
         prepare(w8, scaling)
         for rows in (x8[:32], x8[32:]):  # the parts of several ranks meet one weight
-            given = multiply(Operand(rows, E5M2), Operand(w8, E4M3), scaling, torch.float32)
+            given = multiply(Operand(rows, form), Operand(w8, E4M3), scaling, torch.float32)
             assert len(given) == len(rows)
-    y = multiply(Operand(x8, E5M2), Operand(w8, E4M3), scaling, torch.float32, fast=True)
-    numbers = (decode(r, recipe.block, f, torch.float64) for r, f in ((x8, E5M2), (w8, E4M3)))
+    y = multiply(Operand(x8, form), Operand(w8, E4M3), scaling, torch.float32, fast=True)
+    numbers = (decode(r, recipe.block, f, torch.float64) for r, f in ((x8, form), (w8, E4M3)))
     want = next(numbers) @ next(numbers).t()
     bits = 8 if scaling == "mxfp8" else 23  # whose product comes in bf16
     assert y.dtype == torch.float32
@@ -104,3 +107,14 @@ def test_scales_in_fp32_are_those_of_the_bytes():
     assert torch.equal(wide(byte)[:-1], scale_of(byte)[:-1]) and wide(byte)[-1].isnan()
     strided = byte[:252].view(12, 21)[:, ::2]
     assert wide(strided).is_contiguous() and torch.equal(wide(strided), scale_of(strided))
+
+
+@pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
+def test_blocks_of_e5m2_are_refused_as_torch_refuses_them(scaling, monkeypatch):
+    """torch's check_deepseek_recipe and check_mxfp8_recipe ask for e4m3 twice."""
+    monkeypatch.setattr(float8_cuda.F, "scaled_mm", scaled_mm)
+    recipe = Float8(scaling, "hybrid", LayerContext())
+    x8, w8 = (recipe.operand(torch.randn(n, K), "dy", "rows") for n in (N, M))
+    assert recipe.dy is E4M3
+    with pytest.raises(AssertionError):
+        multiply(Operand(x8, E5M2), Operand(w8, E4M3), scaling, torch.float32)

@@ -16,7 +16,7 @@ from mpu.gradients import GradientSink, run_deferred
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
-from mpu.layers.float8.recipe import FORMATS, Float8, use_float8
+from mpu.layers.float8.recipe import FORMATS, Float8, format_of_dy, use_float8
 from mpu.layers.float8.rows import BLOCKS, E4M3, Format, codes, decode, remade, scale_of, scales
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import OverlapMap
@@ -62,7 +62,7 @@ def rounded(x: Tensor, form: Format, block: int, whole: bool, square: bool = Fal
 
 def oracle(x, w, dy, scaling: str, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx, dw of x [n, i], w [o, i], dy [n, o] from rounded numbers, multiplied in fp64."""
-    block, form = BLOCKS[scaling], FORMATS[name]
+    block, form = BLOCKS[scaling], format_of_dy(scaling, name)
     ways = dict(block=block, whole=scaling == "tensorwise")
     square = scaling == "blockwise"
     x8, dy8 = rounded(x, E4M3, **ways), rounded(dy, form, **ways)
@@ -100,7 +100,7 @@ def test_forward_dgrad_and_wgrad_are_those_of_the_oracle(scaling, name, dtype):
 @pytest.mark.parametrize("scaling, name", RECIPES)
 def test_rows_are_the_oracles_numbers(scaling, name):
     ctx = LayerContext(dtype=FP64, accumulate=FP64)
-    recipe, form = Float8(scaling, name, ctx), FORMATS[name]
+    recipe, form = Float8(scaling, name, ctx), format_of_dy(scaling, name)
     ways = dict(block=BLOCKS[scaling], whole=scaling == "tensorwise")
     for role, x in (
         ("x", full("x", 128, 256)),
@@ -118,7 +118,7 @@ def test_rows_are_the_oracles_numbers(scaling, name):
 
 @pytest.mark.parametrize("scaling, name", RECIPES)
 def test_rows_made_again_change_only_what_underflows(scaling, name):
-    recipe, form = Float8(scaling, name, LayerContext()), FORMATS[name]
+    recipe, form = Float8(scaling, name, LayerContext()), format_of_dy(scaling, name)
     rows = recipe.operand(full("dy", 128, 256), "dy", "rows")
     numbers = decode(rows, recipe.block, form, FP64).t()
     again = remade(rows, recipe.block, form, scaling == "tensorwise")
@@ -169,7 +169,7 @@ class Seen(Float8):
 
     def of_each_number(self, role: str) -> Tensor:
         """Code and scale of each number of the rows: uint8 [n, k, 2]."""
-        form = FORMATS[self.format] if "dy" in role else E4M3
+        form = self.dy if "dy" in role else E4M3
         code = codes(self.seen[role], self.block, form).view(torch.uint8)
         byte = scales(self.seen[role], self.block)
         return torch.stack([code, byte.repeat_interleave(code.shape[1] // byte.shape[1], 1)], 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from training.run import startup
-from training.run.sources import KINDS, ROOMS, ROOT, sources
+from training.run.startup import KINDS, ROOMS, ROOT, sources
 
 
 @pytest.fixture

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel asks of its arguments and does not check: one table, for call sites and rehearsals.
+
+A kernel that reads a tensor at its address takes strides, lengths and dtypes for granted; given
+others it computes wrong numbers, and nothing raises. Here each such call stands once, with what it
+asks of each argument and where that is written:
+
+    whole       contiguous                          int64, int32, float32: of that dtype
+    rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
+    aligned     at a multiple of 16 bytes           sums: fp64 if that is fp64, else fp32
+    half        bf16 or fp16                        like: of the strides of the argument before
+    columns     contiguous if it is transposed
+
+Call sites make their arguments so, or take another way (`fits`, `on_triton`, `_flash_takes`). A
+rehearsal asks each row of every launch, on a CPU too, and names the line (tools/rehearsal). What a
+call site makes for itself, an output of empty_like, is asked too.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGN = 16  # bytes
+DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+
+
+class Asks(NamedTuple):
+    """What a call asks of its arguments, by name or by place; source: where it is written."""
+
+    of: Mapping[str | int, tuple[str, ...]]
+    source: str
+
+
+def _row(source: str, **asks: str) -> Asks:
+    """Return a row: each keyword is an argument, its value words of the module's docstring."""
+    return Asks({name: tuple(words.split()) for name, words in asks.items()}, source)
+
+
+def _placed(source: str, *asks: str) -> Asks:
+    """Return a row of arguments by their places among a call's tensors."""
+    return Asks({i: tuple(words.split()) for i, words in enumerate(asks)}, source)
+
+
+SAME, SUMS, LABELS = "whole same", "whole sums", "whole int64"
+QKV_ALIKE = "rows same", "rows same like", "rows same like"
+KV_ALIKE = "rows same", "rows same", "rows same like"
+FUSED, ATTENTION = "csrc/fused.cpp", "csrc/attention.h"
+# sources of torch's kernels were read for a review at commits of its main branch, not again here
+FLASH = "pytorch aten/src/ATen/native/transformers/cuda/{attention,flash_api}: not read again"
+SCALED = "pytorch aten/src/ATen/native/cuda/ScaledBlas.cpp, ScaledBlasUtils.cpp: not read again"
+BLAS = "pytorch aten/src/ATen/native/cuda/Blas.cpp: not read again"
+ROWS = "mpu/kernels/"
+PRODUCT = "mpu/kernels/product.py"
+
+CALLS: dict[str, Asks] = {
+    # csrc, by the places of the tensors among a call's arguments
+    "weft::norm_forward": _placed(FUSED, SAME, SAME, SAME, SAME, SAME, SUMS),
+    "weft::norm_backward": _placed(FUSED, SAME, SAME, SUMS, SAME, SAME, SAME, SUMS),
+    "weft::swiglu_forward": _placed(FUSED, SAME, SAME),
+    "weft::swiglu_backward": _placed(FUSED, SAME, SAME, SAME),
+    "weft::rope": _placed(FUSED, SAME, SUMS, SUMS, SAME),
+    "weft::softmax_stats": _placed(FUSED, SAME, LABELS, SUMS),
+    "weft::softmax_gradient": _placed(FUSED, SAME, LABELS, SUMS, SUMS),
+    "weft::attention_forward": _placed(ATTENTION, *QKV_ALIKE, SAME, SUMS),
+    "weft::attention_backward": _placed(ATTENTION, *QKV_ALIKE, SAME, SUMS, SAME, SAME),
+    "weft::block_forward": _placed(ATTENTION, *KV_ALIKE, "rows same", "sums"),
+    "weft::block_backward": _placed(
+        ATTENTION, *KV_ALIKE, "rows same", "sums", *["rows same"] * 4
+    ),
+    # torch, by the names of its schemas
+    "aten::_scaled_dot_product_flash_attention": _row(
+        FLASH, query="rows same", key="rows same", value="rows same"
+    ),
+    "aten::_scaled_dot_product_flash_attention_backward": _row(
+        FLASH, query="rows", key="rows same", value="rows same", out="same",
+        logsumexp="whole float32",
+    ),
+    "aten::_flash_attention_forward": _row(
+        FLASH, query="rows same", key="rows same", value="rows same", cum_seq_q="whole int32",
+        cum_seq_k="whole int32",
+    ),
+    "aten::_flash_attention_backward": _row(
+        FLASH, query="rows", key="rows same", value="rows same", logsumexp="whole float32",
+        cum_seq_q="whole int32", cum_seq_k="whole int32",
+    ),
+    "aten::segment_reduce": _row(
+        "pytorch aten/src/ATen/native/cuda/SegmentReduce.cu: not read again",
+        data="whole", lengths="whole int64",
+    ),
+    "aten::mm.dtype": _row(BLAS, self="half", mat2="same"),
+    "aten::addmm.dtype": _row(BLAS, mat1="half", mat2="same", self="float32"),
+    "aten::_scaled_mm_v2": _row(SCALED),  # see `scaled_mm`
+    # Triton, by the names of a kernel's arguments
+    "triton::norm_forward_kernel": _row(
+        ROWS + "rms_norm.py", x=SAME, added=SAME, w=SAME, h=SAME, y=SAME, inverse=SUMS
+    ),
+    "triton::norm_forward_long_kernel": _row(
+        ROWS + "rms_norm.py", x=SAME, added=SAME, w=SAME, h=SAME, y=SAME, inverse=SUMS
+    ),
+    "triton::norm_backward_kernel": _row(
+        ROWS + "rms_norm.py", h=SAME, w=SAME, inverse=SUMS, dy=SAME, dh=SAME, dx=SAME, parts=SUMS
+    ),
+    "triton::norm_backward_long_kernel": _row(
+        ROWS + "rms_norm.py", h=SAME, w=SAME, inverse=SUMS, dy=SAME, dh=SAME, dx=SAME, parts=SUMS
+    ),
+    "triton::fold_kernel": _row(ROWS + "rms_norm.py", parts="whole", main="whole"),
+    "triton::rope_kernel": _row(
+        ROWS + "rope.py", q="rows same", k="rows same", v="rows same", out=SAME, cos="rows sums",
+        sin="rows sums like",
+    ),
+    "triton::swiglu_forward_kernel": _row(ROWS + "swiglu.py", x=SAME, y=SAME),
+    "triton::swiglu_backward_kernel": _row(ROWS + "swiglu.py", x=SAME, dy=SAME, dx=SAME),
+    "triton::softmax_stats_kernel": _row(
+        ROWS + "cross_entropy.py", rows=SAME, labels=LABELS, out=SUMS
+    ),
+    "triton::softmax_gradient_kernel": _row(
+        ROWS + "cross_entropy.py", rows=SAME, labels=LABELS, log_sum=SUMS, weight=SUMS
+    ),
+    "triton::adamw_kernel": _row(
+        ROWS + "adamw.py", master="whole", grad="whole", exp_avg="whole", exp_avg_sq="whole",
+        weight="whole", scalars="whole",
+    ),
+    "triton::row_scales_kernel": _row(ROWS + "float8.py", out="whole"),
+    "triton::encode_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
+    "triton::rows_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
+    "triton::sum_of_parts_kernel": _row(ROWS + "sum_of_parts.py", parts="whole", out="whole"),
+    "triton::all_gather_matmul_kernel": _row(
+        PRODUCT, x="whole aligned", w="same", y="whole", x_scales="float32", w_scales="float32"
+    ),
+    "triton::matmul_scatter_kernel": _row(
+        PRODUCT, x="whole aligned", w="same", x_scales="float32", w_scales="float32"
+    ),
+    "triton::reduce_kernel": _row(PRODUCT, out="whole"),
+}  # fmt: skip
+
+
+def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor, str]]:
+    """Yield each argument of a call that the kernel would read wrongly, with a sentence.
+
+    given: tensors by name or place; what is None or no tensor is left out. A call that stands in
+    no row has nothing wrong.
+    """
+    asks = CALLS.get(call)
+    if asks is None:
+        return
+    tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
+    first = next((tensors[key] for key in asks.of if key in tensors), None)
+    before = first
+    for key, words in asks.of.items():
+        if (x := tensors.get(key)) is not None and first is not None and before is not None:
+            for word in words:
+                if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
+                    what = key if isinstance(key, str) else f"tensor {key}"
+                    must = MEANING.get(word, word)
+                    found = f"{x.dtype} {tuple(x.shape)} of strides {x.stride()}"
+                    why = f"{call} reads {what} by address, which must be {must}: it is {found}"
+                    yield x, f"{why} ({asks.source})"
+            before = x
+
+
+MEANING = {
+    "whole": "contiguous",
+    "rows": "of stride 1 in its last dimension",
+    "half": "bf16 or fp16",
+    "aligned": f"at a multiple of {ALIGN} bytes",
+    "like": "of the strides of the argument before it",
+    "columns": "contiguous if it is transposed",
+    "same": "of the dtype of the first argument",
+    "sums": "of the dtype of sums",
+}
+
+
+def alike(x: Tensor, other: Tensor) -> bool:
+    """Return whether the strides of one tensor serve for both."""
+    strides = zip(x.shape, x.stride(), other.stride(), strict=False)
+    return all(n == 1 or mine == theirs for n, mine, theirs in strides)
+
+
+def fits(word: str, x: Tensor, kind: torch.dtype) -> bool:
+    """Return whether a tensor is what a word of the table says; kind: of the first tensor."""
+    if word == "whole":
+        return x.is_contiguous()
+    if word == "columns":
+        return x.mT.is_contiguous()
+    if word == "rows":
+        return x.dim() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1
+    if word == "same":
+        return x.dtype == kind
+    if word == "sums":
+        return x.dtype == (torch.float64 if kind == torch.float64 else torch.float32)
+    if word == "aligned":
+        return x.storage_offset() * x.element_size() % ALIGN == 0
+    if word == "half":
+        return x.dtype in (torch.bfloat16, torch.float16)
+    return x.dtype == DTYPES[word]
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# what scales are for, as torch.nn.functional.ScalingType numbers it
+TENSOR, ROW, BLOCK_32, BLOCK_128, SQUARE = 0, 1, 3, 4, 5
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, kind_a: int, scale_b: Tensor, kind_b: int
+) -> Iterator[tuple[Tensor, str]]:
+    """Yield each operand that torch's scaled_mm refuses on CUDA, or reads wrongly, with a sentence.
+
+    a [n, k], b [k, m]. Its shape functions check a part of it: not the dtypes of blocks' scales,
+    nor the strides of those (SCALED).
+    """
+    name = "aten::_scaled_mm_v2"
+    dtypes, (n, k), m = {a.dtype, b.dtype}, a.shape, b.shape[1]
+    if not dtypes <= {E4M3, E5M2} or dtypes == {E5M2}:
+        yield a, f"{name} multiplies e4m3 by e4m3 or e5m2, not {a.dtype} by {b.dtype}"
+    elif kind_a in (BLOCK_32, BLOCK_128, SQUARE) and dtypes != {E4M3}:
+        yield a, f"{name} multiplies blocks of e4m3 by e4m3 alone, not {a.dtype} by {b.dtype}"
+    if a.stride(1) != 1 or b.stride(0) != 1 or a.stride(0) % ALIGN or b.stride(1) % ALIGN:
+        yield a, f"{name} takes rows of a and columns of b at multiples of {ALIGN} bytes"
+    if k % ALIGN or m % ALIGN:
+        yield b, f"{name} takes k {k} and m {m} that are multiples of {ALIGN}"
+    for which, scale, kind, length in (("a", scale_a, kind_a, n), ("b", scale_b, kind_b, m)):
+        wanted = torch.float8_e8m0fnu if kind == BLOCK_32 else torch.float32
+        if scale.dtype != wanted:
+            yield scale, f"{name} takes scales of {which} in {wanted}, not {scale.dtype}"
+        if kind in (TENSOR, ROW, BLOCK_32) and not scale.is_contiguous():
+            yield scale, f"{name} reads scales of {which} by address, which must be contiguous"
+        if kind == ROW and scale.numel() != length:
+            yield scale, f"{name} takes {length} scales of {which}, not {scale.numel()}"
+        if kind == BLOCK_128 and scale.stride(0) != 1:
+            yield (
+                scale,
+                f"{name} reads blocks' scales of {which} by columns: {scale.stride()}",
+            )
+        if kind == SQUARE and (scale.stride(0) != 1 or scale.stride(1) % 4):
+            yield (
+                scale,
+                f"{name} reads squares' scales of {which} in fours: {scale.stride()}",
+            )
