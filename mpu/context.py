@@ -62,11 +62,6 @@ class LayerContext:
         }
         return (self.tp,) if partial[region] else ()
 
-    @property
-    def replicated_over(self) -> tuple[Axis, ...]:
-        """Return `reduce_axes` of hidden states."""
-        return self.reduce_axes(Region.SEQUENCE_PARALLEL)
-
     def replicated_parameter(self, shape: tuple[int, ...], region: Region) -> nn.Parameter:
         """Return an unset weight that every tp rank holds whole and uses in `region`.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real runs with a rank or a link that is slow from a step on, and clean runs.
 
-tests/training/run/test_slow_ranks.py has the short form: tables that were made up.
+tests/training/run/watch/test_slow_ranks.py has the short form: tables that were made up.
 """
 
 import re

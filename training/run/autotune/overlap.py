@@ -7,13 +7,9 @@ the same choice. See docs/overlap.md.
 """
 
 import json
-import os
-import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
-import torch
 from torch import nn
 
 from mpu.comm.collectives import gather_bytes
@@ -138,16 +134,6 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
     if config.parallel.no_shared_memory:
         return "--no-shared-memory"
     return ctx.tp.carrier.why_not
-
-
-def device_name(device: torch.device) -> str:
-    """Return what a device is called; of a CPU, how many cores of which kind."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")  # Linux only
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    model = re.search(r"model name\s*: (.*)", text)
-    return f"{os.cpu_count()} x {model[1] if model else platform.machine()}"
 
 
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:
