@@ -85,7 +85,7 @@ SP = TP + "--sequence-parallel "
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2 "
 EARLY = "--overlap-grad-reduce --overlap-param-gather "
 CP = "--context-parallel-size 2 --cp-comm-type "
-WIDE = "--hidden-size 256 --ffn-hidden-size 256 --num-query-groups 4 "  # float8 needs multiples
+WIDE = "--hidden-size 256 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128 "  # float8's
 FLOAT8 = TP + WIDE + "--fp8-format hybrid --fp8-recipe "
 RUNS = {
     "tp2-sp": Run(2, SP),

@@ -37,7 +37,7 @@ def saves_differ(want: Path, got: Path, steps: list[str]) -> str:
 
     Tensor files come first, then JSON; the manifest, which hashes every other file, comes last. A
     setting or hash that only the new state.json has is no difference, nor is a REMOVED one, nor the
-    hash of the model's source file.
+    hash and the folder of the model's source file.
     """
     for folder in (want, got):
         saved = sorted(path.name for path in folder.glob("step_*"))
@@ -74,6 +74,8 @@ def file_differs(one: Path, other: Path) -> str:
             here.pop("fp8_auto", None)  # what that flag chose
             for state in (here, there):
                 state.pop("model_digest", None)  # of the source of the model's file
+                if file := state.get("config", {}).get("model.model_file"):
+                    state["config"]["model.model_file"] = Path(file).name  # each tree has its own
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
             there["config_digest"] = here.get("config_digest")  # it hashes all settings

@@ -18,6 +18,8 @@ from mpu.layers.fused import ResidualRMSNorm, RMSNorm
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.param import unique_parameters
 from pretrain_llama import model_provider
+from tests.model.test_worked_forks import case_of, equal
+from tests.model.twin import run_cases
 from training.flags.parse import parse
 from training.recompute import recompute_of
 
@@ -246,3 +248,23 @@ def test_the_epsilon_of_a_norm_may_change_after_it_was_made(monkeypatch):
         y = norm(torch.ones(2, 1, 4, requires_grad=True))
         (y[0] if isinstance(y, tuple) else y).sum().backward()
     assert given == [0.5] * 4
+
+
+WAYS = (  # of two ranks: what acts on a layer's matmuls, weights and their gradients
+    dict(tp=2, dp=1, m=1, sp=True, path="ring"),
+    dict(tp=2, dp=1, m=1, sp=True, path="symmetric", recompute="selective"),
+    dict(tp=1, dp=2, m=1, zero=3, gather=True, recompute="full"),
+    dict(tp=1, dp=1, m=3, pp=2, schedule="zb-h1"),
+    dict(tp=1, dp=1, m=3, pp=2, schedule="1f1b", defer=True, limit=1),
+)
+
+
+def test_two_ranks_obey_with_every_module_replaced(world, tmp_path):
+    """Two steps on two ranks as on one: losses, norms, every gradient to 1e-10."""
+    paths = {name: str(fork(tmp_path, name)) for name in SCALED if name != "z loss head"}
+    ones = world(1).run(run_cases, [case_of(name, path) for name, path in paths.items()], 2)[0]
+    for way in WAYS:
+        cases = [case_of(name, path) | way for name, path in paths.items()]
+        for rank in world(2).run(run_cases, cases, 2):
+            for name, got, one in zip(paths, rank, ones, strict=True):
+                equal(got, one, f"{name}, {way}")
