@@ -241,7 +241,7 @@ def train(
         saver,  # how far the run is, for a supervisor
         MemoryReport(run, model_provider, log),  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
-        guard,  # signals and time, bad numbers: stops, or goes back
+        guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
         Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
         GarbageCollection(config),
@@ -249,8 +249,8 @@ def train(
     ]
     stop_signal.begin(speak=run.grid.rank == 0)
     with profile, slow:
-        rewind.begin()
-        while rewind.goes_on(total):
+        rewind.begin()  # saves the start, where a run may go back to it
+        while rewind.goes_on(total):  # counts the steps that are passed over
             step = Step.next(run)
             run.monitor.enter("data", f"reading the data of iteration {step.iteration}")
             batches = step.batches(loaders.train, run.device)
@@ -263,7 +263,8 @@ def train(
             memory.empty_cache(config, run.device, level=2)
             saver.poll()
             over = time_is_up(config.run, started) or bool(saver.failed)
-            spiked = guard.spiked(step)  # what all ranks say to these flags is known a step later
+            spiked = guard.spiked(step)
+            # sends this step's flags to all ranks; returns what they said of the step before
             step.heard = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
             step.count(run)
 
