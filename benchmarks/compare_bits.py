@@ -86,7 +86,7 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2 "
 EARLY = "--overlap-grad-reduce --overlap-param-gather "
 CP = "--context-parallel-size 2 --cp-comm-type "
 WIDE = "--hidden-size 256 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128 "  # float8's
-FLOAT8 = TP + WIDE + "--fp8-format hybrid --fp8-recipe "
+FLOAT8 = TP + WIDE + "--fp8-format "
 RUNS = {
     "tp2-sp": Run(2, SP),
     "tp2": Run(2, TP),
@@ -103,10 +103,10 @@ RUNS = {
     "cp2-p2p": Run(2, CP + "p2p"),
     "cp2-a2a": Run(2, CP + "a2a"),
     "cp2-all-gather": Run(2, CP + "all_gather"),
-    "float8-tensorwise": Run(2, FLOAT8 + "tensorwise"),
-    "float8-rowwise": Run(2, FLOAT8 + "rowwise"),
-    "float8-blockwise": Run(2, FLOAT8 + "blockwise"),
-    "float8-mxfp8": Run(2, FLOAT8 + "mxfp8"),
+    "float8-tensorwise": Run(2, FLOAT8 + "hybrid --fp8-recipe tensorwise"),
+    "float8-rowwise": Run(2, FLOAT8 + "hybrid --fp8-recipe rowwise"),
+    "float8-blockwise": Run(2, FLOAT8 + "e4m3 --fp8-recipe blockwise"),
+    "float8-mxfp8": Run(2, FLOAT8 + "e4m3 --fp8-recipe mxfp8"),
     "offload-activations": Run(2, SP + "--cpu-offload-activations --cpu-offloading-num-layers 2"),
     "offload-optimizer": Run(2, "--zero-stage 1 --optimizer-cpu-offload"),
     "packed-documents": Run(2, SP + "--reset-position-ids --reset-attention-mask --eod-mask-loss"),
