@@ -280,7 +280,8 @@ def _inject(injected: Injected) -> None:
     if "save" in injected.fault or point.startswith("save: "):  # the hook counts saves, too
         defaults, phase = saving.save.__kwdefaults__, point.removeprefix("save: ")
         defaults["hook"] = injected.hook(phase, defaults["hook"])
-        retain.prune.__defaults__ = (injected.hook(phase, *retain.prune.__defaults__),)
+        inner, *rest = retain.prune.__defaults__
+        retain.prune.__defaults__ = (injected.hook(phase, inner), *rest)
     if point in POINTS:
         owner, name = POINTS[point]
         setattr(owner, name, injected.wrap(getattr(owner, name)))
