@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.layers.float8.rows import RECIPES as SCALING
 from tools.command_line import Parser, told, whole
 from tools.planner import picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
@@ -88,7 +89,7 @@ def own_plan(plans: Plans, flags: str) -> Plans:
         schedule=p.schedule,
         offload=config.gpu.cpu_offload_activations,
         overlap="none" if p.tp_comm_overlap == "none" else "ring",
-        dtype=(f.fp8_recipe or "bf16") if f.fp8_format else "bf16",
+        dtype=SCALING[f.fp8_recipe or ""] if f.fp8_format else "bf16",
         each=p.zero_reduce_each_microbatch,
     )
     return search.told(plans.model, plans.cluster, [each])
