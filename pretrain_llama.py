@@ -22,7 +22,7 @@ from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 
-os.environ.update(environment_defaults(os.environ))
+os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
