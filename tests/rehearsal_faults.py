@@ -17,6 +17,7 @@ each kind. The last rank drawn by the fault's seed is rehearsed, then all ranks 
 
 import argparse
 import ast
+import functools
 import json
 import random
 import sys
@@ -81,6 +82,7 @@ def faults() -> list[Fault]:
     ]  # fmt: skip
 
 
+@functools.cache
 def functions(text: str) -> list[tuple[str, range]]:
     """Return the functions and classes of a file by their qualified names, with their lines."""
     found: list[tuple[str, range]] = []
@@ -193,8 +195,10 @@ def main(argv: list[str]) -> int:
     planted = Counter(fault.kind for fault, _ in results)
     found = Counter(fault.kind for fault, how in results if how in FOUND)
     print(*(f"{kind:55}{planted[kind]:4}{found[kind]:4}" for kind in planted), sep="\n")
-    print(f"{sum(found.values())} of {sum(planted.values())} found, of {len(planted)} kinds, in "
-          f"{time.monotonic() - began:.0f} s; {dict(Counter(how or 'none' for _, how in results))}")
+    print(
+        f"{sum(found.values())} of {sum(planted.values())} found, of {len(planted)} kinds, in "
+        f"{time.monotonic() - began:.0f} s; {dict(Counter(how or 'none' for _, how in results))}"
+    )
     if asked.json:
         Path(asked.json).write_text(json.dumps({f.number: how for f, how in results}))
     return 0
