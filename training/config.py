@@ -347,7 +347,7 @@ class ParallelConfig:
         "cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) Transformer "
         "Engine's DotProductAttention; auto takes what torch chooses",
         "off: auto",
-        one_of(*BACKENDS),
+        one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
     )
     flash_attention_version: int | None = setting(
         None,

@@ -24,7 +24,7 @@ from mpu.comm.collectives import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.attention.backends import card_of
-from mpu.layers.attention.core import CoreAttention, core_attention, one_row
+from mpu.layers.attention.core import CoreAttention, one_row
 from mpu.layers.attention.exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
@@ -43,8 +43,6 @@ def core_attention_of(ctx: LayerContext) -> CoreAttention:
         return TransformerEngineAttention()
     if ctx.grid.cp.size > 1:
         return ContextAttention(ctx)
-    if ctx.attention_backend == "auto":
-        return core_attention
     return CoreAttention(ctx.attention_backend, card_of(ctx.device))
 
 

@@ -201,9 +201,7 @@ def _slice(positions: range, before: int = 0) -> slice:
     return slice(positions.start - before, positions.stop - before)
 
 
-def _forward(
-    kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp [b, a, s] of one block."""
     if part == "triu":  # causal, if both are read from their ends
         out, lse = _forward(kernel, "tril", q.flip(2), k.flip(2), v.flip(2))

@@ -83,13 +83,13 @@ class CoreAttention:
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend to whole rows: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
-        cpu = q.device.type == "cpu"
-        if cpu and self.asked != "unfused" and takes_native(q, k, v):
+        kernel = self.kernel(q, "rows")
+        if kernel == "cpu" and takes_native(q, k, v):
             return CausalAttention.apply(q, k, v)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
-        if self.asked != "auto" and (kernel := self.kernel(q, "rows")) != "cpu":
-            return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
-        return dot_product_attention(q, k, v)
+        if kernel == "cpu" or self.asked == "auto":  # torch chooses
+            return dot_product_attention(q, k, v)
+        return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
 
     def kernel(self, q: Tensor, work: Work) -> Kernel:
         """Return which kernel does some work on queries [..., d]."""
