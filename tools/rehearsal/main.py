@@ -151,9 +151,10 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     }
     if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
-        timing = time_of(seen, device)
-        made["time"] = as_json(timing)
-        told = lines(timing, device)
+        timing, *others = (time_of(seen, end) for end in device.ends())
+        other = others[0] if others else None
+        made["time"] = as_json(timing, other)
+        told = lines(timing, device, other)
         table = kept.rows(seen.config, seen.script.model_provider, step, device)
         moved = kept.carried(step, device, timing)
         made["activations"] = kept.as_json(table, moved)
