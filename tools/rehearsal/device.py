@@ -138,7 +138,7 @@ class Memory:
         return self.most
 
 
-def install(recorder: Recorder, properties: dict[str, Any]) -> None:
+def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool = False) -> None:
     """Replace torch.cuda's functions. properties: name, major, minor, multi_processor_count, ..."""
     Stream.recorder, memory, cuda = recorder, Memory(recorder), torch.cuda
     found = SimpleNamespace(**properties)
@@ -172,6 +172,7 @@ def install(recorder: Recorder, properties: dict[str, Any]) -> None:
         setattr(cuda, name, fake)
     torch.Generator = Generator  # type: ignore[misc]
     torch.backends.cudnn.version = lambda: CUDNN
+    torch.are_deterministic_algorithms_enabled = lambda: deterministic
 
 
 class Reads(TorchFunctionMode):
@@ -267,7 +268,8 @@ class Reads(TorchFunctionMode):
         if kernel == "cudnn":
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            return cudnn(q, k, v, None, learns, dropout_p, is_causal, scale=scale)[0]
+            named = dict(attn_bias=None, compute_log_sumexp=learns, dropout_p=dropout_p)
+            return cudnn(q, k, v, **named, is_causal=is_causal, scale=scale)[0]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

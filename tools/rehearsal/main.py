@@ -100,7 +100,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
         install(recorder, {
             "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
-        })  # fmt: skip
+        }, config.run.deterministic_mode)  # fmt: skip
         triton_kernels.install(recorder, launch.rank)
     else:
         Host(recorder).install(patches, network)
