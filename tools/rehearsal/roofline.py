@@ -34,7 +34,7 @@ def matmul_seconds(
     device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1, sms: float = 0.0
 ) -> float:
     """Return the seconds of `batch` products [m, k] x [k, n], kernel start included."""
-    return matmul(device, m, n, k, dtype, batch, sms).seconds
+    return matmul(device, m, n, k, dtype, batch=batch, sms=sms).seconds
 
 
 def matmul(
