@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.gpu.prediction import compare, launches_by_op, load
 
 from mpu.layers.attention import core as attention
 from tests.gpu import measure_step
-from tests.gpu.prediction import compare, launches_by_op, load
 from tools import gpu_check
 
 ROOT = Path(__file__).resolve().parents[2]
