@@ -46,6 +46,7 @@ DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that ho
 # On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
 # groups have streams of high priority, so that their kernels come first where SMs are scarce.
 URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
 
 def launch_of(world: int) -> Launch:
@@ -72,6 +73,16 @@ def high_priority(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group warns of one that is not its own
     return options
+
+
+def group_timeout(deadline: timedelta, backend: str) -> timedelta:
+    """Return after how long a backend itself ends a collective that does not end.
+
+    deadline: after which the hang watch (training/faults) ends the run and names the rank that
+    hangs. NCCL's watchdog aborts the process of every rank that waits. It counts from the enqueue,
+    which is before the watch begins to count, so it has this much longer.
+    """
+    return deadline + WATCHDOG_LATER if backend == "nccl" else deadline
 
 
 class DataAxes(NamedTuple):
@@ -234,10 +245,14 @@ class Grid:
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
-        """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU."""
+        """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU.
+
+        timeout: after which a watcher of the run ends a hang (`group_timeout`).
+        """
         if self.world_size == 1:
             return self
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
+        timeout = group_timeout(timeout, self.backend)
         if self.backend == "gloo":
             bind_loopback()
         # Without a device_id: with one, all messages of a group share the group's one communicator,

@@ -188,6 +188,38 @@ def test_a_group_is_not_bound_to_a_device(monkeypatch):
     assert grid.backend == "nccl" and given and "device_id" not in given
 
 
+@pytest.mark.parametrize(("backend", "later"), [("nccl", 120), ("gloo", 0)])
+def test_the_watchdog_of_nccl_comes_after_the_hang_watch(monkeypatch, backend, later):
+    """It ends every rank that waits, and would leave no one to name the rank that hangs."""
+    given = []
+
+    def group(ranks, timeout, pg_options=None, **more):
+        given.extend([timeout, getattr(pg_options, "_timeout", timeout)])
+        return Group(ranks)
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            assert is_high_priority_stream
+
+    def world(backend, timeout, **more):
+        given.append(timeout)
+
+    def message(number, peer, group):
+        return None
+
+    for name, function in (("send", message), ("recv", message), ("new_group", group),
+                           ("init_process_group", world)):  # fmt: skip
+        monkeypatch.setattr(grid_module.dist, name, function)
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(grid_module.dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(grid_module, "barrier", lambda axis, device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(grid_module.dist, "group", SimpleNamespace(WORLD=Group(range(8))))
+    grid = Grid(8, 2, 1, 2, Launch(0, 8), backend)
+    grid.connect(torch.device("cpu"), None, timedelta(minutes=10))
+    assert len(given) > 5 and set(given) == {timedelta(minutes=10, seconds=later)}
+
+
 def test_a_grid_takes_its_rank_from_the_launcher(monkeypatch):
     """Without `launch` a grid is no longer rank 0 in every process."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID"):

@@ -10,18 +10,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from estimate.model_profile import model_profile
 from estimate.stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import graph, kept, replay_engine, report, triton_kernels
+from tools.rehearsal import graph, guard, kept, replay_engine, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
-from tools.rehearsal.guard import flag
 from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
@@ -39,7 +40,7 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    path: str | None = flag(argv, "--rehearse-json")  # the flags may fail to be read
+    path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
         config = read(script, argv)
         path = config.rehearse.rehearse_json
@@ -47,7 +48,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
             made, text = all_ranks(partial(run, script), describe, config)
         else:
             made, text = describe(run(script, config))
-    except (UsageError, PlacementError, ValueError, OSError) as error:
+    except (UsageError, PlacementError, ValueError, OSError, guard.GuardError) as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # while the flags were read: the plan runs the model, too
@@ -94,6 +95,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
     if recorder.device == "cuda":
+        guard.check(torch)
         device = read_device(asked.rehearse_device)
         install(recorder, {
             "name": device.name, "major": _major(device), "minor": 0, "uuid": "",

@@ -154,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
         raise CheckpointError(f"{path.name} is larger than {LIMIT} bytes")
-    return parse(data, path.name)
+    return parse(data, path.name, foreign=True)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

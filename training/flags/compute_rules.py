@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mpu.launch import registers_graphs
 from mpu.layers.float8.rows import ALIGN, BLOCKS
 from training.config import Config, GpuConfig, UsageError
 from training.flags import parallel_rules
@@ -185,6 +186,8 @@ def check_graph(config: Config) -> None:
         return
     for flag, why in _forbid(config):
         raise UsageError(f"{GRAPH} with {flag}: {why}")
+    if not config.run.dry_run and (why := registers_graphs()):
+        raise UsageError(f"{GRAPH}: {why}")
 
 
 def _forbid(config: Config) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 """A Hugging Face directory opens like a checkpoint; one that contradicts itself is refused."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,16 @@ def test_configs_of_transformers_4_and_5(tmp_path: Path, spelling: dict[str, Any
     for field, value in {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 9}.items():
         with pytest.raises(MismatchError, match=f"another model: {field} is"):
             found.check_model({**want, field: value})
+
+
+def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> None:
+    foreign = {"time_step_limit": [0.0, math.inf], "max_length": int(1e30), "x": math.nan}
+    make(tmp_path, SIZES | foreign, model={"a": torch.ones(1)})
+    assert HuggingFaceDirectory(tmp_path, from_hf).state["hf_config"]["vocab_size"]
+    for field, value in (("vocab_size", int(1e30)), ("rms_norm_eps", math.nan)):
+        make(tmp_path, SIZES | {field: value}, model={"a": torch.ones(1)})
+        with pytest.raises(CheckpointError, match=f"config.json: {field}: "):
+            HuggingFaceDirectory(tmp_path, from_hf)
 
 
 @pytest.mark.parametrize(
