@@ -19,6 +19,7 @@ The plan of a first hour, and what was found: docs/gpu-results.md.
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +150,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
     ),
 }  # fmt: skip
 
+UNPLAYED = ("trainer", "overlap", "compile", "interpret")  # parts that have no small form
+
 
 class Asked(NamedTuple):
     """The command line, and what was found here: GPUs, and a sentence about the machine."""
@@ -156,8 +160,8 @@ class Asked(NamedTuple):
     out: Path
     device: str
     tiny: bool
-    gpus: int
-    told: str
+    gpus: int = 0
+    told: str = ""
     predict: tuple[str, ...] = ()
 
 
@@ -184,10 +188,13 @@ def main(argv: list[str]) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     path, say = asked.out / summary.LINES, Printer()
     say(f"gpu-check: Python {sys.version.split()[0]} ({sys.executable}), {told}")
-    adopt_orphans()
+    adopt_orphans(True)
     outcomes: dict[str, str] = {}
-    for name in order(asked):
-        outcomes |= run_part(name, asked, say)
+    try:
+        for name in order(asked):
+            outcomes |= run_part(name, asked, say)
+    finally:
+        adopt_orphans(False)
     text = summary.text(summary.read(path), outcomes)
     (asked.out / "summary.txt").write_text(text + "\n")
     print(text, flush=True)
@@ -203,11 +210,12 @@ def read(argv: list[str]) -> Asked:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small sizes, which a CPU computes too")
-    parser.add_argument("--predict", nargs="*", default=(), metavar="DEVICE",
-                        help="device files of `predict` [this GPU's, and OUT/device.json]")  # fmt: skip
+    predicted = "device files of `predict` [this GPU's, and OUT/device.json]"
+    parser.add_argument("--predict", nargs="*", default=(), metavar="DEVICE", help=predicted)
     given = parser.parse_args(argv)
     out = given.out or Path(os.environ.get("OUT") or ROOT / "runs" / "gpu-check")
-    return Asked(given.part, out.resolve(), given.device, given.tiny, 0, "", tuple(given.predict))
+    predict = tuple(given.predict)
+    return Asked(given.part, out.resolve(), given.device, tiny=given.tiny, predict=predict)
 
 
 def with_torch(argv: list[str]) -> int:
@@ -248,7 +256,7 @@ def order(asked: Asked) -> list[str]:
     if asked.parts:
         return asked.parts
     if asked.device == "cpu" and asked.tiny:
-        return [name for name in PARTS if name not in ("trainer", "compile", "interpret")]
+        return [name for name in PARTS if name not in UNPLAYED]
     if asked.gpus:
         return [name for name, (_, rows) in PARTS.items() if 0 < rows[0].gpus <= asked.gpus]
     return [name for name, (_, rows) in PARTS.items() if not rows[0].gpus]
@@ -269,13 +277,15 @@ def run_part(name: str, asked: Asked, say: Printer) -> dict[str, str]:
             with log.open("ab") as file:
                 file.write(f"\n==== {row.name}\n".encode())
                 file.flush()
-                limit = min(row.limit, deadline - began)
-                code = execute(command(row, asked), limit, file) if limit > 3 else NO_TIME
+                left = deadline - began
+                limit, ends = min(row.limit, left), left < min(row.limit, 3.0)
+                code = NO_TIME if ends else execute(command(row, asked), limit, file)
             outcome = outcome_of(code, row, summary.read(path), limit)
         outcomes[row.name] = outcome
         seconds = time.monotonic() - began
-        append(path, {"row": row.name, "what": "outcome", "outcome": outcome, "seconds": seconds,
-                      "part": name, "said": tail(log) if outcome.startswith("failed") else ""})  # fmt: skip
+        line = {"row": row.name, "what": "outcome", "outcome": outcome, "seconds": seconds}
+        said = tail(log) if outcome.startswith("failed") else ""
+        append(path, {**line, "part": name, "said": said})
         say(f"{row.name:<22} {seconds:>5.0f} s  {outcome[:90]}")
     return outcomes
 
@@ -284,10 +294,7 @@ def cannot(row: Row, asked: Asked) -> str:
     """Return why a row cannot run here, or an empty text. Rows of row.py say more themselves."""
     played = asked.device == "cpu" and asked.tiny and not row.words
     if row.gpus > asked.gpus and not played:
-        seen = (
-            "no GPU" if not asked.gpus else "one GPU" if asked.gpus == 1 else f"{asked.gpus} GPUs"
-        )
-        return f"{seen}, and the row needs {row.gpus}"
+        return f"the row needs {row.gpus} GPU{'s' * (row.gpus > 1)}, and {asked.gpus} are here"
     missing = [package for package in row.needs if importlib.util.find_spec(package) is None]
     if missing:
         return f"{sys.executable} has no {' and no '.join(missing)}"
@@ -353,6 +360,7 @@ def execute(words: Sequence[str], limit: float, file: Any) -> int:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env |= {"PYTHONUNBUFFERED": "1"}
+    before = descendants(os.getpid())
     process = subprocess.Popen(
         words, cwd=ROOT, env=env, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file,
         stderr=subprocess.STDOUT,
@@ -362,32 +370,30 @@ def execute(words: Sequence[str], limit: float, file: Any) -> int:
     except subprocess.TimeoutExpired:
         return OUT_OF_TIME
     finally:
-        kill_all(process)
+        kill_all(process, before)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found (Linux)."""
+def adopt_orphans(do: bool) -> None:
+    """Be the parent of descendants whose own parent dies, so that they can be found (Linux)."""
     try:
-        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(SUBREAPER, int(do), 0, 0, 0)
     except (OSError, AttributeError):
         return
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command's group and every descendant of this process; collect them."""
-    for _ in range(20):
-        for pid in (process.pid, *descendants(os.getpid())):
-            try:
-                os.killpg(pid, signal.SIGKILL) if pid == process.pid else os.kill(
-                    pid, signal.SIGKILL
-                )
-            except (ProcessLookupError, PermissionError):
-                continue
-        process.wait()
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
+def kill_all(process: subprocess.Popen[bytes], before: Sequence[int]) -> None:
+    """Kill a command's group, and what descends from this process and did not `before`."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for _ in range(40):  # one that is killed may have started another
+        left = [pid for pid in descendants(os.getpid()) if pid not in before]
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not left:
             return
         time.sleep(0.05)
 

@@ -15,11 +15,16 @@ Line = Mapping[str, Any]
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Append a line of JSON to a file and flush it to disk. Numbers not finite become text."""
+    """Append a line of JSON to a file and flush it to disk. Numbers not finite become text.
+
+    Where a process died within its line, that is ended first.
+    """
     text = json.dumps({key: plain(value) for key, value in line.items()}) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(file, text.encode())
+        size = os.fstat(file).st_size
+        begin = b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""
+        os.write(file, begin + text.encode())
         os.fsync(file)
     finally:
         os.close(file)
@@ -103,7 +108,8 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
             memory = last(lines, f"step-{n}", "memory").get("peak_bytes", 0)
             yield (
                 f"{n} layers: {1e3 * said['seconds']:.1f} ms a step, "
-                f"{said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}, {memory / 1e9:.1f} GB"
+                f"{said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}, "
+                f"{memory / 1e9:.1f} GB"
             )
     if two and six:
         layer = (six["micro_batch"] - two["micro_batch"]) / 4

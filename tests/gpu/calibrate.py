@@ -133,7 +133,8 @@ def calibrate(row: Row) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as the trainer
     file = Calibrated(row)
     for name, measure in (
-        ("copy", _copies), ("launches", _launches), ("matmuls", _matmuls), ("attention", _attention),
+        ("copy", _copies), ("launches", _launches), ("matmuls", _matmuls),
+        ("attention", _attention),
         ("float8", _float8),
     ):  # fmt: skip
         row.part(name, lambda measure=measure: measure(row, file))

@@ -32,7 +32,9 @@ def peer(row: Row) -> None:
     """Run the peer; write its tokens a second and its memory."""
     z, (every, words) = row.sizes, PEERS[row.name.removeprefix("peer-")]
     n = count(row) if every else 1
-    batches, layers = (16, 8) if every and not row.tiny else (MICRO_BATCHES, 8 if every else 6)
+    batches, layers = (16, 8) if every else (MICRO_BATCHES, 6)
+    if row.tiny:
+        batches, layers = MICRO_BATCHES, 2
     given = f"""
         --size tiny --dim {z.hidden} --layers {layers} --heads {z.heads} --kv-heads {z.groups}
         --ffn {z.ffn} --vocab {z.vocab} --seq {z.seq} --micro-batch 1 --microbatches {batches}
