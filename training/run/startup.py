@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,21 @@ def tell_launcher(text: str, error_file: str | None) -> None:
     """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it."""
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
-        with open(error_file, "w", encoding="utf-8") as file:
+        with suppress(OSError), open(error_file, "w", encoding="utf-8") as file:  # a full disk
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
+
+
+def called_from(error: BaseException) -> str:
+    """Return FILE:LINE of the code that raised it; "argparse" where a parser printed its help."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown line"
+    code = trace.tb_frame.f_code
+    if trace.tb_frame.f_globals.get("__name__") == "argparse":
+        return "argparse"
+    return f"{code.co_filename}:{trace.tb_lineno}"
 
 
 def as_process(main: Callable[[], int], error_file: str | None) -> None:
@@ -227,8 +241,15 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     try:
         code = main()
-    except SystemExit as end:  # --help, or a signal
-        code = end.code if isinstance(end.code, int) else 0
+    except SystemExit as end:  # --help, a signal, or a model's file that calls exit()
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            print(f"{PROGRAM}: {end.code}", file=sys.stderr)
+        if not code and (place := called_from(end)) != "argparse":
+            text = f"exit(0) was called at {place} before the run was done"
+            print(f"{PROGRAM}: {text}", file=sys.stderr)
+            tell_launcher(text, error_file)
+            code = 1
     except Exception as error:
         traceback.print_exc()
         tell_launcher(f"{type(error).__name__}: {error}", error_file)
