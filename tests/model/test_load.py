@@ -37,8 +37,8 @@ def test_what_is_no_model(tmp_path, text, sentence):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("sys.exit(0)", r"exit\(0\) was called at .*/mine.py:\d+ before the run was done"),
-        ("raise SystemExit", r"exit\(0\) was called at .*/mine.py:\d+"),
+        ("sys.exit(0)", r"sys.exit\(\) was called at .*/mine.py:\d+ before the run was done"),
+        ("raise SystemExit", r"sys.exit\(\) was called at .*/mine.py:\d+"),
         ("sys.exit('no data')", "pretrain_llama.py: no data"),
     ],
 )
@@ -51,7 +51,8 @@ def test_a_fork_that_exits_has_not_trained(tmp_path, call, says):
     assert start in text
     (tmp_path / "mine.py").write_text(text.replace(start, f"        {call}\n{start}", 1))
     flags = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
-    flags += " --seq-length 8 --train-iters 1 --lr 1e-3 --device cpu --micro-batch-size 1"
+    flags += " --ffn-hidden-size 32 --seq-length 8 --train-iters 1 --lr 1e-3 --device cpu"
+    flags += " --micro-batch-size 1"
     done = subprocess.run(
         [sys.executable, "pretrain_llama.py", *flags.split(), "--model-file", tmp_path / "mine.py"],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,

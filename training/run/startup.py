@@ -30,7 +30,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.faults.hang_watch import HangWatch
-from training.faults.monitor import FailureMonitor
+from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
@@ -218,19 +218,6 @@ def tell_launcher(text: str, error_file: str | None) -> None:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
-def called_from(error: BaseException) -> str:
-    """Return FILE:LINE of the code that raised it; "argparse" where a parser printed its help."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "an unknown line"
-    code = trace.tb_frame.f_code
-    if trace.tb_frame.f_globals.get("__name__") == "argparse":
-        return "argparse"
-    return f"{code.co_filename}:{trace.tb_lineno}"
-
-
 def as_process(main: Callable[[], int], error_file: str | None) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
 
@@ -245,8 +232,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code and not isinstance(end.code, int):
             print(f"{PROGRAM}: {end.code}", file=sys.stderr)
-        if not code and (place := called_from(end)) != "argparse":
-            text = f"exit(0) was called at {place} before the run was done"
+        if not code and (text := exited_early(end)):
             print(f"{PROGRAM}: {text}", file=sys.stderr)
             tell_launcher(text, error_file)
             code = 1
