@@ -193,7 +193,8 @@ def test_memory_history_is_written_at_the_end_and_after_a_failure(tmp_path, monk
     assert said == [f"memory history: {path}; open it at https://pytorch.org/memory_viz"]
 
 
-def test_memory_history_says_what_it_needs_on_a_cpu():
-    asked = [*FLAGS, "--record-memory-history", "--device", "cpu"]
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_memory_history_says_what_it_needs_on_a_cpu(more):
+    asked = [*FLAGS, "--record-memory-history", "--device", "cpu", *more]
     with pytest.raises(ValueError, match="--record-memory-history needs --device cuda: .*--rehear"):
         parse(asked, 4)
