@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config
+from mpu.accelerators import unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -267,6 +268,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
+        if args.device != "cpu" and (why := unusable_gpu()):
+            raise ValueError(f"{why}; or generate on the CPU with --device cpu")
         if launch.world > 1:
             launch.check_meeting()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)

@@ -158,8 +158,12 @@ def device() -> tuple[bool, str]:
     """Return whether there is a GPU, and what there is."""
     import torch
 
+    sys.path.insert(0, str(ROOT))
+    from mpu.accelerators import unusable_gpu
+
     if not torch.cuda.is_available():
-        return False, f"torch {torch.__version__}, which sees no CUDA device"
+        why = unusable_gpu() or "no CUDA device is here, or the environment hides them all"
+        return False, f"torch {torch.__version__}; on the CPU: {why}"
     first = torch.cuda.get_device_properties(0)
     count = torch.cuda.device_count()
     return True, f"torch {torch.__version__}, {count} x {first.name}, {first.total_memory:,} bytes"
