@@ -171,6 +171,7 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "y": int(f.fp8_wgrad_bf16),
         "j": int(f.fp8_recipe == "tensorwise"),
         "k": int(f.fp8_recipe == "rowwise"),
+        "dl": int(f.fp8_recipe == "delayed"),
         "e": config.run.dtype.itemsize,
         "g": rank_memory.accumulate_bytes(config),
         "q": rank_memory.gradient_bytes(config),

@@ -48,9 +48,11 @@ class AmaxHistory:
 
     history: fp32 [layers, 3, length], the newest first, 0 where nothing is; an entry is the largest
     number that the scale of the true amax holds, which has the same scale in every format. kept:
-    the byte of each scale now in use, [layers, 3]. gathered: ZeRO makes the codes of weights after
-    an update (--fp8-param-gather), so what it notes of w belongs to the next step. filled: of
-    each layer, whether there is a history to scale by.
+    the byte of each scale now in use, [layers, 3]. filled: of each layer, whether there is a
+    history to scale by.
+
+    like: a weight, on whose device they are. gathered: ZeRO makes the codes of weights after an
+    update (--fp8-param-gather), so what it notes of w belongs to the next step.
     """
 
     def __init__(
@@ -59,17 +61,17 @@ class AmaxHistory:
         how: Delayed,
         dy: Format,
         grid: Grid,
-        device: torch.device,
+        like: Tensor,
         gathered: bool = False,
     ) -> None:
         self.names, self.how, self.grid, self._gathered = names, how, grid, gathered
         self._forms = (E4M3, dy, E4M3)
         # what is only counted, without data, is a step in mid-run
-        self.filled = [device.type == "meta"] * len(names)
+        self.filled = [like.is_meta] * len(names)
         shape = len(names), len(ROLES)
-        self.history = torch.zeros((*shape, how.length), device=device)
-        self.kept, self.noted = (torch.ones(shape, dtype=torch.uint8, device=device) for _ in "kn")
-        self.noted.zero_()
+        self.history = like.new_zeros((*shape, how.length), dtype=torch.float32)
+        self.kept = like.new_zeros(shape, dtype=torch.uint8)
+        self.noted = like.new_zeros(shape, dtype=torch.uint8)
 
     def begin_step(self) -> None:
         """Forget what was noted since the last step."""
@@ -89,9 +91,10 @@ class AmaxHistory:
         for axis in (self.grid.tp, self.grid.dp_cp):
             if axis.size > 1:
                 all_reduce(self.noted, axis, op=MAX, label=AMAXES)
-        tops = torch.tensor([form.top for form in self._forms], device=self.noted.device)
         known = (self.noted > 0) & (self.noted < NOT_FINITE)
-        newest = torch.where(known, scale_of(self.noted) * tops, 0.0)
+        newest = torch.where(known, scale_of(self.noted), 0.0)
+        for i, form in enumerate(self._forms):
+            newest[:, i] *= form.top
         later = torch.cat([newest.unsqueeze(2), self.history[:, :, :-1]], dim=2)
         self.history.copy_(torch.where(found_inf > 0, self.history, later))
         self._scale()

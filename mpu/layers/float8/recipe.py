@@ -269,8 +269,8 @@ def use_float8(
                     f"--fp8-recipe delayed: {name} is cut over {axis.name}, and amaxes are kept of "
                     "layers that are cut over tp: give tensorwise"
                 )
-        names = [f"{name}.weight" for name in found]
-        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx.grid, ctx.device, gather)
+        names, like = [f"{name}.weight" for name in found], next(model.parameters())
+        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx.grid, like, gather)
         ctx.sink.amaxes = amaxes
     for i, layer in enumerate(found.values()):
         slot = None if amaxes is None else Slot(amaxes, i)
