@@ -98,9 +98,9 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
         guard.check(torch)
         device = read_device(asked.rehearse_device)
         install(recorder, {
-            "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
+            "name": device.name, "major": device.major, "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
-        })  # fmt: skip
+        }, config.run.deterministic_mode)  # fmt: skip
         triton_kernels.install(recorder, launch.rank)
     else:
         Host(recorder).install(patches, network)
@@ -111,13 +111,6 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
     )
-
-
-def _major(device: Device) -> int:
-    """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
-    if not device["peak.float8"]:
-        return 8
-    return 10 if " B" in f" {device.name}" else 9
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
@@ -153,9 +146,10 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     }
     if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
-        timing = time_of(seen, device)
-        made["time"] = as_json(timing)
-        told = lines(timing, device)
+        timing, *others = (time_of(seen, end) for end in device.ends())
+        other = others[0] if others else None
+        made["time"] = as_json(timing, other)
+        told = lines(timing, device, other)
         table = kept.rows(seen.config, seen.script.model_provider, step, device)
         moved = kept.carried(step, device, timing)
         made["activations"] = kept.as_json(table, moved)

@@ -79,7 +79,8 @@ def _flash_attention(
 def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend causally to whole rows; out has the layout of q. Backward is torch's own formula."""
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, learns, 0.0, True)[0]
+    given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=True)
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[0]
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -89,7 +90,7 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         before = k.shape[2] - q.shape[2]
         out, lse = outputs(q, _sums(q, todo))
-        attend(todo, q, k, v, out, lse, kernel, before=before)
+        attend(todo, q, k, v, out, lse, kernel=kernel, before=before)
         out = out.to(q.dtype)
         saved_ctx.todo, saved_ctx.before, saved_ctx.kernel = todo, before, kernel
         saved_ctx.save_for_backward(q, k, v, out, lse)
@@ -124,8 +125,8 @@ def attend(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kernel: Kernel,
     *,
+    kernel: Kernel,
     before: int = 0,
 ) -> None:
     """Do the forward of blocks: set out and lse, or merge into what is there.
@@ -208,7 +209,8 @@ def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tup
         return out.flip(2), lse.flip(2)
     causal = part == "tril"
     if kernel == "cudnn" and k.shape[2] > 1:  # it takes no single key
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        given = dict(attn_bias=None, compute_log_sumexp=True, is_causal=causal)
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, **given)
         return found[0], found[1].squeeze(3)
     if kernel in ("cudnn", "flash"):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]

@@ -88,12 +88,12 @@ class Gather:
         """Attend to own keys while the others come."""
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
-        attend(self.blocks.near, q, k, v, out, lse, self.kernel)
+        attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel)
         handle.wait()
         del mine
         every = parts.index_select(0, in_order(self.held, q.device)[0])
         del parts
-        attend(self.blocks.far, q, *_apart(every), out, lse, self.kernel)
+        attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
@@ -156,7 +156,7 @@ class Ring:
             if turn + 1 < size:
                 coming, handle = self._pass_on(here, FORWARD)
             todo = self.blocks[(self.axis.rank - turn) % size]
-            attend(todo, q, *_apart(here), out, lse, self.kernel)
+            attend(todo, q, *_apart(here), out, lse, kernel=self.kernel)
             handle.wait()
             here = coming
 

@@ -226,12 +226,12 @@ class ReadsByAddress:
 
     @staticmethod
     def _scaled_dot_product_cudnn_attention(
-        q: Tensor, k: Tensor, v: Tensor, bias: None, learns: bool, dropout_p: float, is_causal: bool
+        q: Tensor, k: Tensor, v: Tensor, attn_bias: None, compute_log_sumexp: bool, is_causal: bool
     ) -> tuple[Tensor, ...]:
         """The log-sum-exp is [b, a, s, 1]; a single key is refused (sdp_utils.cpp)."""
-        assert k.shape[2] > 1 and bias is None and dropout_p == 0.0
+        assert k.shape[2] > 1 and attn_bias is None and compute_log_sumexp
         out, lse = products_forward(q, k, v, is_causal)
-        return (out, lse[..., None] if learns else None, None)
+        return (out, lse[..., None], None)
 
     @staticmethod
     def _scaled_dot_product_cudnn_attention_backward(

@@ -37,11 +37,12 @@ class Noted:
         return flash_stand_in(*args, **given)
 
     def _scaled_dot_product_cudnn_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: None, learns: bool, p: float, causal: bool
-    ) -> tuple[Tensor, ...]:
-        assert learns == (torch.is_grad_enabled() and q.requires_grad)
+        self, q: Tensor, k: Tensor, v: Tensor, attn_bias: None, compute_log_sumexp: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert compute_log_sumexp == (torch.is_grad_enabled() and q.requires_grad)
         self.calls.append("cudnn")
-        return (products_forward(q, k, v, causal)[0],)
+        return (products_forward(q, k, v, is_causal)[0],)
 
 
 @pytest.fixture
