@@ -16,7 +16,7 @@ from mpu.launch import hides_gpus, visible_gpus
 
 OWN = {  # the value of each flag that needs no package
     "--norm-backend": "weft",
-    "--core-attention-backend": "torch",
+    "--attention-backend": "auto",
     "--optimizer-backend": "torch",
 }
 NAMES = {
@@ -30,7 +30,7 @@ APEX_NORM = "fused_layer_norm_cuda"
 NEEDS = {
     ("--norm-backend", "apex"): (APEX_NORM,),
     ("--norm-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
-    ("--core-attention-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
+    ("--attention-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
     ("--optimizer-backend", "apex"): (f"{FUSED_ADAM['apex']}:FusedAdam", "amp_C"),
     ("--optimizer-backend", "te"): (f"{FUSED_ADAM['te']}:FusedAdam", TE_KERNELS),
 }

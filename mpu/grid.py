@@ -43,8 +43,11 @@ from mpu.launch import ASK, Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
-# On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
-# groups have streams of high priority, so that their kernels come first where SMs are scarce.
+# Collectives of these axes run beside our own matmuls and are no longer than one matmul: their
+# groups have streams of high priority on NCCL. At equal priority NCCL's kernel, which waits for an
+# event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
+# and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:
+# they take as long as many matmuls, and lose the rest of one.
 URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
 WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
@@ -263,16 +266,15 @@ class Grid:
         return self.add_groups(device, timeout)
 
     def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
-        """Make the process groups: one for each set of ranks; on NCCL pp_back has its own, and so
-        has a set over which both URGENT axes and gradients travel.
+        """Make the process groups: one for each set of ranks. On NCCL pp_back has its own, and so
+        has a set of ranks that an URGENT axis shares with another, the whole world too.
         """
         staged, nccl = self.backend == "gloo" and device.type == "cuda", self.backend == "nccl"
         groups: dict[tuple[Any, ...], Any] = {}
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             apart = name == "pp_back" and nccl
-            # alone in the world, nothing travels beside an axis
-            urgent = nccl and name in URGENT and (apart or self.dp_cp.size > 1)
+            urgent = nccl and name in URGENT
             key = (axis.ranks, urgent)
             between = name == "embd" and self.pp.size > 2
             if (axis.size > 1 or between) and (apart or key not in groups):

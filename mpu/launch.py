@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 # torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
@@ -214,22 +214,41 @@ def bind_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def environment_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
     """Return what to add before torch is imported, for torch, CUDA and torch's allocator on it.
 
-    EAGER: all kernels are loaded when CUDA starts. By default each is at its first launch, which
-    may wait for kernels that run, such as a receive whose sender waits for this rank. Expandable
-    segments grow in place, so freed memory of another size is not lost to them; torch's symmetric
-    memory does not come from that allocator. NCCL would register a CUDA graph's buffers, which in
-    expandable segments ends in an illegal memory access (Megatron-LM asks for 0, too). What the
-    user has set stays.
+    argv: the run's command line, which says whether CUDA must load all kernels when it starts
+    (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
+    lost to them; torch's symmetric memory does not come from that allocator. NCCL would register a
+    CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
+    asks for 0, too). What the user has set stays.
     """
     wanted = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
-    wanted["CUDA_MODULE_LOADING"] = "EAGER"
+    if loads_eagerly(argv):
+        wanted["CUDA_MODULE_LOADING"] = "EAGER"
     if not any(name in environ for name in ALLOCATOR):
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     wanted[REGISTER] = "0"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def loads_eagerly(argv: Sequence[str]) -> bool:
+    """Return whether a run must load all kernels when CUDA starts, as its command line says.
+
+    By default CUDA loads each at its first launch, which may wait for kernels that run: in a
+    pipeline for a receive whose sender waits for this rank, under --tp-comm-overlap symmetric for a
+    kernel that waits for another rank's flag. Loading all of them takes seconds and several hundred
+    MB of each GPU (pytorch/pytorch#86509), so other runs do without. CUDA reads the setting when it
+    starts, which the rules of the command line may cause: so this looks at the words themselves.
+    """
+    words = [part for word in argv for part in word.split("=", 1)]
+    values = {}
+    for flag, value in zip(words, [*words, ""][1:], strict=True):
+        if flag.startswith("--"):
+            values[flag] = "" if value.startswith("--") else value
+    overlap = values.get("--tp-comm-overlap", "none")
+    stages = values.get("--pipeline-model-parallel-size", "1")
+    return stages not in ("", "1") or overlap not in ("none", "ring")
 
 
 def registers_graphs() -> str:

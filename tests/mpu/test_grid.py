@@ -153,9 +153,13 @@ def test_every_communicator_exists_before_the_first_step(monkeypatch, sizes):
             to_do[rank].pop(0)
 
 
-@pytest.mark.parametrize("sizes", [(8, 2, 1, 2), (8, 2, 2, 1), (4, 1, 4, 1), (8, 2, 1, 4)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 2, 1, 2), (8, 2, 2, 1), (4, 1, 4, 1), (8, 2, 1, 4), (8, 8, 1, 1), (8, 4, 1, 2)]
+    + [(4, 1, 1, 4), (8, 4, 2, 1)],
+)
 def test_gradients_have_groups_of_their_own_with_plain_streams(monkeypatch, sizes):
-    """On NCCL: what a step waits for beside gradients has streams of high priority."""
+    """On NCCL: what runs beside a matmul has streams of high priority, alone in the world too."""
     for rank in range(sizes[0]):
         grid, _ = meetings(monkeypatch, rank, sizes)
         plain = {group_of(getattr(grid, n)) for n in ("dp_cp", "dp_cp_shard", "world")
@@ -163,8 +167,7 @@ def test_gradients_have_groups_of_their_own_with_plain_streams(monkeypatch, size
         assert all(getattr(group, "options", None) is None for group in plain)
         for name in grid_module.URGENT:
             axis = getattr(grid, name)
-            beside = grid.dp_cp.size > 1 or name == "pp_back"
-            if axis.size > 1 and beside:
+            if axis.size > 1:
                 assert group_of(axis).options == "high" and group_of(axis) not in plain, name
 
 

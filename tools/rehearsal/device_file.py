@@ -93,6 +93,13 @@ class Device:
     def __getitem__(self, key: str) -> float:
         return self.numbers[key]
 
+    @property
+    def major(self) -> int:
+        """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
+        if not self["peak.float8"]:
+            return 8
+        return 10 if " B" in f" {self.name}" else 9
+
     def peak(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s of matmuls of a torch dtype, such as "bfloat16"."""
         name = "float8" if dtype.startswith("float8") else dtype

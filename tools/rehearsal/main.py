@@ -98,7 +98,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
         guard.check(torch)
         device = read_device(asked.rehearse_device)
         install(recorder, {
-            "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
+            "name": device.name, "major": device.major, "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
         }, config.run.deterministic_mode)  # fmt: skip
         triton_kernels.install(recorder, launch.rank)
@@ -111,13 +111,6 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
     )
-
-
-def _major(device: Device) -> int:
-    """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
-    if not device["peak.float8"]:
-        return 8
-    return 10 if " B" in f" {device.name}" else 9
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:

@@ -45,7 +45,7 @@ LIVE = """
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
---norm-backend --core-attention-backend
+--norm-backend --attention-backend --flash-attention-version
 --peer-checkpoint
 --peer-timeout --check-replicas --on-replica-mismatch --on-spike
 --spike-z-score --iterations-to-skip --rerun-mode
