@@ -119,7 +119,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
     by_kind, lacking, of_matmuls = dict(fullest.by_kind), list[str](), 0
     if recorder.device == "cuda":
-        major = _major(read_device(seen.config.rehearse.rehearse_device))
+        major = read_device(seen.config.rehearse.rehearse_device).major
         of_matmuls = by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
         lacking = workspaces.not_counted(recorder.events)
     told: list[str] = []
