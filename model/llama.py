@@ -335,14 +335,14 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
     """
     ends = model.hf_ends
     table: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in ends.items()}
-    if model.config.tied:
-        table["head"] = table["embedding"]
     for i in range(model.config.num_layers):
         for ours, theirs in model.hf_modules.items():
             table[f"layers.{i}.{ours}"] = tuple(f"model.layers.{i}.{n}" for n in theirs)
 
     def names(name: str, sections: int) -> tuple[str, ...]:
         module, _, kind = name.rpartition(".")
+        if name == "head.weight" and model.config.tied:
+            module = "embedding"
         if module in table:
             return tuple(f"{theirs}.{kind}" for theirs in table[module])
         return tuple(f"{name}.{i}" for i in range(sections)) if sections > 1 else (name,)

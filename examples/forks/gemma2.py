@@ -27,7 +27,7 @@ from mpu.recompute import Recompute
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
 OWN = {  # fields of the config and what a config.json means that does not have them; 0: none
-    "query_pre_attn_scalar": 256.0,
+    "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window": 4096,
@@ -36,7 +36,7 @@ OWN = {  # fields of the config and what a config.json means that does not have 
 
 @dataclass(frozen=True)
 class Gemma2Config(LlamaConfig):
-    query_pre_attn_scalar: float = 256.0
+    query_pre_attn_scalar: int = 256
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 30.0
     sliding_window: int = 4096
@@ -139,7 +139,9 @@ class Gemma2(llama.Llama):
 def hf_config(config: Gemma2Config, dtype: str = "float32") -> dict[str, Any]:
     own = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     own |= {name: getattr(config, name) or None for name in OWN}
-    return {**llama.hf_config(config, dtype), **own, "hidden_activation": "gelu_pytorch_tanh"}
+    hf = llama.hf_config(config, dtype)
+    del hf["hidden_act"]
+    return {**hf, **own, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def from_hf_config(hf: dict[str, Any]) -> Gemma2Config:

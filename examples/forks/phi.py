@@ -29,6 +29,11 @@ __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "p
 class PhiConfig(LlamaConfig):
     rotary_factor: float = 0.5  # share of a head that RoPE turns
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope_scaling_factor:
+            raise ValueError("--use-rope-scaling: a Phi does not scale its positions")
+
 
 class LayerNorm(nn.Module):
     def __init__(self, width: int, *, ctx: LayerContext, eps: float) -> None:
@@ -93,14 +98,13 @@ def rotated(config: PhiConfig) -> int:
 
 
 def hf_config(config: PhiConfig, dtype: str = "float32") -> dict[str, Any]:
-    if config.rope_scaling_factor:
-        raise ValueError("--use-rope-scaling: a Phi has none")
+    hf = llama.hf_config(config, dtype)
+    hf["layer_norm_eps"] = hf.pop("rms_norm_eps")
     return {
-        **llama.hf_config(config, dtype),
+        **hf,
         "architectures": ["PhiForCausalLM"],
         "model_type": "phi",
         "hidden_act": "gelu_new",
-        "layer_norm_eps": config.norm_epsilon,
         "partial_rotary_factor": config.rotary_factor,
     }
 
@@ -111,7 +115,6 @@ def from_hf_config(hf: dict[str, Any]) -> PhiConfig:
     rules = {
         "hidden_act": lambda v: v in ("gelu_new", "gelu_pytorch_tanh"),
         "qk_layernorm": lambda v: not v,
-        "rope_scaling": lambda v: not v,
     }
     hf = {**hf, "rms_norm_eps": hf.get("layer_norm_eps", 1e-5)}
     return read_hf_config(hf, "phi", PhiConfig, rules, rotary_factor=factor)

@@ -75,7 +75,8 @@ class RMSNorm(nn.Module):
     [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink adds the gradients of w accordingly.
     zero_centered: a subclass sets it where the norm multiplies by 1 + w (Gemma; Megatron's
     --apply-layernorm-1p). In bf16 1 + w is in the accumulation dtype, which torch's operations take
-    and the fused kernels do not. Raises ValueError where --norm-backend names a package and the norm is zero-centered.
+    and the fused kernels do not. Raises ValueError where --norm-backend names a package and the
+    norm is zero-centered.
     """
 
     zero_centered = False

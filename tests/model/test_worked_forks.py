@@ -99,9 +99,7 @@ def test_forks_train_on_two_ranks_as_on_one(world, paths):
 
 def test_biases_where_two_ranks_share_a_head(world, paths):
     sizes = {"sizes": {"num_query_groups": 1, "kv_channels": 8}}
-    one, two = (
-        case_of("qwen2", paths["qwen2"], **sizes, **way) for way in ({}, WAYS["tp 2 + SP"])
-    )
+    one, two = (case_of("qwen2", paths["qwen2"], **sizes, **way) for way in ({}, WAYS["tp 2 + SP"]))
     (alone,) = world(1).run(run_cases, [one], 2)[0]
     assert any(name.endswith("k_proj.bias") for name, *_ in alone["grads"])
     for rank in world(2).run(run_cases, [two], 2):
