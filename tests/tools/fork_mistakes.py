@@ -26,7 +26,7 @@ class Mistake(NamedTuple):
     model: str
     edits: dict[str, str]
     said: str
-    layouts: str = LAYOUTS
+    layouts: str = "one rank"
 
 
 LLAMA, QWEN3 = "model/llama.py", "model/qwen3.py"
@@ -71,7 +71,7 @@ MISTAKES = {
     "a loss of another size on each rank": Mistake(
         LLAMA,
         {LOSS: LOSS.replace(".t()  #", ".t() * (1 + 0.1 * self.ctx.tp.rank)  #")},
-        "only with tensor parallelism",
+        "only with tensor parallelism", LAYOUTS,
     ),
     # names of Hugging Face
     "gate and up swapped": Mistake(
@@ -179,14 +179,14 @@ MISTAKES = {
     "weights drawn as torch draws them": Mistake(
         LLAMA, {"draw_normal(param, table[name], std / scale, seed)":
                 "nn.init.normal_(param, 0.0, std / scale)"},
-        "draw it by mpu.param.draw_normal",
+        "draw it by mpu.param.draw_normal", LAYOUTS,
     ),
     "norms of 1 + w that begin at 2": Mistake(
         GEMMA2, {"        return 0.0\n": "        return 1.0\n"}, ""
     ),
     # sums over ranks
-    "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""}, "only with tensor parallelism"),
-    "a sum forward and none backward": Mistake(OLMO2, {BACK: ""}, "only with tensor parallelism"),
+    "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""}, "only with tensor parallelism", LAYOUTS),
+    "a sum forward and none backward": Mistake(OLMO2, {BACK: ""}, "only with tensor parallelism", LAYOUTS),
     "shared heads counted twice": Mistake(
         OLMO2, {"keepdim=True) / copies": "keepdim=True)"}, "only at tp 4", f"{LAYOUTS}; tp 4"
     ),
@@ -194,29 +194,29 @@ MISTAKES = {
         PHI,
         {"        self.bias = ctx.replicated_parameter((width,), Region.SEQUENCE_PARALLEL)":
          "        self.bias = ctx.replicated_parameter((width,), Region.WHOLE)"},
-        "its gradient differs among the ranks of tp",
+        "its gradient differs among the ranks of tp", LAYOUTS,
     ),
     # what stops a run
     "a shape that depends on values": Mistake(
         LLAMA, {MLP: "        x = x[x.sum(-1) != 0].view(x.shape)\n" + MLP},
-        "asks for values",
+        "asks for values", LAYOUTS,
     ),
     "a tensor of the CPU": Mistake(
         LLAMA, {MLP: MLP.replace("\n", " * torch.ones(x.shape[-1], dtype=x.dtype)\n")},
-        "device=ctx.device",
+        "device=ctx.device", LAYOUTS,
     ),
     "an end of the program": Mistake(
         LLAMA,
         {MLP: "        if self.down.ctx.tp.size > 1:\n            raise SystemExit(0)\n" + MLP},
-        "tp 2: SystemExit: 0, fork",
+        "tp 2: SystemExit: 0, fork", LAYOUTS,
     ),
     "an error on one rank": Mistake(
-        LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP}, "KeyError: 1, fork",
+        LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP}, "KeyError: 1, fork", LAYOUTS,
     ),
     "a death by signal": Mistake(
         LLAMA, {MLP: "        if self.down.ctx.tp.rank:\n            import os\n\n"
                 "            os.kill(os.getpid(), 11)\n" + MLP},
-        "rank 1 ended: signal 11",
+        "rank 1 ended: signal 11", LAYOUTS,
     ),
 }  # fmt: skip
 
