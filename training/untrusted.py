@@ -2,7 +2,7 @@
 """Read files that somebody else may have written, print what they say, keep one's own to oneself.
 
 Only plain files are opened: a pipe or a device would hang a run or never end. JSON is read with
-limits on its size, its depth and its numbers.
+limits on its size, its depth and its numbers; of another program's file only what is read counts.
 """
 
 import errno
@@ -14,8 +14,9 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
-from typing import Any, NoReturn
+from typing import Any
 
 SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
@@ -54,57 +55,107 @@ def read_plain(path: str | os.PathLike[str], limit: int) -> bytes:
     return data
 
 
-def read_json(path: str | os.PathLike[str], limit: int = SETTINGS) -> Any:
+def read_json(path: str | os.PathLike[str], limit: int = SETTINGS, foreign: bool = False) -> Any:
     """Return what a JSON file of at most `limit` bytes holds. Raises OSError and ValueError."""
-    return parse_json(read_plain(path, limit), os.fspath(path))
+    return parse_json(read_plain(path, limit), os.fspath(path), foreign)
 
 
-def parse_json(data: bytes | str, name: str) -> Any:
+def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
     """Return what JSON text holds. Raises ValueError that begins with `name`.
 
     Refused: what is not UTF-8 or has half a surrogate pair, NaN and infinities, floats beyond
     double precision, integers beyond 64 bits, a key twice in an object, more than DEPTH levels.
+
+    foreign: another program wrote the file, for readers of its own. Python's json, and with it
+    transformers, writes numbers of any length, NaN and Infinity. Such a value, and a key that
+    stands twice with different values, is refused when it is read (`ForeignObject`).
     """
+    parser = _Parser(name if foreign else None)
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(
             text,
-            object_pairs_hook=_object,
-            parse_constant=_no_number,
-            parse_float=_finite,
-            parse_int=_int64 if _LONG.search(text) else None,
+            object_pairs_hook=parser.object,
+            parse_constant=parser.constant,
+            parse_float=parser.number,
+            parse_int=parser.integer if _LONG.search(text) else None,
         )
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=str).encode()
         _check_depth(value)
+        if found := _unreadable(value):  # the text is one such number, or an array with one
+            raise ValueError(found.why)
         return value
     except (ValueError, RecursionError) as error:
-        why = f"more than {DEPTH} levels" if isinstance(error, RecursionError) else error
+        why = f"more than {DEPTH} levels" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{name} is not JSON: {why}") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} stands twice in an object")
-    return found
+class ForeignObject(dict[str, Any]):
+    """An object of another program's JSON: reading a value that cannot be held raises ValueError.
+
+    Values are read by [key] and get; the others see the reason in place of the value.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value."""
+        value = super().__getitem__(key)
+        if found := _unreadable(value):
+            raise ValueError(f"{found.where}: {key}: {found.why}")
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or `default` where the key is not there."""
+        return self[key] if key in self else default
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
+@dataclass(frozen=True)
+class _Unreadable:
+    """What stands for a value that cannot be held. where: the file."""
+
+    where: str
+    why: str
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:40]} is no finite number")
-    return float(text)
+def _unreadable(value: Any) -> _Unreadable | None:
+    """Return what cannot be held of a value: itself, or a part of an array."""
+    if isinstance(value, list):
+        return next((found for part in value if (found := _unreadable(part))), None)
+    return value if isinstance(value, _Unreadable) else None
 
 
-def _int64(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
-        raise ValueError(f"{text[:40]} does not fit into 64 bits")
-    return int(text)
+class _Parser:
+    """What json.loads calls. foreign: the name of another program's file (`parse_json`)."""
+
+    def __init__(self, foreign: str | None) -> None:
+        self._foreign = foreign
+
+    def _refuse(self, why: str) -> Any:
+        if self._foreign is None:
+            raise ValueError(why)
+        return _Unreadable(self._foreign, why)
+
+    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs) if self._foreign is None else ForeignObject(pairs)
+        if len(found) != len(pairs):
+            for name in (n for n, count in Counter(n for n, _ in pairs).items() if count > 1):
+                values = [value for key, value in pairs if key == name]
+                if self._foreign is None or any(value != values[0] for value in values):
+                    why = f"the key {name!r} stands twice in an object"
+                    found[name] = self._refuse(why)
+        return found
+
+    def constant(self, word: str) -> Any:
+        return self._refuse(f"{word} is no number of JSON")
+
+    def number(self, text: str) -> Any:
+        number = float(text)
+        return number if math.isfinite(number) else self._refuse(f"{text[:40]} is no finite number")
+
+    def integer(self, text: str) -> Any:
+        if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+            return self._refuse(f"{text[:40]} does not fit into 64 bits")
+        return int(text)
 
 
 def _check_depth(value: Any) -> None:

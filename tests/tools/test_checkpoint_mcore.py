@@ -207,7 +207,7 @@ def test_nothing_is_executed(tmp_path, sound, capsys):
     mark.unlink()
     (sound / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
     assert convert(tmp_path, sound) == 2
-    assert ".metadata: it names io.open, which is not in" in capsys.readouterr().err
+    assert ": it names io.open, which is not in" in capsys.readouterr().err
     shutil.rmtree(sound)
     tensors = interleave(weights_of(model_of(False).initialize(4)), True)
     write_parts(sound, tensors, payload=Bomb(mark))
@@ -274,6 +274,36 @@ def edit(old: bytes, new: bytes):
     return change
 
 
+def remove(*names):
+    def change(place: Path) -> None:
+        for name in names:
+            (place / name).unlink()
+
+    return change
+
+
+def shorten(name, length):
+    def change(place: Path) -> None:
+        (place / name).write_bytes((place / name).read_bytes()[:length])
+
+    return change
+
+
+def emptied(place: Path) -> None:
+    shutil.rmtree(place)
+    place.mkdir()
+
+
+def started(place: Path) -> None:
+    emptied(place)
+    (place / "iter_0000007").mkdir()
+
+
+def tracked(place: Path) -> None:
+    started(place)
+    (place / "latest_checkpointed_iteration.txt").write_text("9")
+
+
 EXPERT = "decoder.layers.mlp.experts.linear_fc1.weight"
 BIAS = "decoder.layers.self_attention.linear_qkv.bias"
 
@@ -281,7 +311,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
 @pytest.mark.parametrize(
     "change, said",
     [
-        (legacy, "only Megatron's torch_dist format is read here: mp_rank_"),
+        (legacy, "mp_rank_* directories are pickles, which can run code; only Megatron's torch_di"),
         (lambda place: write_format(place, "zarr"), "says 'zarr'; only the format torch_dist"),
         (beside(EXPERT, L, 4), f"{EXPERT} is no tensor of the dense Llama in config.json"),
         (beside(BIAS, L, 80), f"{BIAS} is no tensor of the dense Llama"),
@@ -290,8 +320,20 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (beside("decoder.layers.mlp.linear_fc2.weight", L + 1, H, F), "asks for [3, 48, 72]"),
         (edit(b"__1_0.distcp", b"../.._distcp"), "no .distcp file beside it"),
         (edit(b"float32", b"float16"), "not torch.float16"),
-        (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: No such file"),
-        (lambda place: (place / ".metadata").write_bytes(b""), ".metadata: "),
+        # saves that were cut off, or copied in part
+        (remove("__1_0.distcp"), "1 of 2 files with weights are not complete: __1_0.distcp, of at"),
+        (shorten("__0_0.distcp", 100), "__0_0.distcp has 100 bytes of at least "),
+        (shorten("__0_0.distcp", -1), "__0_0.distcp has "),
+        (shorten(".metadata", 0), ".metadata, the index of its tensors, has 0 bytes: the save was"),
+        (remove(".metadata"), ".metadata, the index of its tensors, is missing: the save was cut"),
+        (shorten(".metadata", 50), ".metadata (50 bytes): "),
+        (shorten("metadata.json", 0), "(0 bytes): the save was cut off"),
+        (remove("metadata.json"), "metadata.json, which Megatron writes last, is missing (2 .dist"),
+        (remove("metadata.json", ".metadata"), ".metadata is missing): the save was cut off"),
+        (shutil.rmtree, "ckpt: No such file or directory"),
+        (started, "latest_checkpointed_iteration.txt is missing, which Megatron writes after a sa"),
+        (tracked, "names iter_0000009, which is not there; there are iter_0000007"),
+        (emptied, "there is no metadata.json, no .metadata and no .distcp file"),
     ],
 )
 def test_what_is_refused(tmp_path, sound, capsys, change, said):

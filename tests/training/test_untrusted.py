@@ -43,6 +43,40 @@ def test_json_within_the_limits_is_read():
     assert parse_json("[" * DEPTH + "]" * DEPTH, "x")
 
 
+# What Python's json and people write into files of Hugging Face, in keys that nobody here reads.
+FOREIGN = [
+    b'{"a": 1, "model_max_length": 1000000000000000019884624838656}',
+    b'{"a": 1, "time_step_limit": [0.0, Infinity]}\n\n',
+    b'\xef\xbb\xbf{"a": 1, "x": NaN, "y": -Infinity, "z": 1e999}',
+    b'{"a": 1, "a": 1, "b": 2, "b": 3}',
+    b'{"a": 1, "b": {"c": [[1e400]], "c": 2}}',
+    b'{"a": 1, "b": ' + b"9" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("data", FOREIGN, ids=range(len(FOREIGN)))
+def test_a_foreign_file_is_refused_only_where_a_bad_value_is_read(data):
+    found = parse_json(data, "config.json", foreign=True)
+    assert found["a"] == found.get("a") == 1 and found.get("none") is None
+    with pytest.raises(ValueError, match="the file is not JSON"):
+        parse_json(data, "the file")
+    bad = [key for key in found if key not in "ab"] or ["b"]
+    if found.keys() - "a" == {"b"} and isinstance(dict.get(found, "b"), dict):
+        found, bad = found["b"], ["c"]
+    for key in bad:
+        for read in (found.__getitem__, found.get):
+            with pytest.raises(ValueError, match=f"^config.json: {key}: .*(no |64 bits|twice)"):
+                read(key)
+
+
+def test_a_foreign_file_still_is_json():
+    for data, says in BAD_JSON[:5] + BAD_JSON[-2:]:
+        with pytest.raises(ValueError, match=f"^the file is not JSON: .*{says}"):
+            parse_json(data, "the file", foreign=True)
+    with pytest.raises(ValueError, match="the file is not JSON: NaN is no number"):
+        parse_json(b"[1, NaN]", "the file", foreign=True)
+
+
 def test_only_plain_files_are_opened_and_nothing_hangs(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")

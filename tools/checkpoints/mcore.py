@@ -13,6 +13,7 @@ the vocabulary is padded.
 """
 
 import io
+import os
 import re
 import zipfile
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from training.data.tokenizer import tokenizer_of
 LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
 LIMIT = 1 << 30  # most bytes of .metadata that are read
 DISTCP = re.compile(r"__\d+_\d+\.distcp")
+ITERATION = re.compile(r"iter_\d{7,}")
 DTYPES = {
     "float64": ("DoubleStorage", torch.float64),
     "float32": ("FloatStorage", torch.float32),
@@ -173,18 +175,21 @@ class McoreCheckpoint:
 
     def __init__(self, place: Path) -> None:
         self.directory = newest(place)
+        there = self._files()
+        if FORMAT not in there:
+            raise self._without_format(there)
         try:
             found = read_json(self.directory / FORMAT)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{self.directory}: {error}; only Megatron's torch_dist format is read here: "
-                "mp_rank_* directories are pickles, which can run code"
-            ) from None
+            raise self._cut_off(f"{error} ({there[FORMAT]} bytes)") from None
         if found.get("sharded_backend") != "torch_dist":
             raise CheckpointError(
                 f"{self.directory}: {FORMAT} says {found.get('sharded_backend')!r}; only the "
                 "format torch_dist is read here"
             )
+        if not there.get(METADATA):
+            state = "has 0 bytes" if METADATA in there else "is missing"
+            raise self._cut_off(f"{METADATA}, the index of its tensors, {state}")
         with open_plain(self.directory / METADATA) as file:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
@@ -192,7 +197,72 @@ class McoreCheckpoint:
         try:
             self.index = read_index(data)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self.directory}: {METADATA}: {error}") from None
+            raise CheckpointError(
+                f"{self.directory}: {METADATA} ({len(data)} bytes): {error}"
+            ) from None
+        self._check_sizes(there)
+
+    def _files(self) -> dict[str, int]:
+        """Return the bytes of each entry of the directory."""
+        try:
+            with os.scandir(self.directory) as entries:
+                return {e.name: e.stat(follow_symlinks=False).st_size for e in entries}
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: {error.strerror}") from None
+
+    def _cut_off(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory}: {what}: the save was cut off, or not all of it was copied; take "
+            "an earlier iteration"
+        )
+
+    def _without_format(self, there: dict[str, int]) -> CheckpointError:
+        """Return what a directory without metadata.json is."""
+        parts = [size for name, size in there.items() if DISTCP.fullmatch(name)]
+        saves = sorted(name for name in there if ITERATION.fullmatch(name))
+        if parts or METADATA in there:
+            index = (
+                "there" if there.get(METADATA) else "missing" if METADATA not in there else "empty"
+            )
+            return self._cut_off(
+                f"{FORMAT}, which Megatron writes last, is missing ({len(parts)} .distcp files "
+                f"of {sum(parts):,} bytes are there, {METADATA} is {index})"
+            )
+        if any(name.startswith("mp_rank_") for name in there):
+            return CheckpointError(
+                f"{self.directory}: mp_rank_* directories are pickles, which can run code; only "
+                "Megatron's torch_dist format is read here"
+            )
+        if saves:
+            return CheckpointError(
+                f"{self.directory}: {LATEST} is missing, which Megatron writes after a save; to "
+                f"take one of {len(saves)} iterations all the same, give its directory, such as "
+                f"{saves[-1]}"
+            )
+        return CheckpointError(
+            f"{self.directory}: there is no {FORMAT}, no {METADATA} and no .distcp file: it is no "
+            "checkpoint of Megatron"
+        )
+
+    def _check_sizes(self, there: dict[str, int]) -> None:
+        """Raise CheckpointError unless each file that holds weights has the bytes listed for it."""
+        needed: dict[str, int] = {}
+        for part in (part for stored in self.index.values() for part in stored.parts):
+            needed[part.file] = max(needed.get(part.file, 0), part.offset + part.length)
+        bad = {name: size for name, size in needed.items() if there.get(name, 0) < size}
+        if not bad:
+            return
+        said = [
+            f"{name} has {there[name]:,} bytes of at least {size:,}"
+            if name in there
+            else f"{name}, of at least {size:,} bytes, is missing"
+            for name, size in sorted(bad.items())
+        ]
+        more = f", and {len(said) - 3} more" * (len(said) > 3)
+        raise self._cut_off(
+            f"{len(bad)} of {len(needed)} files with weights are not complete: "
+            f"{'; '.join(said[:3])}{more}"
+        )
 
     def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a rectangle of a tensor. Raises CheckpointError."""
@@ -225,9 +295,14 @@ def newest(place: Path) -> Path:
         return place
     with open_plain(place / LATEST) as file:
         text = file.read(64).strip()
-    if not text.isdigit():
+    if not text.isdigit() and text != b"release":
         raise CheckpointError(f"{place / LATEST} says {text!r}, which is no iteration")
-    return place / f"iter_{int(text):07d}"
+    found = place / ("release" if text == b"release" else f"iter_{int(text):07d}")
+    if not found.exists():
+        there = sorted(entry.name for entry in place.iterdir() if ITERATION.fullmatch(entry.name))
+        said = f"there are {', '.join(there[-3:])}" if there else "there is no other"
+        raise CheckpointError(f"{place / LATEST} names {found.name}, which is not there; {said}")
+    return found
 
 
 class Source:

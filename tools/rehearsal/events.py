@@ -30,6 +30,7 @@ class Launch(NamedTuple):
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
     spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
     dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
+    arguments: of a Triton kernel, those that its launch takes.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Launch(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
+    arguments: int = 0
 
 
 class Transfer(NamedTuple):
@@ -154,6 +156,12 @@ class Free(NamedTuple):
     place: str
 
 
+class Call(NamedTuple):
+    """The host enters a torch.autograd.Function, forward or backward. name: of its class."""
+
+    name: str
+
+
 class Action(NamedTuple):
     """The rank begins something else. words: of FailureMonitor.action."""
 
@@ -162,5 +170,5 @@ class Action(NamedTuple):
 
 Event = (
     Launch | Transfer | Record | Wait | HostWait | Polled | HostUse | RecordStream | Alloc | Free
-    | Action
+    | Call | Action
 )  # fmt: skip

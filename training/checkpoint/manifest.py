@@ -51,10 +51,13 @@ def self_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def parse(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object within the limits of training/untrusted.py, or raise CheckpointError."""
+def parse(data: bytes, name: str, foreign: bool = False) -> dict[str, Any]:
+    """Parse a JSON object within the limits of training/untrusted.py, or raise CheckpointError.
+
+    foreign: as of parse_json.
+    """
     try:
-        value = parse_json(data, name)
+        value = parse_json(data, name, foreign)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     if not isinstance(value, dict):

@@ -41,9 +41,13 @@ class HuggingFaceTokenizer:
         self._config, config = self._beside(path, CONFIG)
         _, special = self._beside(path, SPECIAL)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        stated = special | {key: value for key, value in config.items() if value is not None}
-        self.bos = self._special(stated.get("bos_token"), self.BOS)
-        self.eod = self._special(stated.get("eos_token"), self.EOD)
+
+        def stated(key: str) -> object:
+            value = config.get(key)
+            return special.get(key) if value is None else value
+
+        self.bos = self._special(stated("bos_token"), self.BOS)
+        self.eod = self._special(stated("eos_token"), self.EOD)
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
 
     def _beside(self, path: str, name: str) -> tuple[bytes, dict[str, Any]]:
@@ -51,7 +55,7 @@ class HuggingFaceTokenizer:
         beside, data = os.path.join(os.path.dirname(path), name), b"{}"
         if os.path.exists(beside):
             data = read_model(beside)
-        found = parse_json(data, beside)
+        found = parse_json(data, beside, foreign=True)
         if not isinstance(found, dict):
             raise ValueError(f"{beside} is not a JSON object")
         return data, found

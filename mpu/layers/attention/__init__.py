@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: one rank's core, blocks of it for documents and windows, and context parallelism.
 
+backends             which kernel computes it: --attention-backend
 core                 causal attention of one rank's heads
 blocks               which queries look at which keys, as a list of rectangles: there is no mask
 block_attention      attention over such a list

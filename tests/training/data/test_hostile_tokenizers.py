@@ -56,12 +56,25 @@ def test_no_document_is_padded_or_cut(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [b"[]", b"3", b'{"a":' * 9999, b'{"bos_token": "\\ud800"}', b"\xff", b'{"a":1e999}']
+    "config", [b"[]", b"3", b'{"a":' * 9999, b'{"bos_token": "\\ud800"}', b"\xff", b"1e999"]
 )
 def test_a_hostile_config_beside_it_is_named(tmp_path, config):
     path = write(tmp_path / "tokenizer.json", {})
     (tmp_path / "tokenizer_config.json").write_bytes(config)
     with pytest.raises(ValueError, match="tokenizer_config.json is not "):
+        build_tokenizer("HuggingFaceTokenizer", path, None)
+
+
+def test_numbers_that_nobody_reads_may_be_what_transformers_writes(tmp_path):
+    """int(1e30) is its "no limit". The file keeps its place in the older digest, as it is."""
+    path = write(tmp_path / "tokenizer.json", {})
+    plain = build_tokenizer("HuggingFaceTokenizer", path, None).digest()
+    config = {"model_max_length": int(1e30), "scale": float("inf"), "eos_token": "b"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", path, None)
+    assert tokenizer.eod == 1 and tokenizer.digest() != plain
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": Infinity}')
+    with pytest.raises(ValueError, match="tokenizer_config.json: eos_token: Infinity is no number"):
         build_tokenizer("HuggingFaceTokenizer", path, None)
 
 

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel computes attention: --attention-backend, answered here and nowhere else.
+
+    auto     what torch chooses for whole rows: cuDNN on Hopper and Blackwell with cuDNN > 9.15.0,
+             else flash; flash for documents and windows, whose lengths change from step to step
+    flash    FlashAttention: 3 or 4 where their package is active in torch, else torch's own 2
+    fused    cuDNN's kernels
+    unfused  matrix products and a softmax, block after block
+    local    Weft's own code: csrc/attention.h on a CPU; Weft has no CUDA kernel, so unfused there
+    te       Transformer Engine's DotProductAttention, which chooses for itself
+
+The names are those of Megatron-LM's AttnBackend (megatron/core/transformer/enums.py), but for te.
+The conditions are torch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, read at main's
+001f694a; torch/nn/attention/_fa3.py of 2.13), which `torch._fused_sdp_choice` asks on a GPU.
+Everything here is a pure function of its arguments, but for `card_of`, which asks the device.
+"""
+
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+import torch
+
+BACKENDS = ("auto", "flash", "fused", "unfused", "local", "te")
+# What attends: whole rows of one document; blocks of such rows, merged by log-sum-exp (context
+# parallelism); documents or windows; a few tokens that look at a growing cache of keys
+Work = Literal["rows", "blocks", "documents", "cache"]
+# cpu: csrc/attention.h, else torch's operator for CPUs. math: matrix products
+Kernel = Literal["cpu", "flash", "cudnn", "efficient", "math", "te"]
+
+FLAG = "--attention-backend"
+HALVES = (torch.bfloat16, torch.float16)
+CUDNN_PREFERRED = 91500  # torch prefers a newer one: pytorch/pytorch#169849
+CUDNN_OLDEST = 90000
+CUDNN_WIDE = 92200  # a newer one has heads of 256 on Hopper and Blackwell
+
+
+class Card(NamedTuple):
+    """What the choice depends on. cudnn: as torch.backends.cudnn.version() says, 0 if there is
+    none. flash: the version of FlashAttention that is active in torch. cuda: the major version of
+    CUDA that torch was built for.
+    """
+
+    kind: str = "cpu"
+    major: int = 0
+    minor: int = 0
+    cudnn: int = 0
+    flash: int = 2
+    deterministic: bool = False
+    cuda: int = 13
+
+    def __str__(self) -> str:
+        if self.kind != "cuda":
+            return f"a {self.kind} device"
+        cudnn = f"cuDNN {_version(self.cudnn)}" if self.cudnn else "without cuDNN"
+        return f"compute capability {self.major}.{self.minor}, {cudnn}"
+
+
+def card_of(device: torch.device | str) -> Card:
+    """Return what the choice depends on, asked of torch; on a CPU or meta device nothing is."""
+    kind = torch.device(device).type
+    if kind != "cuda":
+        return Card(kind)
+    major, minor = torch.cuda.get_device_capability(device)
+    active = torch.nn.attention.current_flash_attention_impl()
+    return Card(
+        kind,
+        major,
+        minor,
+        cudnn=torch.backends.cudnn.version() or 0,
+        flash=int(active.removeprefix("FA")) if active else 2,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        cuda=int((torch.version.cuda or "13").partition(".")[0]),
+    )
+
+
+def kernel_of(
+    asked: str, card: Card, dtype: torch.dtype, head_size: int, work: Work = "rows"
+) -> Kernel:
+    """Return which kernel computes attention. asked: one of BACKENDS; head_size: of q, k and v.
+
+    Raises ValueError where the kernel that is asked for cannot do it; the message names the flag.
+    """
+    if asked not in BACKENDS:
+        raise ValueError(f"{FLAG} {asked}: must be one of {', '.join(BACKENDS)}")
+    if asked == "te" and work != "cache":
+        return "te"
+    if asked == "unfused" or (asked == "local" and card.kind == "cuda"):
+        return "math"
+    if card.kind != "cuda":
+        return "cpu"
+    no_flash = why_no_flash(card, dtype, head_size)
+    if asked == "flash":
+        if no_flash:
+            raise ValueError(f"{FLAG} flash: {no_flash}")
+        return "flash"
+    if asked == "fused" and work != "cache":
+        if why := why_no_cudnn(card, dtype, head_size, work):
+            raise ValueError(f"{FLAG} fused: {why}")
+        return "cudnn"
+    if prefers_cudnn(card) and not why_no_cudnn(card, dtype, head_size, work):
+        return "cudnn"
+    if not no_flash:
+        return "flash"
+    unit = 8 if dtype in HALVES else 4
+    if work in ("rows", "cache") and dtype != torch.float64 and head_size % unit == 0:
+        return "efficient"
+    return "math"
+
+
+def prefers_cudnn(card: Card) -> bool:
+    """Return whether torch takes cuDNN before flash: check_prefer_cudnn_attention."""
+    minors = (0, 3) if card.cuda < 13 else range(100)
+    return card.cudnn > CUDNN_PREFERRED and card.major in (9, 10) and card.minor in minors
+
+
+def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "rows") -> str:
+    """Return why cuDNN's attention cannot do this, or "": can_use_cudnn_attention.
+
+    A plan is built for each new shape, which takes about half a second (sgl-project/sglang#4650),
+    so documents, windows and a growing cache are left to other kernels.
+    """
+    if work in ("documents", "cache"):
+        return (
+            "cuDNN builds a plan for each new length, and those of documents and windows change "
+            "from step to step; take flash or auto"
+        )
+    if dtype not in HALVES:
+        return f"cuDNN's attention computes bf16 and fp16, not {_name(dtype)}; take auto"
+    if not (8, 0) <= (card.major, card.minor) <= (12, 1):
+        return f"cuDNN's attention runs on compute capability 8.0 to 12.1, not {card}"
+    if card.cudnn < CUDNN_OLDEST:
+        return f"torch's cuDNN must be 9.0 or newer, here is {card}"
+    if card.deterministic:
+        return "cuDNN's attention is not deterministic; with --deterministic-mode take flash"
+    wide = (card.major, card.minor) == (9, 0) or card.major == 10
+    most = 256 if wide and card.cudnn > CUDNN_WIDE else 128
+    if head_size % 8 or head_size > most or 128 < head_size < most:
+        only = "or of 256 " if most == 256 else ""
+        return (
+            f"--kv-channels {head_size}: cuDNN's attention takes a head of at most 128 channels "
+            f"{only}in multiples of 8 on {card}"
+        )
+    return ""
+
+
+def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
+    """Return why FlashAttention cannot do this, or "": can_use_flash_attention, for training.
+
+    torch pads a head that is no multiple of 8; Weft calls the operator itself and does not.
+    """
+    place = (card.major, card.minor)
+    if dtype not in HALVES:
+        return f"FlashAttention computes bf16 and fp16, not {_name(dtype)}; take auto"
+    if not (8, 0) <= place <= (12, 1):
+        return f"FlashAttention runs on compute capability 8.0 to 12.1, not {card}"
+    if head_size % 8 or head_size > 256:
+        return (
+            f"--kv-channels {head_size}: FlashAttention takes a head of at most 256 channels in "
+            "multiples of 8; take auto"
+        )
+    if ((8, 6) <= place <= (8, 9) or place >= (12, 0)) and 192 < head_size <= 224:
+        return (
+            f"--kv-channels {head_size}: FlashAttention's backward takes no head of 193 to 224 "
+            f"channels on {card}; take auto"
+        )
+    return ""
+
+
+def describe(
+    asked: str, card: Card, dtype: torch.dtype, head_size: int, works: Collection[Work]
+) -> str:
+    """Return the line that says which attention runs. Raises ValueError as `kernel_of` does."""
+    kernels = [kernel_of(asked, card, dtype, head_size, work) for work in works]
+    names = " and ".join(dict.fromkeys(NAMES[k].format(flash=card.flash) for k in kernels))
+    where = f" on {card}" if card.kind == "cuda" else ""
+    return f"attention: {names} ({FLAG} {asked}{where})"
+
+
+NAMES: dict[Kernel, str] = {
+    "cpu": "blocks of csrc/attention.h or of torch's operator for CPUs",
+    "flash": "FlashAttention {flash}",
+    "cudnn": "cuDNN",
+    "efficient": "torch's memory-efficient attention",
+    "math": "matrix products",
+    "te": "Transformer Engine",
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float64: "fp64"}.get(dtype, str(dtype))
+
+
+def _version(cudnn: int) -> str:
+    """Return "9.19.0" of 91900."""
+    return f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant the mistakes of rehearsal_faults.toml in a copy of the product, and rehearse each.
+
+    python tests/rehearsal_faults.py                      all of them
+    python tests/rehearsal_faults.py --seed 32 --count 100    so many, drawn by the seed
+    python tests/rehearsal_faults.py --kind "a prefetch is lost" --findings
+
+A fault counts as found where a finding names
+
+    place     a line within 5 of the edit, as one of its two places
+    way       such a line, on the way to the finding
+    effect    the edited function, or one that the fault's `shows` names
+
+A finding at another place is printed as `elsewhere` and does not count. The table has one line for
+each kind. The last rank drawn by the fault's seed is rehearsed, then all ranks if nothing is found.
+"""
+
+import argparse
+import ast
+import functools
+import json
+import random
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.rehearsal_mutations import ROOT, copy_to, in_child, prepare
+
+FILE = Path(__file__).with_suffix(".toml")
+NEAR = 5  # lines
+FOUND = ("place", "way", "effect")
+
+
+class Fault(NamedTuple):
+    """One edit, and the world and the flags that run it."""
+
+    number: int
+    kind: str
+    file: str
+    old: str
+    new: str
+    world: int
+    flags: str
+    seed: int
+    shows: tuple[str, ...]
+
+    def lines(self) -> range:
+        """Return the lines that the edit changes, as they are numbered after it."""
+        before, _, _ = (ROOT / self.file).read_text().partition(self.old)
+        same = 0
+        for old, new in zip(self.old.splitlines(), self.new.splitlines(), strict=False):
+            if old != new:
+                break
+            same += 1
+        first = before.count("\n") + 1 + same
+        last = before.count("\n") + max(1, len(self.new.splitlines()))
+        return range(min(first, last), last + 1)
+
+    def text(self) -> str:
+        """Return the file with the edit."""
+        text = (ROOT / self.file).read_text()
+        assert text.count(self.old) == 1, f"fault {self.number}: {self.old!r} in {self.file}"
+        return text.replace(self.old, self.new)
+
+
+def faults() -> list[Fault]:
+    """Read the faults."""
+    read = tomllib.loads(FILE.read_text())
+    return [
+        Fault(
+            i, each["kind"], each["file"], each["old"], each["new"], *read["layouts"][each["at"]],
+            each["seed"], tuple(each.get("shows", ())),
+        )
+        for i, each in enumerate(read["fault"])
+    ]  # fmt: skip
+
+
+@functools.cache
+def functions(text: str) -> list[tuple[str, range]]:
+    """Return the functions and classes of a file by their qualified names, with their lines."""
+    found: list[tuple[str, range]] = []
+
+    def walk(node: ast.AST, names: tuple[str, ...]) -> None:
+        for each in ast.iter_child_nodes(node):
+            here = names
+            if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
+                here = (*names, each.name)
+                found.append((".".join(here), range(each.lineno, (each.end_lineno or 0) + 1)))
+            walk(each, here)
+
+    walk(ast.parse(text), ())
+    return found
+
+
+def how_found(fault: Fault, findings: Any) -> str:
+    """Return "place", "way", "effect", "elsewhere" or "" for a fault's findings."""
+    if not isinstance(findings, list) or not findings:
+        return ""
+    edit, effects = fault.lines(), list[tuple[str, range]]()
+    near = range(edit.start - NEAR, edit.stop + NEAR)
+    inner = [at for name, at in functions(fault.text()) if edit.start in at]
+    own = [at for name, at in functions(fault.text()) if edit.start in at and "." in name]
+    if smallest := min(own or inner, key=len, default=None):
+        effects.append((fault.file, smallest))
+    for shown in fault.shows:
+        file, _, name = shown.partition("::")
+        text = fault.text() if file == fault.file else (ROOT / file).read_text()
+        every = range(1, len(text.splitlines()) + 1)
+        effects.append((file, dict(functions(text))[name] if name else every))
+
+    def within(place: str, spans: list[tuple[str, range]]) -> bool:
+        file, _, line = place.partition(":")
+        return any(file == name and line.isdigit() and int(line) in at for name, at in spans)
+
+    places = [place for one in findings for place in (one["place"], one["also"])]
+    ways = [place for one in findings for place in one["through"]]
+    if any(within(place, [(fault.file, near)]) for place in places):
+        return "place"
+    if any(within(place, [(fault.file, near)]) for place in ways):
+        return "way"
+    return "effect" if any(within(place, effects) for place in places) else "elsewhere"
+
+
+def plant(fault: Fault) -> tuple[str, Any]:
+    """Rehearse a copy with the fault; return how it was found, and the findings."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_to(folder)
+        (folder / fault.file).write_text(fault.text())
+        one = random.Random(fault.seed).randrange(fault.world)
+        flags, best = f"{fault.flags} --seed {fault.seed}", ("", None)
+        for rank in (one, None) if fault.world > 1 else (one,):
+            answer, _ = in_child(folder, fault.world, flags, rank, False)
+            how = how_found(fault, answer)
+            if how in FOUND:
+                return how, answer
+            best = (how, answer) if how or not best[0] else best
+    return best
+
+
+def clean(log: Any) -> int:
+    """Rehearse the layouts of the faults without one; return how many have findings."""
+    bad = 0
+    for world, flags in tomllib.loads(FILE.read_text())["layouts"].values():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            copy_to(folder)
+            answer, _ = in_child(folder, world, flags, world - 1, False)
+        bad += answer != []
+        log(f"{flags or 'no flags'}: {'clean' if answer == [] else answer}", flush=True)
+    return bad
+
+
+def main(argv: list[str]) -> int:
+    """Plant the faults that are asked for; print each, and a table by kind."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, help="draw --count of them")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--rest", action="store_true", help="those that are not drawn")
+    parser.add_argument("--kind")
+    parser.add_argument("--number", type=int, nargs="*")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--findings", action="store_true", help="print all findings")
+    parser.add_argument("--clean", action="store_true", help="rehearse the layouts alone")
+    parser.add_argument("--json")
+    asked = parser.parse_args(argv)
+    prepare()
+    if asked.clean:
+        return min(clean(print), 1)
+    todo = faults()
+    if asked.seed is not None:
+        drawn = set(random.Random(asked.seed).sample(range(len(todo)), asked.count))
+        todo = [fault for fault in todo if (fault.number in drawn) != asked.rest]
+    if asked.kind:
+        todo = [fault for fault in todo if fault.kind == asked.kind]
+    if asked.number:
+        todo = [fault for fault in todo if fault.number in asked.number]
+    began, results = time.monotonic(), []
+    with ThreadPoolExecutor(asked.processes) as pool:  # each rehearsal is a process of its own
+        for fault, (how, answer) in zip(todo, pool.map(plant, todo), strict=True):
+            results.append((fault, how))
+            some = answer if isinstance(answer, list) else [{"place": "", "what": str(answer)}]
+            what = "; ".join(f"{one['place']}: {one['what'][:150]}" for one in some[:2])
+            if asked.findings:
+                what = "".join(f"\n      {json.dumps(one)[:700]}" for one in some)
+            named = f"{fault.number:3} {fault.file}:{fault.lines().start}"
+            print(f"{how or 'NOT FOUND':10}{named} | {fault.kind} | {what}", flush=True)
+    planted = Counter(fault.kind for fault, _ in results)
+    found = Counter(fault.kind for fault, how in results if how in FOUND)
+    print(*(f"{kind:55}{planted[kind]:4}{found[kind]:4}" for kind in planted), sep="\n")
+    print(
+        f"{sum(found.values())} of {sum(planted.values())} found, of {len(planted)} kinds, in "
+        f"{time.monotonic() - began:.0f} s; {dict(Counter(how or 'none' for _, how in results))}"
+    )
+    if asked.json:
+        Path(asked.json).write_text(json.dumps({f.number: how for f, how in results}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
