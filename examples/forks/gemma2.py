@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import mpu.layers.fused as fused
 from model import llama
 from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
 from mpu.context import LayerContext
-from mpu.layers import fused
 from mpu.layers.fused import apply_rope
 from mpu.recompute import Recompute
 

@@ -16,7 +16,6 @@ NAMES = {
         "reduce_from_tensor_model_parallel_region",
     ),
     "mpu.context": ("LayerContext",),
-    "mpu.layers": ("fused",),
     "mpu.comm.collectives": ("sum_in_order",),
     "mpu.gradients": ("use",),
     "mpu.grid": ("Grid",),

@@ -185,8 +185,12 @@ MISTAKES = {
         GEMMA2, {"        return 0.0\n": "        return 1.0\n"}, ""
     ),
     # sums over ranks
-    "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""}, "only with tensor parallelism", LAYOUTS),
-    "a sum forward and none backward": Mistake(OLMO2, {BACK: ""}, "only with tensor parallelism", LAYOUTS),
+    "a mean of a rank's heads": Mistake(
+        OLMO2, {SUM: "", BACK: ""}, "only with tensor parallelism", LAYOUTS
+    ),
+    "a sum forward and none backward": Mistake(
+        OLMO2, {BACK: ""}, "only with tensor parallelism", LAYOUTS
+    ),
     "shared heads counted twice": Mistake(
         OLMO2, {"keepdim=True) / copies": "keepdim=True)"}, "only at tp 4", f"{LAYOUTS}; tp 4"
     ),
@@ -211,7 +215,8 @@ MISTAKES = {
         "tp 2: SystemExit: 0, fork", LAYOUTS,
     ),
     "an error on one rank": Mistake(
-        LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP}, "KeyError: 1, fork", LAYOUTS,
+        LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},
+        "KeyError: 1, fork", LAYOUTS,
     ),
     "a death by signal": Mistake(
         LLAMA, {MLP: "        if self.down.ctx.tp.rank:\n            import os\n\n"
