@@ -90,7 +90,9 @@ def flag_set(seed: int) -> tuple[int, list[str]]:
         words.append(flag.name)
         rule = flag.rule
         if isinstance(rule, (Choice, Number)) and not (rule.nargs == "?" and rng.random() < 0.3):
-            words += [value(rng, rule) for _ in range(rng.choice((1, 2)) if rule.nargs == "*" else 1)]
+            words += [
+                value(rng, rule) for _ in range(rng.choice((1, 2)) if rule.nargs == "*" else 1)
+            ]
     if rng.random() < 0.2:
         words += ["--save", "{dir}/saves", "--save-interval", str(rng.choice((1, 2)))]
     return world, words
