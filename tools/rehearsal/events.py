@@ -29,7 +29,8 @@ class Launch(NamedTuple):
     op: such as "aten::mm" or a Triton kernel's name. shapes: of its tensors, inputs first. read,
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
     spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
-    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
+    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory. numbers:
+    those among its arguments, of a division.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Launch(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 class Transfer(NamedTuple):

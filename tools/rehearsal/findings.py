@@ -90,8 +90,10 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
         if place.startswith(HOST_IN_DOUBLE) and dtypes != {"float64"}:
             what = f"the host computes in {' and '.join(sorted(dtypes))} what is rounded once"
             yield Finding("dtype", place, what)
-    for index in range(seen.first, len(recorder.events)):
+    for index in range(seen.loop, len(recorder.events)):
         event = recorder.events[index]
+        if index < seen.first and type(event) is not HostWait:
+            continue  # data are read: in their own dtypes
         if type(event) is HostWait and not may_wait(event.where.place):
             what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
             through = recorder.chains.get(index, ())
