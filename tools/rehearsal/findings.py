@@ -29,6 +29,7 @@ DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
+    "training/run/watch/guard.py": 256,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.
@@ -49,6 +50,7 @@ ON_HOST = (
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
+    "mpu/zero/bucket.py": ("aten::add_",),  # bf16 contributions, in fp32
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8/cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
     # a block, into their sum

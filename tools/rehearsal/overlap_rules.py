@@ -55,11 +55,13 @@ def sort_of(seen: "Rehearsed", event: Transfer) -> str:
         return "gathers of weights under the block before"
     if label.endswith(": update") and p.overlap_param_gather:
         return "gathers of updated weights under the next forward"
+    if event.axis == "tp" and event.verb == "receive":
+        return ""  # it goes with a send
+    if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
+        return "parts of a ring of matmuls"
     if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):
         if not event.where.place.startswith(IN_ONE_PIECE):
             return "gathers and sums of a column-parallel layer's backward"
-    if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
-        return "parts of a ring of matmuls"
     if event.axis == "cp" and label.startswith("core_attention") and event.verb != "all_to_all":
         return "keys and values under attention"
     if event.verb == "receive" and event.axis in ("pp", "pp_back"):
@@ -73,6 +75,8 @@ def allowed(seen: "Rehearsed", sort: str, count: int) -> int:
         return max(2 * seen.micro_batches, count // 2)
     if sort.startswith("messages"):
         return count // 2
+    if sort.startswith("parts") and seen.grid.tp.size > 2:
+        return count // 2  # what is gathered beside a matmul travels in several turns
     if sort.startswith("sums of gradients"):
         return 1 + count // 4
     return 0

@@ -65,6 +65,8 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
     rows: dict[Purpose, list[str]] = {}
     for row, _, size in apply(seen.config, read_formulas(), seen.grid.pp.rank):
         if (known := stated_for(row.axis, row.what)) is not None:
+            if known[1] == "norm" and seen.config.log.log_params_norm:
+                size *= 2  # that of the parameters, too
             stated[known] = stated.get(known, 0) + size
             rows.setdefault(known, []).append(row.what)
     for purpose in {**stated, **sent}:
@@ -72,15 +74,16 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
         indices = at.get(purpose, [])
         if abs(found - wanted) > ROUNDING * max(len(indices), 1):
             axis, what = purpose
-            words = f"{found:,} bytes are sent over {axis} for {what} in a step; "
-            words += f"docs/parallelism.md says {wanted:,} ({'; '.join(rows.get(purpose, ()))})"
+            words = f"{found:,} bytes are sent over {axis} in a step, purpose {what}; "
+            said = "; ".join(dict.fromkeys(rows.get(purpose, ("no row for it",))))
+            words += f"docs/parallelism.md says {wanted:,} ({said})"
             yield at_line(seen, purpose, words, indices, found < wanted)
 
 
 def is_own_llama(seen: "Rehearsed") -> bool:
     """Return whether the model is the one for which the document has formulas."""
     model = seen.run.model
-    return type(model).__module__ == "model.llama" and seen.config.model.model_file is None
+    return type(model).__module__ == "model.llama"
 
 
 def purpose_of(event: Transfer) -> Purpose | None:

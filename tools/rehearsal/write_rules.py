@@ -10,12 +10,16 @@ norm         what scales the update depends on the gradients of all buckets
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpu.gradients import GradientSink
+from mpu.layers.embedding import VocabParallelEmbedding, _Lookup
+from mpu.layers.fused import RMSNorm, _RMSNorm
+from mpu.layers.linear import _ParallelLinear
 from mpu.optim.interface import rules_of
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -34,6 +38,11 @@ ZEROES = ("aten::zero_", "aten::fill_")
 SHAPED = (
     "ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_full", "new_ones",
 )  # fmt: skip
+GIVERS: dict[type, Callable[..., Any]] = {  # what gives the gradient of a layer's weight
+    _ParallelLinear: _ParallelLinear.wgrad,
+    VocabParallelEmbedding: _Lookup.backward,
+    RMSNorm: _RMSNorm.backward,
+}
 MICRO_BATCH = re.compile(
     r"(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
 )
@@ -111,6 +120,7 @@ def unwritten(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield what the last step did not write, or not from what it should."""
     writes = Writes(seen)
     yield from gradients(seen, writes)
+    yield from look_ups(seen)
     yield from update(seen, writes)
     yield from dtypes(seen)
 
@@ -131,31 +141,53 @@ def gradients(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
         for name, param, start in bucket.params:
             at = start * size, (start + param.numel()) * size
             found = writes.to(storage, at)
-            yield from of_param(writes, name, at, found, count, 1 if each else count)
+            rounds = 1 if each else count
+            yield from of_param(seen, writes, name, at, found, rounds)
             given = [w for w in found if w.micro_batch >= 0 and not zeroes(writes, w)]
             if given and not any(w.at in seeded for w in given):
                 what = f"the gradient of {name} does not depend on the loss"
                 yield Finding("gradient", *at_write(writes, given[-1], what))
 
 
+def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the embeddings that add no rows in some micro-batch; a tied head may hide that."""
+    now, found = -1, dict[str, set[int]]()
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Action:
+            said = MICRO_BATCH.match(event.words)
+            now = int(said[1]) if said else -1
+        elif type(event) is Launch and event.op == "aten::index_add_":
+            found.setdefault(event.where.layer, set()).add(now)
+    for name, module in seen.run.model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            lost = set(range(seen.micro_batches)) - found.get(name, set())
+            if lost:
+                what = f"micro-batch {min(lost)} adds no rows to the gradient of {name}"
+                yield Finding("gradient", beginning(_Lookup.backward), what)
+
+
 def of_param(
-    writes: Writes, name: str, at: Span, found: list[Write], count: int, rounds: int
+    seen: "Rehearsed", writes: Writes, name: str, at: Span, found: list[Write], rounds: int
 ) -> Iterator[Finding]:
     """Yield what is wrong with one parameter's gradient. rounds: micro-batches that add it up."""
     given = [w for w in found if not zeroes(writes, w)]
     inside = [w for w in given if w.micro_batch >= 0]
-    wanted = range(count - rounds, count)
+    wanted = range(seen.micro_batches - rounds, seen.micro_batches)
     missing = [
         i
         for i in wanted
         if covered(at, [(w.low, w.high) for w in inside if w.micro_batch == i]) < at[1] - at[0]
     ]
     if missing:
-        some = f"micro-batch {missing[0]}" if len(missing) < rounds else "any micro-batch"
-        what = f"{some} does not write all of the gradient of {name}"
-        what = what if len(missing) < rounds else what.replace("any", "no").replace(" not", "")
-        place, _, also, through = at_write(writes, found[-1], what) if found else missed(writes)
-        yield Finding("gradient", place, what, also, through)
+        what = f"no micro-batch writes all of the gradient of {name}"
+        if len(missing) < rounds:
+            what = f"micro-batch {missing[0]} does not write all of the gradient of {name}"
+        if inside:
+            yield Finding("gradient", *at_write(writes, inside[-1], what))
+        else:
+            place, through = giver(seen, name)
+            yield Finding("gradient", place, what, "", through)
         return
     first = min(inside, key=lambda w: w.at)
     zeroed = any(zeroes(writes, w) and w.at < first.at for w in found)
@@ -182,11 +214,25 @@ def at_write(writes: Writes, write: Write, what: str) -> tuple[str, str, str, tu
     return chain[0], what, "", chain[1:]
 
 
-def missed(writes: Writes) -> tuple[str, str, str, tuple[str, ...]]:
-    """Return the same where nothing writes: where layers begin to give gradients."""
-    from mpu.layers.linear import _ParallelLinear
-
-    return beginning(_ParallelLinear.wgrad), "", "", ()
+def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
+    """Return where a parameter's layer gives its gradient, and the lines of its backward."""
+    param = dict(seen.run.model.named_parameters())[name]
+    holders = {
+        at: module
+        for at, module in seen.run.model.named_modules()
+        if any(each is param for each in module.parameters(recurse=False))
+    }
+    module = next(iter(holders.values()))
+    gives = next((f for kind, f in GIVERS.items() if isinstance(module, kind)), GradientSink.add)
+    through = dict[str, None]()
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Launch and event.where.phase in ("backward", "wgrad", "recompute"):
+            chunks = "head" in holders and "linear_cross_entropy" in event.where.place
+            if event.where.layer in holders or chunks:
+                lines = (event.where.place, *seen.recorder.chains.get(index, ()))
+                through.update(dict.fromkeys(lines))
+    return beginning(gives), tuple(through)
 
 
 def grad_storage(seen: "Rehearsed", writes: Writes, bucket: Any) -> int:
