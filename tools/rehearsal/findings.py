@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
+from tools.rehearsal.loop_rules import grown, unread
 from tools.rehearsal.order import Finding, order
+from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.places import ROOT
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step
+from tools.rehearsal.traffic_rules import unlike_formulas
+from tools.rehearsal.work_rules import loss_scale, work_of_layers
+from tools.rehearsal.write_rules import unwritten
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -66,6 +71,8 @@ WIDER = (
     "aten::copy_", "aten::_to_copy", "aten::mm", "aten::addmm", "aten::fill_",
     "aten::_fused_adamw_",
 )  # fmt: skip
+# rules of a step that went through
+OF_STEPS = (unlike_formulas, unwritten, grown, not_hidden, work_of_layers, loss_scale, unread)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -75,6 +82,8 @@ def findings(seen: "Rehearsed") -> list[Finding]:
     every = [] if seen.failure is None else [seen.failure]
     chains = seen.recorder.chains
     every += [*seen.recorder.found, *in_step(seen), *in_whole_step(seen)]
+    if seen.recorder.device != "cpu" and seen.failure is None:
+        every += [one for rule in OF_STEPS for one in rule(seen)]
     for one in [*every, *order(seen.recorder.events, chains)]:
         found.setdefault((one.kind, one.place, one.also), one)
     return list(found.values())

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
 from tools.rehearsal.events import Transfer
-from tools.rehearsal.loop_rules import grown, unread
 from tools.rehearsal.order import Finding
-from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.places import beginning
-from tools.rehearsal.traffic_rules import unlike_formulas
-from tools.rehearsal.work_rules import loss_scale, work_of_layers
-from tools.rehearsal.write_rules import unwritten
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -31,13 +26,6 @@ def in_whole_step(seen: "Rehearsed") -> Iterator[Finding]:
         return
     yield from unsummed(seen)
     yield from partial(seen)
-    yield from unlike_formulas(seen)
-    yield from unwritten(seen)
-    yield from grown(seen)
-    yield from not_hidden(seen)
-    yield from work_of_layers(seen)
-    yield from loss_scale(seen)
-    yield from unread(seen)
     for index in range(seen.begin, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is not Transfer or event.verb in MESSAGES:

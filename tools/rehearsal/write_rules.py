@@ -228,9 +228,9 @@ def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Launch and event.where.phase in ("backward", "wgrad", "recompute"):
-            chunks = "head" in holders and "linear_cross_entropy" in event.where.place
+            lines = (event.where.place, *seen.recorder.chains.get(index, ()))
+            chunks = "head" in holders and any("linear_cross_entropy" in line for line in lines)
             if event.where.layer in holders or chunks:
-                lines = (event.where.place, *seen.recorder.chains.get(index, ()))
                 through.update(dict.fromkeys(lines))
     return beginning(gives), tuple(through)
 
