@@ -9,7 +9,7 @@ flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 # What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
 KNOWN := PYTHON JOBS PART DATA JSON_KEYS ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
-  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS PREDICTION
+  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS
 STRANGE := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name))))
 ifneq ($(STRANGE),)
 $(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort $(KNOWN)), and make alone says where each counts)
@@ -55,7 +55,8 @@ $(QUICK)/tokens/%/$(TOKENS): $(QUICK)/tokenizer/weft.model tools/preprocess_data
 train: check-data setup $(QUICK)/tokens/train/$(TOKENS) $(QUICK)/tokens/heldout/$(TOKENS) ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" JSON_KEYS=content ON_BAD_DOCUMENT=skip ...)
 	@$(RUN) tools/quickstart.py --out $(QUICK) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters)
 
-test: setup lint ## lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
+test: setup lint ## on the CPU: lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
+	@echo "make test: on the CPU, also where there is a GPU; make gpu-check tests the GPU"
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile
 
 prove: setup ## run every test in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
@@ -105,8 +106,8 @@ same-bits: setup ## compare losses, norms, checkpoints and resumes with another 
 bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
-gpu-check: ## check the GPU path on one GPU with PYTHON and its own torch, in parts of under 8 minutes; without a GPU, what needs none (PART="first kernels" PREDICTION=file.json)
-	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,PREDICTION,--prediction) $(call flag,DEVICE,--device)
+gpu-check: ## check and measure the GPU path with PYTHON and its own torch, in parts of 9 minutes; results in OUT, $$OUT or runs/gpu-check (PART="first peer" ARGS="--tiny --device cpu")
+	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,OUT,--out) $(call given,ARGS)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tests/slurm/check.py

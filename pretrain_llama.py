@@ -22,7 +22,7 @@ from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 
-os.environ.update(environment_defaults(os.environ))
+os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -198,7 +198,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
         loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        core_attention_backend=p.core_attention_backend,
+        attention_backend=p.attention_backend,
     )  # fmt: skip
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)

@@ -43,7 +43,7 @@ RANGES = {  # lowest and highest that is allowed
     "matmul": (0.45, None),  # highest: the best that anybody measured, in the file
     "ramp": (32.0, 1024.0),
     "memory_share": (0.5, 0.95),
-    "attention.flash": (0.15, 0.75),
+    "attention.flash.forward": (0.15, 0.75),
     "kernel_seconds": (1e-6, 4e-6),
     "transfer_seconds": (1e-5, 2e-4),
     "collective_start": (1e-6, 5e-5),
@@ -53,6 +53,8 @@ BEST_MATMUL = {  # the best measured share of the peak, bfloat16 and float8: the
     "h100": (0.803, 0.709), "a100": (0.869, 0.0), "h200": (0.803, 0.734), "b200": (0.776, 0.763),
 }  # fmt: skip
 CARRIED = {"h100": ("h200", "b200"), "a100": ()}  # devices that no published run here is of
+WITH = {"matmul": "matmul.float8", "attention.flash.forward": "attention.flash.backward"}
+BACKWARD = 0.8  # of the forward's rate; FlashAttention-2, 4.1
 HOST, HOST_START = (1e-5, 4e-3), (3e-4, 1e-4, 1e-3, 2e-3, 3e-3)  # host seconds a layer
 NODE, LEAST_MFU = 8, 0.1  # below it a run of several nodes waits for what no constant describes
 
@@ -83,9 +85,8 @@ def fit(runs: Sequence[Run], name: str) -> tuple[Device, dict[str, float], float
     """Return the device, host seconds and loss that going through the constants in turn gives."""
     frameworks = sorted({run.recipe.name for run in runs})
     host = dict.fromkeys(frameworks, HOST_START[0])
-    first = {**START, "matmul": BEST_MATMUL[name][0], "attention.flash": ATTENTION[name]}
-    first["matmul.float8"] = BEST_MATMUL[name][1]
-    device = read_device(name).changed(**first)
+    first = {**START, "matmul": BEST_MATMUL[name][0], "attention.flash.forward": ATTENTION[name]}
+    device = read_device(name).changed(**first, **follows(first, name))
     best = loss(runs, device, host)
     for framework in frameworks:  # a host that is hidden changes nothing: steps would not find it
         for value in HOST_START[1:]:
@@ -109,16 +110,23 @@ def fit(runs: Sequence[Run], name: str) -> tuple[Device, dict[str, float], float
                     value = min(max(device[key] * way, low), top)
                     if value == device[key]:
                         break
-                    tried = device.changed(**{key: value})
-                    if key == "matmul":
-                        share = BEST_MATMUL[name][1] / BEST_MATMUL[name][0]
-                        tried = tried.changed(**{"matmul.float8": value * share})
+                    tried = device.changed(**{key: value}, **follows({key: value}, name))
                     found = loss(runs, tried, host)
                     if found >= best - 1e-6:
                         break
                     best, device = found, tried
         factor = math.sqrt(factor)
     return device, host, best
+
+
+def follows(values: dict[str, float], name: str) -> dict[str, float]:
+    """Return the numbers that are fitted with others: each is a share of its own of that one."""
+    shares = {"matmul": BEST_MATMUL[name][1] / BEST_MATMUL[name][0]}
+    return {
+        other: values[key] * shares.get(key, BACKWARD)
+        for key, other in WITH.items()
+        if key in values
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -158,7 +166,7 @@ def write(name: str, device: Device, host: dict[str, float], runs: int) -> None:
     for other in CARRIED[name]:
         own = {**values, "matmul": values["matmul"] * BEST_MATMUL[other][0] / BEST_MATMUL[name][0]}
         if other == "b200":
-            own.pop("attention.flash")  # its kernels are others
+            own.pop("attention.flash.forward")  # its kernels are others
         _write(other, own, f"assumed to be that of {name}.json, {told} of that device")
     hosts = json.loads(HOST_SECONDS.read_text())
     hosts[name] = {k: float(f"{v:.4g}") for k, v in sorted(host.items())}
@@ -166,16 +174,17 @@ def write(name: str, device: Device, host: dict[str, float], runs: int) -> None:
 
 
 def _write(name: str, values: dict[str, float], told: str) -> None:
-    path, best = path_of(name), BEST_MATMUL[name]
+    path = path_of(name)
     content = json.loads(path.read_text())
-    both = {**values, "matmul.float8": values["matmul"] * best[1] / best[0]}
-    for key, value in both.items():
+    for key, value in {**values, **follows(values, name)}.items():
         entry = content["numbers"][key]
         limit = entry["source"].partition("; at most: ")[2]
         if not limit and key in ("matmul", "matmul.float8"):
             limit = entry["source"]
+        share = f"; {BACKWARD} of the forward: FlashAttention-2 (arXiv:2307.08691), section 4.1"
         entry["value"] = float(f"{value:.4g}")
         entry["source"] = told + (f"; at most: {limit}" if limit else "")
+        entry["source"] += share if key == "attention.flash.backward" else ""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -25,6 +25,7 @@ from benchmarks.plan_fit import (  # noqa: E402
     Values,
     fit,
     fit_odds,
+    more_rows,
     read_rows,
     stalled_runs,
     step_seconds,
@@ -115,9 +116,12 @@ def held_out(
     told = {name: np.zeros(len(rows)) for name in KINDS}
     constant, measured, flops = np.zeros(len(rows)), rates(rows), full_flops(rows)
     fitted: dict[str, Values] = {}
+    more = more_rows()
     for at, others in folds(rows, part):
         profile = rows[at[0]].profile
-        c = fitted[part(rows[at[0]])] = fit(profile, [rows[n] for n in others])
+        c = fitted[part(rows[at[0]])] = fit(
+            profile, [*(rows[n] for n in others), *(row for row in more if row.profile == profile)]
+        )
         found = predict([rows[n] for n in at], {profile: c})
         for kind, values in told.items():
             values[at] = getattr(found, kind)

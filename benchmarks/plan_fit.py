@@ -3,18 +3,20 @@
 
     python benchmarks/plan_fit.py --runs FOLDER [--profile nanotron_h100] [--write]
 
-FOLDER holds the CSV files of published runs. The mean of |log(predicted / measured)|, capped, is
-made small by going through the constants in turn, each in the range that TIME of
-tools/planner/constants.py allows, with a small price for leaving its start. No run has a number of
-its own. --write puts the constants into tools/planner/fitted. Of nanotron's runs those that stall
-are left out of the fit of the time; the odds of a stall and of a crash are fitted apart and go into
-benchmarks/planning. benchmarks/plan_accuracy.py fits on a part of the runs and tests on the others.
+FOLDER holds the CSV files of published runs; benchmarks/planning/other_runs.py has more. The mean
+of |log(predicted / measured)|, capped, is made small by going through the constants in turn, each
+in the range that TIME of tools/planner/constants.py allows, with a small price for leaving its
+start. No run has a number of its own. --write puts the constants into tools/planner/fitted. Of
+nanotron's runs those that stall are left out of the fit of the time; the odds of a stall and of a
+crash are fitted apart and go into benchmarks/planning. benchmarks/plan_accuracy.py fits on a part
+of the runs and tests on the others.
 """
 
 import argparse
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.planning import odds  # noqa: E402
+from benchmarks.planning import odds, other_runs  # noqa: E402
 from tools.planner.constants import FOLDER, MEMORY, TIME, defaults  # noqa: E402
 from tools.planner.predict import TERMS, memory, terms  # noqa: E402
 from tools.planner.published import Row, read_table  # noqa: E402
@@ -60,7 +62,7 @@ KEYS = {  # what the runs of a framework can tell
     "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
     "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden",
              "fsdp_least", "jitter", "matmul.float8"),
-    "nemo": ("matmul.float8", "memory_share", "host_layer", "host_layer_tp",
+    "nemo": ("matmul", "wave", "matmul.float8", "memory_share", "host_layer", "host_layer_tp",
              "tp_backward", "network_share", "network_step", *PIPELINE, "host_stage", "link_share",
              "jitter"),
     "megatron": ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage",
@@ -240,7 +242,14 @@ def hooked(row: Row) -> bool:
 
 
 def read_rows(folder: Path) -> list[Row]:
+    """Return the runs of a folder's CSV files."""
     return [row for path in sorted(folder.glob("*.csv")) for row in read_table(path).rows]
+
+
+def more_rows() -> list[Row]:
+    """Return the runs of benchmarks/planning/other_runs.py that constants are fitted on."""
+    with tempfile.TemporaryDirectory() as folder:
+        return other_runs.fitted(Path(folder))
 
 
 def main(argv: list[str]) -> int:
@@ -249,7 +258,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--profile", help="fit this one only, such as nanotron_h100")
     parser.add_argument("--write", action="store_true", help="write tools/planner/fitted")
     args = parser.parse_args(argv)
-    rows = read_rows(args.runs)
+    rows = [*read_rows(args.runs), *more_rows()]
     for name in sorted({row.profile for row in rows}):
         if args.profile in (None, name):
             own = [row for row in rows if row.profile == name]

@@ -8,7 +8,7 @@ nobody would notice: here the run is refused, in a sentence that names the flag 
     flag                               the model must
     --fused-linear-cross-entropy       compute its loss by output_loss(head, ...)
     --norm-backend apex, te            have RMSNorm modules, whose own forward calls the kernel
-    --core-attention-backend te        attend by core_attention_of(ctx)
+    --attention-backend, but for auto  attend by core_attention_of(ctx); fused: without a window
     --fp8-format                       have parallel linears in its layers, which multiply
     --recompute-granularity selective  wrap its core attention in recompute.selective
     --recompute-granularity full       run its layers by recompute.blocks
@@ -29,7 +29,7 @@ from estimate.context_parallel import rank_batch
 from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
 from estimate.model_profile import ModelProvider, StagedModel, plannable, rank_model
 from mpu.context import LayerContext
-from mpu.layers.attention.core import core_attention
+from mpu.layers.attention.core import CoreAttention, core_attention
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
@@ -39,7 +39,8 @@ from mpu.recompute import Blocks, Recompute
 from training.config import Config
 from training.recompute import recompute_of
 
-LOSS, ATTENTION = "--fused-linear-cross-entropy", "--core-attention-backend te"
+LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"
+WINDOW = "a window"
 BY = {
     LOSS: "its loss is not computed by mpu.layers.cross_entropy.output_loss",
     ATTENTION: "no layer attends by mpu.layers.context_attention.core_attention_of(ctx)",
@@ -65,9 +66,13 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     except RuntimeError:  # it asks for values, which meta tensors do not have
         return
     file = f"--model-file {config.model.model_file}"
+    backend = p.attention_backend
     for flag in wanted:
         if flag not in listener.heard:
-            raise ValueError(f"{flag}: {file} does not obey it: {BY[flag]}")
+            value = f" {backend}" if flag == ATTENTION else ""
+            raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}")
+    if backend == "fused" and WINDOW in listener.heard:
+        raise ValueError(f"{ATTENTION} fused: {file} attends in windows; take flash or auto")
     for name in g.offload_modules:
         if name not in listener.heard:
             raise ValueError(
@@ -96,7 +101,7 @@ def _functions(config: Config) -> Iterator[str]:
     p = config.parallel
     if p.fused_linear_cross_entropy:
         yield LOSS
-    if p.core_attention_backend == "te":
+    if p.attention_backend != "auto":
         yield ATTENTION
     if p.recompute_granularity is not None:
         yield f"--recompute-granularity {p.recompute_granularity}"
@@ -154,12 +159,17 @@ class _Listener:
         self.listen_to(model)
         size, positions, documents = rank_batch(config)
         tokens = torch.empty(size, dtype=torch.long, device=META)
-        attention: Any = TransformerEngineAttention
+        attention: Any = CoreAttention
         call = attention.__call__
 
-        def attend(_: Any, *args: Any, **options: Any) -> Tensor:
-            self.heard.add(ATTENTION)
-            return core_attention(*args, **options)
+        def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
+            if core.asked == config.parallel.attention_backend:
+                self.heard.add(ATTENTION)
+            if options.get("window"):
+                self.heard.add(WINDOW)
+            stand_in = core_attention if isinstance(core, TransformerEngineAttention) else core
+            found: Tensor = call(stand_in, *args, **options)
+            return found
 
         attention.__call__ = attend
         try:
@@ -178,8 +188,8 @@ class _Listener:
     ) -> StagedModel:
         """Take the place of the provider."""
         chunks = ctx.loss_in_chunks and self.noting(LOSS, ctx.loss_in_chunks)
-        backend = config.parallel.core_attention_backend
-        ctx = replace(ctx, loss_in_chunks=chunks, core_attention_backend=backend)
+        backend = config.parallel.attention_backend
+        ctx = replace(ctx, loss_in_chunks=chunks, attention_backend=backend)
         return self.provider(config, ctx, recompute, stages)
 
     def listen_to(self, model: nn.Module) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether the package of kernels that a --*-backend flag names can be used here.
+"""Say whether a GPU, and the package of kernels that a --*-backend flag names, can be used here.
 
 Weft runs without any of them. The packages are Triton, NVIDIA apex and Transformer Engine; each may
 be missing, built for another torch, or of no use on a device or for a dtype.
@@ -7,12 +7,16 @@ be missing, built for another torch, or of no use on a device or for a dtype.
 
 import importlib
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
+from mpu import driver
+from mpu.launch import hides_gpus, visible_gpus
+
 OWN = {  # the value of each flag that needs no package
     "--norm-backend": "weft",
-    "--core-attention-backend": "torch",
+    "--attention-backend": "auto",
     "--optimizer-backend": "torch",
 }
 NAMES = {
@@ -26,10 +30,31 @@ APEX_NORM = "fused_layer_norm_cuda"
 NEEDS = {
     ("--norm-backend", "apex"): (APEX_NORM,),
     ("--norm-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
-    ("--core-attention-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
+    ("--attention-backend", "te"): ("transformer_engine.pytorch", TE_KERNELS),
     ("--optimizer-backend", "apex"): (f"{FUSED_ADAM['apex']}:FusedAdam", "amp_C"),
     ("--optimizer-backend", "te"): (f"{FUSED_ADAM['te']}:FusedAdam", TE_KERNELS),
 }
+
+
+def unusable_gpu() -> str:
+    """Return why torch cannot use a GPU that is here, or "": it can, none is, or all are hidden.
+
+    CUDA_VISIBLE_DEVICES hides them if it is empty or -1.
+    """
+    visible = visible_gpus()
+    if torch.cuda.is_available() or hides_gpus(visible):
+        return ""
+    cuda, hip, said = torch.version.cuda, torch.version.hip, ""
+    if cuda or hip:
+        try:
+            torch.cuda.init()
+        except Exception as error:  # a driver may fail in any way
+            said = str(error).partition("\n")[0].partition(". ")[0]
+    if hip:
+        here = Path("/dev/kfd")
+        built = f"torch {torch.__version__} is built for ROCm {hip} and sees no device"
+        return f"{here} is here, {built} ({said})" if here.exists() else ""
+    return driver.why_unusable(torch.__version__, cuda, said, visible)
 
 
 def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> str:

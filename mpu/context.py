@@ -23,7 +23,7 @@ class LayerContext:
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
-    core_attention_backend: whose kernels they are, as the flags of these names say.
+    attention_backend: whose kernels they are, as the flags of these names say.
     auxiliary_losses: what `auxiliary_loss` adds to.
     """
 
@@ -37,7 +37,7 @@ class LayerContext:
     loss_in_chunks: Callable[..., Tensor] | None = None
     cp_comm_type: tuple[str, ...] = ("p2p",)
     norm_backend: str = "weft"
-    core_attention_backend: str = "torch"
+    attention_backend: str = "auto"
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis

@@ -43,9 +43,13 @@ from mpu.launch import ASK, Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
-# On NCCL a step waits for these while gradients and weights travel beside it, over dp_cp: their
-# groups have streams of high priority, so that their kernels come first where SMs are scarce.
+# Collectives of these axes run beside our own matmuls and are no longer than one matmul: their
+# groups have streams of high priority on NCCL. At equal priority NCCL's kernel, which waits for an
+# event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
+# and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:
+# they take as long as many matmuls, and lose the rest of one.
 URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
 
 def launch_of(world: int) -> Launch:
@@ -72,6 +76,16 @@ def high_priority(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group warns of one that is not its own
     return options
+
+
+def group_timeout(deadline: timedelta, backend: str) -> timedelta:
+    """Return after how long a backend itself ends a collective that does not end.
+
+    deadline: after which the hang watch (training/faults) ends the run and names the rank that
+    hangs. NCCL's watchdog aborts the process of every rank that waits. It counts from the enqueue,
+    which is before the watch begins to count, so it has this much longer.
+    """
+    return deadline + WATCHDOG_LATER if backend == "nccl" else deadline
 
 
 class DataAxes(NamedTuple):
@@ -234,10 +248,14 @@ class Grid:
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":
-        """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU."""
+        """Join the world, then make the groups. Backend None: nccl for CUDA, gloo for CPU.
+
+        timeout: after which a watcher of the run ends a hang (`group_timeout`).
+        """
         if self.world_size == 1:
             return self
         self.backend = self.backend or ("nccl" if device.type == "cuda" else "gloo")
+        timeout = group_timeout(timeout, self.backend)
         if self.backend == "gloo":
             bind_loopback()
         # Without a device_id: with one, all messages of a group share the group's one communicator,
@@ -248,16 +266,15 @@ class Grid:
         return self.add_groups(device, timeout)
 
     def add_groups(self, device: torch.device, timeout: timedelta) -> "Grid":
-        """Make the process groups: one for each set of ranks; on NCCL pp_back has its own, and so
-        has a set over which both URGENT axes and gradients travel.
+        """Make the process groups: one for each set of ranks. On NCCL pp_back has its own, and so
+        has a set of ranks that an URGENT axis shares with another, the whole world too.
         """
         staged, nccl = self.backend == "gloo" and device.type == "cuda", self.backend == "nccl"
         groups: dict[tuple[Any, ...], Any] = {}
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             apart = name == "pp_back" and nccl
-            # alone in the world, nothing travels beside an axis
-            urgent = nccl and name in URGENT and (apart or self.dp_cp.size > 1)
+            urgent = nccl and name in URGENT
             key = (axis.ranks, urgent)
             between = name == "embd" and self.pp.size > 2
             if (axis.size > 1 or between) and (apart or key not in groups):

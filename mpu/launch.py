@@ -8,12 +8,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 # torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
 # torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+REGISTER = "NCCL_GRAPH_REGISTER"
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
 SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
@@ -190,6 +191,20 @@ def shares_cores() -> bool:
     return os.environ.get("OMP_NUM_THREADS") in unset
 
 
+def visible_gpus() -> str | None:
+    """Return what the environment says of the GPUs that this process may see, None if nothing."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return next((os.environ[name] for name in names if name in os.environ), None)
+
+
+def hides_gpus(visible: str | None) -> bool:
+    """Return whether it hides every GPU on purpose: "", "-1", or SLURM's word for no device."""
+    if visible is None:
+        return False
+    first = visible.partition(",")[0].strip()
+    return first in ("", "NoDevFiles") or first.startswith("-")
+
+
 def bind_loopback() -> None:
     """Let gloo use the loopback device when all ranks are on this host.
 
@@ -199,19 +214,56 @@ def bind_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def environment_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
     """Return what to add before torch is imported, for torch, CUDA and torch's allocator on it.
 
-    EAGER: all kernels are loaded when CUDA starts. By default each is at its first launch, which
-    may wait for kernels that run, such as a receive whose sender waits for this rank. Expandable
-    segments grow in place, so freed memory of another size is not lost to them; torch's symmetric
-    memory does not come from that allocator. What the user has set stays.
+    argv: the run's command line, which says whether CUDA must load all kernels when it starts
+    (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
+    lost to them; torch's symmetric memory does not come from that allocator. NCCL would register a
+    CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
+    asks for 0, too). What the user has set stays.
     """
     wanted = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
-    wanted["CUDA_MODULE_LOADING"] = "EAGER"
+    if loads_eagerly(argv):
+        wanted["CUDA_MODULE_LOADING"] = "EAGER"
     if not any(name in environ for name in ALLOCATOR):
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    wanted[REGISTER] = "0"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def loads_eagerly(argv: Sequence[str]) -> bool:
+    """Return whether a run must load all kernels when CUDA starts, as its command line says.
+
+    By default CUDA loads each at its first launch, which may wait for kernels that run: in a
+    pipeline for a receive whose sender waits for this rank, under --tp-comm-overlap symmetric for a
+    kernel that waits for another rank's flag. Loading all of them takes seconds and several hundred
+    MB of each GPU (pytorch/pytorch#86509), so other runs do without. CUDA reads the setting when it
+    starts, which the rules of the command line may cause: so this looks at the words themselves.
+    """
+    words = [part for word in argv for part in word.split("=", 1)]
+    values = {}
+    for flag, value in zip(words, [*words, ""][1:], strict=True):
+        if flag.startswith("--"):
+            values[flag] = "" if value.startswith("--") else value
+    overlap = values.get("--tp-comm-overlap", "none")
+    stages = values.get("--pipeline-model-parallel-size", "1")
+    return stages not in ("", "1") or overlap not in ("none", "ring")
+
+
+def registers_graphs() -> str:
+    """Return why CUDA graphs of collectives would fail with what the user has set, or ""."""
+    value, grows = os.environ.get(REGISTER, "0"), "False"
+    for name in ALLOCATOR:
+        found = re.findall(r"expandable_segments\s*:\s*(\w+)", os.environ.get(name, ""))
+        grows = (found or [grows])[-1]
+    if value == "0" or grows.lower() != "true":
+        return ""
+    return (
+        f"{REGISTER} is {value} in the environment and the allocator's segments are expandable: "
+        f"NCCL would register a graph's buffers, which ends in an illegal memory access; unset it, "
+        "or set PYTORCH_ALLOC_CONF=expandable_segments:False"
+    )
 
 
 def set_deterministic() -> None:
@@ -226,6 +278,6 @@ def set_deterministic() -> None:
 
 def cuda_settings() -> list[str]:
     """Return the line that tells what of this the environment says now."""
-    names = ("CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+    names = ("CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER)
     told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return [f"environment of CUDA: {', '.join(told)}"] if told else []

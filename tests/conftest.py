@@ -9,6 +9,7 @@ and the next test gets a fresh world.
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,10 +28,13 @@ import torch.multiprocessing as mp
 TIMEOUT = 120.0
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Heed Ctrl-C in a shell's background job too, where it is ignored, and SIGHUP under nohup:
-    what tests start inherits that, and some tests interrupt it.
+    what tests start inherits that, and some tests interrupt it. Hide GPUs, but from tests of them
+    (`-m gpu`): a run without --device takes the CPU.
     """
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr", "")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

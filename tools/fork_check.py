@@ -194,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tools/fork_check.py: {error}", file=sys.stderr)
             return 2
         width = max(len(case.name) for case in some)
+        print("on the CPU over gloo, also where there is a GPU")
         print(head(width))
         world = World(desk, max(case.ranks for case in some), options.timeout)
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run

@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config
+from mpu.accelerators import unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, add_tokenizer, model_of, whole
 from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
-from training.checkpoint.huggingface import BY_NAME
+from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet
@@ -267,6 +268,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
+        if args.device != "cpu" and (why := unusable_gpu()):
+            raise ValueError(f"{why}; or generate on the CPU with --device cpu")
         if launch.world > 1:
             launch.check_meeting()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)

@@ -11,11 +11,11 @@
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
 (with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
 theirs. docs/planning.md explains the table and how far to
-trust it. The exit code is 2 where an argument or a file is wrong.
+trust it. The exit code is 0 where a plan was found, 1 where nothing fits (no layout, the layout of
+--why, either case of --what-if, no row of --predict), 2 where an argument or a file is wrong.
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,15 +23,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from tools.command_line import Parser, told, whole
-from tools.planner import picture, rank_order, search, table
+from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
-from tools.planner.layout import Layout
-from tools.planner.model import REST, read_model
+from tools.planner.model import read_model
 from tools.planner.predict import predict, write
 from tools.planner.published import read_table
-from tools.planner.runs import COMMS, SCHEDULES
 from tools.planner.search import PlanError, Plans
-from training.flags.parse import parse
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
 ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
@@ -40,14 +37,17 @@ Asked = dict[str, int | str]  # by ASKED, and float8
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
-def predict_file(runs: Path, out: Path) -> str:
-    """Write a table of runs with predictions beside them; return what was done in a line."""
+Answer = tuple[list[str], bool]  # lines to print, and whether what was asked for fits
+
+
+def predict_file(runs: Path, out: Path) -> Answer:
+    """Write a table of runs with predictions beside them; say what was done, in a line."""
     table_of_runs = read_table(runs)
     predicted = predict(table_of_runs.rows)
     write(out, table_of_runs, predicted)
     fit = int(predicted.fits.sum())
     left = f", {len(table_of_runs.reasons)} not: predicted_reason" * bool(table_of_runs.reasons)
-    return f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"
+    return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
 def plans_of(model: str, cluster: Cluster, asked: Asked) -> Plans:
@@ -59,39 +59,23 @@ def plans_of(model: str, cluster: Cluster, asked: Asked) -> Plans:
     return search.plan(found, cluster.of(nodes), batch, str(asked.get("float8", "bf16")))
 
 
-def own_plan(plans: Plans, flags: str) -> Plans:
-    """Return the plan of the layout that flags name. Raises PlanError, UsageError."""
-    argv = [*plans.model.flags, *REST.split(), *shlex.split(flags)]
-    config = parse(argv, plans.cluster.gpus)
-    p, b, f = config.parallel, config.batch, config.float8
-    if p.optimizer_cpu_offload:
-        raise PlanError("--why does not know --optimizer-cpu-offload")
-    if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
-        raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
-    if p.schedule not in SCHEDULES:
-        raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}")
-    kind = p.recompute_granularity or "none"
-    if kind == "full" and p.recompute_method == "block":
-        kind = "block"
-    each = Layout(
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        virtual=p.virtual_stages,
-        dp=p.data_parallel_size,
-        micro_batch=b.micro_batch_size,
-        micro_batches=b.global_batch_size // (b.micro_batch_size * p.data_parallel_size),
-        zero=p.zero,
-        recompute=kind,
-        again=(p.recompute_num_layers or 1) if kind == "block" else 0,
-        cp=p.context_parallel_size,
-        comm=p.cp_comm_type[0],
-        schedule=p.schedule,
-        offload=config.gpu.cpu_offload_activations,
-        overlap="none" if p.tp_comm_overlap == "none" else "ring",
-        dtype=(f.fp8_recipe or "bf16") if f.fp8_format else "bf16",
-        each=p.zero_reduce_each_microbatch,
-    )
-    return search.told(plans.model, plans.cluster, [each])
+def compare(model: str, cluster: Cluster, asked: Asked, flags: str) -> Answer:
+    """Return the layout of flags beside the best one. Raises PlanError, UsageError.
+
+    What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
+    """
+    named = read_model(model, int(asked.get("seq-length", SEQUENCE)))
+    config = own.config_of(named, cluster, flags)
+    each = own.layout_of(config)
+    search.check_dtype(cluster, each.dtype)
+    mine = search.told(own.with_sequence(named, config), cluster, [each])
+    same: Asked = {
+        "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size
+    }  # fmt: skip
+    if each.dtype != "bf16":
+        same["float8"] = each.dtype
+    plans = plans_of(model, cluster, {**same, **asked})
+    return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
 
 
 def read_asked(text: str) -> Asked:
@@ -118,7 +102,9 @@ def build_parser() -> Parser:
     parser.add_argument("model", nargs="?", help="a size, a config.json, or flags in quotes")
     parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
     parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
-    parser.add_argument("--seq-length", type=whole(1, 1 << 24), default=SEQUENCE, help="tokens")
+    parser.add_argument(
+        "--seq-length", type=whole(1, 1 << 24), help=f"tokens; left out: {SEQUENCE:,}"
+    )
     parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
     parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; left out: bfloat16")
@@ -136,45 +122,46 @@ def build_parser() -> Parser:
     return parser
 
 
-def answer(args: argparse.Namespace) -> list[str]:
-    """Return the lines that answer the command line."""
+def answer(args: argparse.Namespace) -> Answer:
+    """Return the answer to the command line. Raises one of MISTAKES."""
     if args.predict is not None:
         if args.out is None:
             raise PlanError("--predict needs --out FILE")
-        return [predict_file(args.predict, args.out)]
+        return predict_file(args.predict, args.out)
     if args.model is None or args.cluster is None:
         raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
     cluster = read_cluster(args.cluster)
-    asked: Asked = {"seq-length": args.seq_length}
-    if args.float8:
-        asked["float8"] = args.float8
+    given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
+             "float8": args.float8}  # fmt: skip
+    asked: Asked = {name: value for name, value in given.items() if value}
     if args.nodes:
         cluster = cluster.of(args.nodes)
     if args.rank_orders is not None:
-        found = read_model(args.model, args.seq_length)
-        return rank_order.table(rank_order.config_of(found, cluster, args.rank_orders), cluster)
-    if args.global_batch_size:
-        asked["global-batch-size"] = args.global_batch_size
+        found = read_model(args.model, args.seq_length or SEQUENCE)
+        config = rank_order.config_of(found, cluster, args.rank_orders)
+        return rank_order.table(config, cluster), True
+    if args.why is not None:
+        return compare(args.model, cluster, asked, args.why)
     plans = plans_of(args.model, cluster, asked)
     if args.svg is not None:
         picture.draw(plans, args.svg)
-    if args.why is not None:
-        return table.why(plans, own_plan(plans, args.why))
     if args.what_if is not None:
         other = plans_of(args.model, cluster, {**asked, **read_asked(args.what_if)})
-        return table.what_if(plans, other, args.what_if)
-    return table.ranking(plans, args.top, args.tokens)
+        both = bool(plans.best(1) and other.best(1))
+        return table.what_if(plans, other, args.what_if), both
+    return table.ranking(plans, args.top, args.tokens), bool(plans.best(1))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        print("\n".join(answer(args)))
+        lines, fits = answer(args)
     except MISTAKES as error:
         print(told("plan.py", error), file=sys.stderr)
         return 2
-    return 0
+    print("\n".join(lines))
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

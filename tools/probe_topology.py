@@ -31,6 +31,7 @@ os.environ.update(environment_defaults(os.environ))
 import numpy as np
 import torch
 
+from mpu.accelerators import unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
 from tools.command_line import Parser, told, whole
@@ -110,6 +111,8 @@ def place() -> host.Place:
 def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the cluster file's content and the report, on every rank."""
     cuda = args.distributed_backend != "gloo" and torch.cuda.is_available()
+    if args.distributed_backend != "gloo" and (why := unusable_gpu()):
+        raise ValueError(f"{why}; or measure CPUs with --distributed-backend gloo")
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

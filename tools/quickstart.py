@@ -194,7 +194,8 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any],
         "tensorboard-dir": folder / "tensorboard",
     }
     start = goes_on(folder, done, target) if done else "starting"
-    print(f"\n{start}: a Llama of {parameters() / 1e6:.1f} M parameters, to iteration {target}")
+    size = f"{parameters() / 1e6:.1f} M parameters"
+    print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (also beside a GPU)")
     launch({**flags, **rounds}, tp, pp)
     return flags, folder
 

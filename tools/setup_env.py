@@ -104,13 +104,11 @@ def read_stamp() -> "dict[str, str]":
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether an NVIDIA driver answers on this machine."""
-    if os.path.exists("/proc/driver/nvidia/version"):
-        return True
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return False
-    return subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+    """Return whether an NVIDIA driver, or a GPU's device file, is on this machine."""
+    sys.path.insert(0, ROOT)
+    from mpu import driver  # after check_interpreter, as it need not read well on older Pythons
+
+    return bool(driver.found())
 
 
 def reachable(url: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpu.layers.attention.backends import BACKENDS
 from mpu.pipeline.schedules import V_SHAPED
 from training.setting import (
     DIRECTORY,
@@ -340,12 +341,19 @@ class ParallelConfig:
         "off: weft",
         one_of("weft", "apex", "te"),
     )
-    core_attention_backend: str = setting(
-        "torch",
-        "package that computes attention; te is Transformer Engine's DotProductAttention, on "
-        "CUDA (ours, not Megatron's)",
-        "off: torch",
-        one_of("torch", "te"),
+    attention_backend: str = setting(
+        "auto",
+        "kernels of attention: flash is FlashAttention (3 where its package is installed), fused "
+        "cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) Transformer "
+        "Engine's DotProductAttention; auto takes what torch chooses",
+        "off: auto",
+        one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
+    )
+    flash_attention_version: int | None = setting(
+        None,
+        "version of FlashAttention: 2 is torch's own, 3 and 4 come from their packages",
+        "default: 3 on Hopper where flash_attn_interface is installed, else 2",
+        one_of("2", "3", "4"),
     )
     device: str | None = setting(
         None,

@@ -69,12 +69,14 @@ class Number(Rule):
 
 @dataclass(frozen=True)
 class Choice(Rule):
-    """One of a few names; digits are read as a number."""
+    """One of a few names; digits are read as a number. other: older names, and what they mean."""
 
     choices: tuple[str, ...] = ()
+    other: tuple[tuple[str, str], ...] = ()
 
     def read(self, text: str) -> int | str:
         """Return the name."""
+        text = dict(self.other).get(text, text)
         if text not in self.choices:
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         return int(text) if text.isdigit() else text
@@ -90,11 +92,13 @@ def real(low: float = 0, high: float | None = None, open: bool = False) -> Numbe
     return Number("X", low=low, high=high, whole=False, open=open)
 
 
-def one_of(*choices: str, bare: str | None = None) -> Choice:
+def one_of(
+    *choices: str, bare: str | None = None, other: tuple[tuple[str, str], ...] = ()
+) -> Choice:
     """Return the rule of a name; `bare`: the flag may have no value, and then means this name."""
     shown = "{" + ",".join(choices) + "}"
     metavar = shown if len(shown) <= 40 else "NAME"
-    return Choice(metavar, "?" if bare else None, bare, choices)
+    return Choice(metavar, "?" if bare else None, bare, choices, other)
 
 
 POSITIVE = real(open=True)

@@ -20,7 +20,7 @@ from tools.rehearsal.clock import Clock
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Launch, Transfer, Wait, Where
 from tools.rehearsal.links import collective_seconds, message_seconds
-from tools.rehearsal.roofline import memory_seconds
+from tools.rehearsal.roofline import Kernel, memory_seconds
 
 NOWHERE = Where()
 COMPUTE, TP_STREAM, DP_STREAM = 0, 1, 2
@@ -32,6 +32,7 @@ EMPTY = Launch(
 SILENT = Transfer(
     id=0, verb="", axis="", group=(), peer=-1, number=0, bytes=0, sent=0, dtype="bfloat16",
     shape=(), stream=0, origin=COMPUTE, read=(), written=(), batch=-1, label="", where=NOWHERE,
+    urgent=True,  # assumed: these programs set CUDA_DEVICE_MAX_CONNECTIONS=1, or wait for it
 )  # fmt: skip
 FEW, MORE = 2, 4  # layers of the records from which a stage of any number of layers is told
 
@@ -355,14 +356,15 @@ class StepClock:
         self.model, self.layout, self.recipe = model, layout, recipe
         self.device, self.cut = device, cut
         self.layer_seconds: dict[tuple[str, bool, bool, int], float] = {}
-        self.kernels: dict[tuple[object, ...], float] = {}
+        self.kernels: dict[tuple[object, ...], Kernel] = {}
+        self.known: dict[tuple[object, ...], float] = {}  # seconds of transfers, and beside them
 
     def record_seconds(self, kind: str, first: bool, last: bool, layers: int) -> float:
         key = (kind, first, last, layers)
         if key not in self.layer_seconds:
             writer = Writer(self.model, self.layout, self.recipe)
             clock = Clock(self.device, trace=False)
-            clock.seconds = self.kernels
+            clock.alone, clock.seconds = self.kernels, self.known
             clock.run(list(stage(writer, kind, layers, first, last)))
             again = kind == "B" and self.layout.recompute == "full"
             more = layers * self.recipe.host_seconds * (1 + again)

@@ -11,7 +11,7 @@ asks of each argument and where that is written:
     half        bf16 or fp16                        like: of the strides of the argument before
     columns     contiguous if it is transposed
 
-Call sites make their arguments so, or take another way (`fits`, `on_triton`, `_flash_takes`). A
+Call sites make their arguments so, or take another way (`fits`, `on_triton`, `kernel_of`). A
 rehearsal asks each row of every launch, on a CPU too, and names the line (tools/rehearsal). What a
 call site makes for itself, an output of empty_like, is asked too.
 """
@@ -49,6 +49,7 @@ KV_ALIKE = "rows same", "rows same", "rows same like"
 FUSED, ATTENTION = "csrc/fused.cpp", "csrc/attention.h"
 # sources of torch's kernels were read for a review at commits of its main branch, not again here
 FLASH = "pytorch aten/src/ATen/native/transformers/cuda/{attention,flash_api}: not read again"
+CUDNN = "pytorch aten/src/ATen/native/cudnn/MHA.cpp, its graphs and what they are given"
 SCALED = "pytorch aten/src/ATen/native/cuda/ScaledBlas.cpp, ScaledBlasUtils.cpp: not read again"
 BLAS = "pytorch aten/src/ATen/native/cuda/Blas.cpp: not read again"
 ROWS = "mpu/kernels/"
@@ -76,6 +77,14 @@ CALLS: dict[str, Asks] = {
     "aten::_scaled_dot_product_flash_attention_backward": _row(
         FLASH, query="rows", key="rows same", value="rows same", out="same",
         logsumexp="whole float32",
+    ),
+    # FlashAttention 3 and 4 take the place of the flash operators' kernels under the same names
+    "aten::_scaled_dot_product_cudnn_attention": _row(
+        CUDNN, query="half rows aligned", key="rows same aligned", value="rows same aligned"
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _row(
+        CUDNN, query="half rows aligned", key="rows same aligned", value="rows same aligned",
+        grad_out="rows same aligned", out="rows same aligned", logsumexp="whole float32",
     ),
     "aten::_flash_attention_forward": _row(
         FLASH, query="rows same", key="rows same", value="rows same", cum_seq_q="whole int32",

@@ -15,7 +15,6 @@ keys and values before them. --cp-comm-type says how it comes to them, layer by 
 Blocks of attention are merged by log-sum-exp (attention/block_attention.py): no mask, any lengths.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,40 +23,37 @@ from torch import Tensor
 from mpu.comm.collectives import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
-from mpu.layers.attention.block_attention import block_attention
-from mpu.layers.attention.core import (
-    CausalAttention,
-    core_attention,
-    dot_product_attention,
-    takes_native,
-)
+from mpu.layers.attention.backends import card_of
+from mpu.layers.attention.core import CoreAttention, one_row
 from mpu.layers.attention.exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
-from mpu.layers.fused import apply_rope
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 
 
-def core_attention_of(ctx: LayerContext) -> Callable[..., Tensor]:
-    """Return a layer's core attention: `core_attention`, or at cp > 1 a ContextAttention.
+def core_attention_of(ctx: LayerContext) -> CoreAttention:
+    """Return a layer's core attention, by the kernels that --attention-backend asks for.
 
-    Where --core-attention-backend asks for it, Transformer Engine's.
+    With context-parallel ranks a ContextAttention; for te Transformer Engine's.
     """
-    if ctx.core_attention_backend == "te":
+    if ctx.attention_backend == "te":
         return TransformerEngineAttention()
-    return core_attention if ctx.grid.cp.size == 1 else ContextAttention(ctx)
+    if ctx.grid.cp.size > 1:
+        return ContextAttention(ctx)
+    return CoreAttention(ctx.attention_backend, card_of(ctx.device))
 
 
-class ContextAttention:
-    """`core_attention` of a layer whose rows of tokens are cut over cp ranks.
+class ContextAttention(CoreAttention):
+    """`CoreAttention` of a layer whose rows of tokens are cut over cp ranks.
 
     Raises ValueError where the context has the kinds of several layers and not of this one.
     """
 
     def __init__(self, ctx: LayerContext) -> None:
+        super().__init__(ctx.attention_backend, card_of(ctx.device))
         kinds, grid = ctx.cp_comm_type, ctx.grid
         if len(kinds) != 1:
             raise ValueError(
@@ -69,24 +65,21 @@ class ContextAttention:
         self.heads_axis = grid.cp if self.kind == "a2a" else grid.cp_a2a
         self.keys_axis = grid.cp_p2p if self.kind == "a2a+p2p" else grid.cp
 
-    def __call__(
+    def attend(
         self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: int,
-        groups: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         packed: PackedSeqParams | None,
-        *,
-        cache: list[Tensor] | None = None,
-        window: int = 0,
+        cache: list[Tensor] | None,
+        window: int,
     ) -> Tensor:
-        """Do `core_attention` for this rank's tokens: qkv [s/cp, b, (heads + 2 groups) d] -> y.
+        """Attend to this rank's tokens: q [s/cp, b, a, d], k and v [s/cp, b, g, d] -> y.
 
         packed: the documents of the whole rows [b, s]. Raises ValueError where they are not given
         or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
         """
-        s, b, _ = qkv.shape
+        s, b = q.shape[:2]
         over = f"--context-parallel-size {self.cp.size}"
         if cache is not None:
             raise ValueError(f"{over}: text is generated with one context-parallel rank")
@@ -99,16 +92,15 @@ class ContextAttention:
                 f"rank has {s} tokens of each"
             )
         whole = len(packed.lengths) == b  # each row is one document
-        q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
-        if not whole:  # rows one after another, as a batch of one
-            q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
+        if not whole:
+            q, k, v = (one_row(x) for x in (q, k, v))
         documents = rows[0] if whole else packed.lengths
         held = batch_shards(self.cp.size, rows[:1] if whole else rows)
         one = None if whole else packed
-        y = self.attend(q, k, v, held, packed=one, documents=documents, window=window).flatten(2)
+        y = self.exchange(q, k, v, held, packed=one, documents=documents, window=window).flatten(2)
         return y if whole else y.view(b, s, -1).transpose(0, 1)
 
-    def attend(
+    def exchange(
         self,
         q: Tensor,
         k: Tensor,
@@ -119,17 +111,19 @@ class ContextAttention:
         window: int,
     ) -> Tensor:
         """q [s, b, a, d], k and v [s, b, g, d] of this rank -> [s, b, a, d]."""
+        kernel = self.kernel(q, "blocks" if packed is None and not window else "documents")
         if self.kind in ("all_gather", "p2p"):
             way = Gather if self.kind == "all_gather" else Ring
-            return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window))
+            return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window, kernel))
         axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
         order = in_order(near[self.cp.rank // axis.size], q.device)
         q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
-            y = whole_attention(q, k, v, packed, window)
+            y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
-            y = ContextExchange.apply(q, k, v, Ring(self.keys_axis, far, documents, window))
+            way_of_keys = Ring(self.keys_axis, far, documents, window, kernel)
+            y = ContextExchange.apply(q, k, v, way_of_keys)
         return _Exchange.apply(y, axis, order, True)
 
 
@@ -151,19 +145,6 @@ def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
             "groups on a tensor-parallel rank must divide by it (or it by the groups)"
         )
     return x if groups % ranks == 0 else x.repeat_interleave(ranks // groups, 2)
-
-
-def whole_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
-) -> Tensor:
-    """q [S, b, a, d], k and v [S, b, g, d] of whole rows -> [S, b, a, d]."""
-    heads = q.shape[2]
-    if packed is None and not window and takes_native(q, k, v):
-        return CausalAttention.apply(q, k, v).unflatten(2, (heads, -1))
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    if packed is None and not window:
-        return dot_product_attention(q, k, v).unflatten(2, (heads, -1))
-    return block_attention(q, k, v, packed, window).permute(2, 0, 1, 3)
 
 
 def heads_for_tokens(

@@ -216,7 +216,7 @@ def test_an_attention_of_ones_own_and_transformer_engine(tmp_path):
         ),
     }
     config = parse([*argv, str(fork(tmp_path, "plain", edits))], 1)
-    with pytest.raises(ValueError, match="^--core-attention-backend te: .*core_attention_of"):
+    with pytest.raises(ValueError, match="^--attention-backend te: .*core_attention_of"):
         check_flags(config, model_provider)
 
 

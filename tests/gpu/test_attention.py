@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.layers.attention.block_attention import block_attention
+from mpu.layers.attention.backends import card_of, why_no_cudnn
+from mpu.layers.attention.block_attention import (
+    accumulate_dtype,
+    attend_backward,
+    block_attention,
+    outputs,
+)
+from mpu.layers.attention.block_attention import attend as attend_blocks
+from mpu.layers.attention.blocks import blocks
+from mpu.layers.attention.core import CoreAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 pytestmark = [
@@ -54,3 +63,43 @@ def test_the_memory_of_documents_is_not_a_square():
     before = torch.cuda.max_memory_allocated()
     attend(x, torch.ones_like(x[:, :8]), packed, 0, s)
     assert torch.cuda.max_memory_allocated() - before < 400 * 2**20
+
+
+def on_rows(asked: str, qkv: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output of whole rows and the gradient: qkv [s, b, n, d], 8 heads in 2 groups."""
+    x = qkv.detach().requires_grad_()
+    y = CoreAttention(asked).attend(*x.split([8, 2, 2], 2), None, None, 0)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+@pytest.mark.parametrize("asked", ["auto", "flash", "fused", "unfused"])
+def test_rows_by_each_backend(asked):
+    if asked == "fused" and (why := why_no_cudnn(card_of("cuda"), torch.bfloat16, 128)):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    x, dy = torch.randn(512, 2, 12, 128).bfloat16(), torch.randn(512, 2, 8 * 128).bfloat16()
+    want = on_rows("auto", x.double(), dy.double())
+    for mine, wanted in zip(on_rows(asked, x.cuda(), dy.cuda()), want, strict=True):
+        assert (mine.cpu().double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "math"])
+def test_blocks_are_merged_by_each_kernels_log_sum_exp(kernel):
+    """Queries of the second half look at all keys, as a rank of context parallelism does."""
+    if kernel == "cudnn" and (why := why_no_cudnn(card_of("cuda"), torch.bfloat16, 128)):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    x, dy = torch.randn(1, 12, 1024, 128).bfloat16(), torch.randn(1, 8, 512, 128).bfloat16()
+    found = []
+    for each, how in ((x.double(), "cpu"), (x.cuda(), kernel)):
+        q, k, v = (part.contiguous() for part in each.split([8, 2, 2], 1))
+        q, pull = q[:, :, 512:], dy.to(each)
+        todo = blocks(range(512, 1024), (1024,))
+        out, lse = outputs(q, accumulate_dtype(q))
+        sums = [torch.zeros_like(y, dtype=accumulate_dtype(q)) for y in (q, k, v)]
+        attend_blocks(todo, q, k, v, out, lse, kernel=how, before=512)
+        saved = (q, k, v, out.to(q.dtype), lse)
+        attend_backward(todo, pull, saved, tuple(sums), how, before=512)
+        found.append([out, *sums])
+    for mine, wanted in zip(found[1], found[0], strict=True):
+        assert (mine.cpu().double() - wanted).norm() < 1e-2 * wanted.norm()

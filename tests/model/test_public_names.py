@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "mpu.context": ("LayerContext",),
+    "mpu.comm.collectives": ("sum_in_order",),
     "mpu.gradients": ("use",),
+    "mpu.grid": ("Grid",),
     "mpu.layers.context_attention": ("core_attention_of",),
     "mpu.layers.cross_entropy": ("output_loss", "vocab_parallel_cross_entropy"),
     "mpu.layers.embedding": ("VocabParallelEmbedding",),
@@ -24,6 +26,7 @@ NAMES = {
     "mpu.param": (
         "Region", "draw_normal", "parameter", "placement_of", "tie", "unique_parameters",
     ),
+    "mpu.param_grad": ("ParamGrad",),
     "mpu.pipeline.layout": ("Stage",),
     "mpu.recompute": ("Recompute",),
 }  # fmt: skip

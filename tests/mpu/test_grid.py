@@ -153,9 +153,13 @@ def test_every_communicator_exists_before_the_first_step(monkeypatch, sizes):
             to_do[rank].pop(0)
 
 
-@pytest.mark.parametrize("sizes", [(8, 2, 1, 2), (8, 2, 2, 1), (4, 1, 4, 1), (8, 2, 1, 4)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 2, 1, 2), (8, 2, 2, 1), (4, 1, 4, 1), (8, 2, 1, 4), (8, 8, 1, 1), (8, 4, 1, 2)]
+    + [(4, 1, 1, 4), (8, 4, 2, 1)],
+)
 def test_gradients_have_groups_of_their_own_with_plain_streams(monkeypatch, sizes):
-    """On NCCL: what a step waits for beside gradients has streams of high priority."""
+    """On NCCL: what runs beside a matmul has streams of high priority, alone in the world too."""
     for rank in range(sizes[0]):
         grid, _ = meetings(monkeypatch, rank, sizes)
         plain = {group_of(getattr(grid, n)) for n in ("dp_cp", "dp_cp_shard", "world")
@@ -163,8 +167,7 @@ def test_gradients_have_groups_of_their_own_with_plain_streams(monkeypatch, size
         assert all(getattr(group, "options", None) is None for group in plain)
         for name in grid_module.URGENT:
             axis = getattr(grid, name)
-            beside = grid.dp_cp.size > 1 or name == "pp_back"
-            if axis.size > 1 and beside:
+            if axis.size > 1:
                 assert group_of(axis).options == "high" and group_of(axis) not in plain, name
 
 
@@ -186,6 +189,38 @@ def test_a_group_is_not_bound_to_a_device(monkeypatch):
     grid = Grid(2, 2, launch=Launch(0, 2))
     grid.connect(torch.device("cuda"), None, timedelta(seconds=1))
     assert grid.backend == "nccl" and given and "device_id" not in given
+
+
+@pytest.mark.parametrize(("backend", "later"), [("nccl", 120), ("gloo", 0)])
+def test_the_watchdog_of_nccl_comes_after_the_hang_watch(monkeypatch, backend, later):
+    """It ends every rank that waits, and would leave no one to name the rank that hangs."""
+    given = []
+
+    def group(ranks, timeout, pg_options=None, **more):
+        given.extend([timeout, getattr(pg_options, "_timeout", timeout)])
+        return Group(ranks)
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            assert is_high_priority_stream
+
+    def world(backend, timeout, **more):
+        given.append(timeout)
+
+    def message(number, peer, group):
+        return None
+
+    for name, function in (("send", message), ("recv", message), ("new_group", group),
+                           ("init_process_group", world)):  # fmt: skip
+        monkeypatch.setattr(grid_module.dist, name, function)
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(grid_module.dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(grid_module, "barrier", lambda axis, device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(grid_module.dist, "group", SimpleNamespace(WORLD=Group(range(8))))
+    grid = Grid(8, 2, 1, 2, Launch(0, 8), backend)
+    grid.connect(torch.device("cpu"), None, timedelta(minutes=10))
+    assert len(given) > 5 and set(given) == {timedelta(minutes=10, seconds=later)}
 
 
 def test_a_grid_takes_its_rank_from_the_launcher(monkeypatch):

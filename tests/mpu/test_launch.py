@@ -9,19 +9,48 @@ from pathlib import Path
 
 import pytest
 
-from mpu.launch import ALLOCATOR, cuda_settings, environment_defaults, set_deterministic
+from mpu.launch import (
+    ALLOCATOR,
+    cuda_settings,
+    environment_defaults,
+    registers_graphs,
+    set_deterministic,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+DEFAULTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
+STAGES = ["--pipeline-model-parallel-size", "2"]
 
 
 def test_the_defaults_leave_what_is_set():
-    more = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    more = {"TORCH_CPP_LOG_LEVEL": "ERROR", "NCCL_GRAPH_REGISTER": "0"}
     assert environment_defaults({}) == DEFAULTS | more
-    assert environment_defaults(DEFAULTS | more) == {}
-    assert "CUDA_MODULE_LOADING" not in environment_defaults({"CUDA_MODULE_LOADING": "LAZY"})
+    assert environment_defaults({}, STAGES) == DEFAULTS | more | EAGER
+    assert environment_defaults(DEFAULTS | more | EAGER, STAGES) == {}
+    lazy = {"CUDA_MODULE_LOADING": "LAZY"}
+    assert "CUDA_MODULE_LOADING" not in environment_defaults(lazy, STAGES)
     for name in ALLOCATOR:  # a newer and an older name of the same: they would contradict
-        assert environment_defaults({name: ""} | more) == {"CUDA_MODULE_LOADING": "EAGER"}
+        assert environment_defaults({name: ""} | more, STAGES) == EAGER
+
+
+@pytest.mark.parametrize(
+    "flags, eager",
+    [
+        ("", False),
+        ("--pipeline-model-parallel-size 1", False),
+        ("--pipeline-model-parallel-size=1 --tp-comm-overlap none", False),
+        ("--pipeline-model-parallel-size 8", True),
+        ("--bf16 --pipeline-model-parallel-size=8", True),
+        ("--tp-comm-overlap ring", False),
+        ("--tp-comm-overlap symmetric", True),
+        ("--tp-comm-overlap=symmetric", True),
+        ("--tp-comm-overlap --bf16", True),  # auto may take symmetric
+        ("--tp-comm-overlap", True),
+    ],
+)
+def test_kernels_are_loaded_at_the_start_only_where_a_launch_must_not_wait(flags, eager):
+    assert ("CUDA_MODULE_LOADING" in environment_defaults({}, flags.split())) == eager
 
 
 WATCH = """
@@ -33,7 +62,7 @@ class Watch:
             sys.stdout.flush()
             os._exit(0)
 sys.meta_path.insert(0, Watch())
-sys.argv = ["pretrain_llama.py"]
+sys.argv = ["pretrain_llama.py", "--pipeline-model-parallel-size", "2"]
 exec(compile(open("pretrain_llama.py").read(), "pretrain_llama.py", "exec"))
 """
 
@@ -50,8 +79,31 @@ def test_the_program_sets_them_before_torch_is_imported(set_by_user):
     assert ("PYTORCH_ALLOC_CONF" in seen) == (not set_by_user)
 
 
+@pytest.mark.parametrize(
+    ("register", "allocator", "refused"),
+    [
+        (None, "expandable_segments:True", False),
+        ("0", "expandable_segments:True", False),
+        ("1", "max_split_size_mb:64,expandable_segments:True", True),
+        ("2", "expandable_segments: True", True),
+        ("1", "expandable_segments:False", False),
+        ("1", "expandable_segments:True,expandable_segments:False", False),
+        ("1", None, False),  # a library's user: torch's own default is False
+    ],
+)
+def test_graphs_whose_buffers_nccl_would_register(monkeypatch, register, allocator, refused):
+    for name in (*ALLOCATOR, "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    if register is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    if allocator is not None:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+    assert ("illegal memory access" in registers_graphs()) == refused
+
+
 def test_what_is_set_is_told(monkeypatch):
-    for name in (*ALLOCATOR, "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+    more = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_GRAPH_REGISTER")
+    for name in (*ALLOCATOR, "CUDA_MODULE_LOADING", *more):
         monkeypatch.delenv(name, raising=False)
     assert cuda_settings() == []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")

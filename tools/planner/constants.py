@@ -74,7 +74,9 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     "attention_ramp": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
     # sum_whole: 1 where ZeRO 1 sums whole gradients on all ranks. update_whole: bytes of a number's
     # passes that ZeRO does not share, such as the clip's
-    "sum_whole": 0.0, "update_whole": 0.0,
+    # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
+    # as a row and as a column of codes
+    "sum_whole": 0.0, "update_whole": 0.0, "float8_bytes": 4.0,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
@@ -97,11 +99,21 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=18, accumulate_bytes=0, update_bytes=60, gradient_bytes=4, parameter_bytes=2,
         fsdp=1.0, act_hidden=5, act_ffn=1.6, logit_memory=6,
     ),
+    "titan": dict(  # torch.compile fuses the passes; attention is SDPA's FlashAttention 2
+        hidden_bytes=16, inner_bytes=8, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
+        logit_bytes=18, accumulate_bytes=0, update_bytes=40, gradient_bytes=4, parameter_bytes=2,
+        fsdp=1.0, act_hidden=5, act_ffn=1.6, logit_memory=6, attention=0.28, host_layer=1e-3,
+        host_layer_tp=2e-3, jitter=0.004,
+    ),
     "nemo": dict(
         hidden_bytes=16, inner_bytes=8, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         act_hidden=7, act_ffn=2.5, logit_memory=10, weight_bytes=4,  # gradients in bfloat16
         attention=0.5, attention_ramp=512,  # cuDNN's kernels: devices/h100.json
+        # where a fit starts: graphs and fused kernels leave few launches
+        host_layer=1.5e-3, host_layer_tp=2e-3, matmul=0.72, memory_share=0.85, jitter=0.004,
+        **{"matmul.float8": 0.65},
+        sum_hidden=0.8, sum_hidden_0=0.8, gather_exposed=0.3, sum_calls=0.1,  # its overlap is on
     ),
     # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
     # 8,192 tokens of 8B); the host issues 30 launches a layer
@@ -110,7 +122,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=25, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         host_layer=4e-4, host_layer_tp=8e-4, host_stage=2e-4, sum_hidden=0.8, sum_hidden_0=0.8,
         sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=5e-5, jitter=0.005,
-        gather_exposed=0.3, sharp=8.0,
+        gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
     ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,
@@ -125,7 +137,13 @@ MEMORY = {
 NANOTRON = {  # what no other program shows: a host that waits beside messages of nodes
     "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
-OF_DEVICE = ("matmul", "wave", "memory_share", "attention")
+HOST_SHARE = 0.73  # of PCIe's rate from a GPU to its host: 46.8 GB/s of 64 on nodes of 8 H100
+OF_DEVICE = ("matmul", "wave", "memory_share", "matmul.float8")  # not of a program's own kernels
+UNFITTED = ("weft", "titan")  # nothing to fit on: they take OF_DEVICE of another fit on the device
+SLOWER = {  # factors on a profile's constants: torchtitan's H100s are of 500 W, with 2.4 TB/s
+    "titan_h100": {"matmul": 0.85, "matmul.float8": 0.85, "attention": 0.85,
+                   "memory_share": 2.4 / 3.35},
+}  # fmt: skip
 
 
 def device_constants(name: str) -> dict[str, float]:
@@ -137,7 +155,7 @@ def device_constants(name: str) -> dict[str, float]:
         "sms": device["sms"],
         "bandwidth": device["bandwidth"],
         "link": device.levels[0].bandwidth,
-        "host_bandwidth": device["host_bandwidth"],
+        "host_bandwidth": device["host_bandwidth"] * HOST_SHARE,
     }
 
 
@@ -164,14 +182,29 @@ def profile(name: str) -> dict[str, float]:
     if framework not in FRAMEWORKS or device not in DEVICES:
         known = ", ".join(sorted(FRAMEWORKS))
         raise ProfileError(f"{name}: no such profile; frameworks are {known}, with a _device")
-    others = [f"{framework}_{d}" for d in ("h100", "a100")] + ["fsdp_h100", "fsdp_a100"]
+    if framework in UNFITTED:
+        fitted = read_fitted(FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json")
+        found = {**defaults(framework, device), **{key: fitted[key] for key in OF_DEVICE}}
+        if framework == "weft":
+            found |= own_attention(device)
+        return found | {key: found[key] * by for key, by in SLOWER.get(name, {}).items()}
     path = FOLDER / f"{name}.json"
-    for other in others:
+    for other in [f"{framework}_{d}" for d in ("h100", "a100")] + ["fsdp_h100", "fsdp_a100"]:
         path = path if path.is_file() else FOLDER / f"{other}.json"
-    if framework == "weft":  # nothing to fit on: of the device's fit, what is the device's alone
-        fitted = {key: value for key, value in read_fitted(path).items() if key in OF_DEVICE}
-        return {**defaults(framework, device), **fitted}
     return {**defaults(framework, device), **read_fitted(path)}
+
+
+def own_attention(name: str) -> dict[str, float]:
+    """Return the share of the peak of torch's attention: cuDNN's from Hopper on, Flash before.
+
+    cuDNN's is a share of forward in the device file; backward, of 2.5 times the FLOPs, reaches 0.8
+    of that (docs/rehearsal_time.md).
+    """
+    device = read_device(name)
+    if device.major < 9:
+        return {"attention": device["attention.flash"]}
+    both = device["attention.cudnn"] * 3.5 / (1 + 2.5 / 0.8)
+    return {"attention": both, "attention_ramp": FRAMEWORKS["nemo"]["attention_ramp"]}
 
 
 def read_fitted(path: Path) -> dict[str, float]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpu.layers.float8.cuda import lacks
 from tools.planner.runs import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
+from tools.rehearsal.device_file import read_device
 
 PLAYBOOK = {  # layers, hidden, heads, ffn: the table's own FLOPs confirm them to 1 %
     "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192),
@@ -45,6 +47,12 @@ DEVICES = {  # what a row calls a GPU: the device file, GPUs that NVLink joins, 
     "h100": ("h100", 8, 80.0), "h800": ("h100", 8, 80.0), "a100": ("a100", 8, 80.0),
     "a800": ("a100", 8, 80.0),
 }  # fmt: skip
+
+HALF = r"(amp)?(bf16|bfloat16|fp16|float16|half|16)(mixed|amp|true)?"
+FLOAT8 = (
+    r"(amp|te)?(mx)?(fp8|float8)(cs|ds|mx|delayed|currentscaling|tensorwise|rowwise|hybrid|e4m3)?"
+)
+TITAN_AGAIN = 0.4  # torchtitan's default: every second matmul of a layer runs again
 
 
 class RowError(ValueError):
@@ -296,12 +304,45 @@ def _vtrain(line: Line) -> Row:
     )
 
 
+def _float8(line: Line, device: str) -> bool:
+    """Return whether a row's matmuls are in float8. Raises RowError where their rate is unknown."""
+    name = re.sub(r"[^a-z0-9]", "", line.text("precision").lower())
+    if not name or re.fullmatch(HALF, name):
+        return False
+    recipe = re.fullmatch(FLOAT8, name)
+    if not recipe:
+        raise line.wrong(
+            "precision",
+            "is one whose rate is not known; known are bf16, fp16, fp8 with cs, ds, "
+            "delayed, tensorwise or rowwise scales, and mxfp8",
+        )
+    found = read_device(device)
+    scaling = "mxfp8" if "mx" in name else "tensorwise"
+    if lacks(scaling, (found.major, 0), found.name):
+        raise line.wrong("precision", f"is none that {found.name} multiplies in")
+    return True
+
+
+def _recompute(line: Line, framework: str) -> tuple[float, bool]:
+    """Return the share of a layer's forward that runs again, and whether attention alone does."""
+    name = line.text("recompute").lower()
+    if framework == "titan" and (not name or name.startswith("selective")):
+        return TITAN_AGAIN, False
+    if name in ("", "0", "no", "off", "false"):
+        return 0.0, False
+    if name in ("1", "full", "yes", "true"):
+        return 1.0, False
+    if name.startswith("selective"):
+        return 0.0, True
+    raise line.wrong("recompute", "is none of full, selective and none")
+
+
 def _device(line: Line) -> tuple[str, int, float]:
     """Return a row's device file, the GPUs that NVLink joins, and GB. Raises RowError."""
     name = line.text("gpu").lower()
-    for known, found in DEVICES.items():
-        if known in name:
-            return found
+    word = re.search(rf"(?:^|[^a-z0-9]|x)({'|'.join(DEVICES)})(?![0-9])", name)
+    if word and not re.search(r"pcie|nvl(?!72)", name):  # their clocks and links are others
+        return DEVICES[word[1]]
     known = ", ".join(key.upper() for key in DEVICES)
     raise line.wrong("gpu", f"is no known device; known are {known}")
 
@@ -309,7 +350,9 @@ def _device(line: Line) -> tuple[str, int, float]:
 def _framework(line: Line, device: str) -> str:
     """Return the profile whose program is nearest to the one that a row names."""
     name = line.text("framework").lower()
-    if "fsdp" in name or "titan" in name:
+    if "titan" in name:
+        return "titan"
+    if "fsdp" in name:
         return "fsdp"
     if name == "megatron fork":  # of the tables of zero-bubble schedules
         return "megatron"
@@ -354,7 +397,8 @@ def _several(line: Line) -> Row:
     if named and virtual == 1 and pp > 1 and layers % pp:  # those models' ends are a layer shorter
         cut = even_cut(layers + 2, pp)
         cut[0], cut[-1] = cut[0] - 1, cut[-1] - 1
-    precision = line.text("precision").lower()
+    float8 = _float8(line, device)
+    again, core_again = _recompute(line, framework)
     sequence = line.count("seq")
     record = _record(
         layers=layers, hidden=hidden, heads=heads,
@@ -362,10 +406,10 @@ def _several(line: Line) -> Row:
         vocab=line.count("vocab", known[5] if same else GPT_VOCABULARY), sequence=sequence,
         gated=llama or "mixtral" in line.text("model").lower(), tied=tied, tp=tp, cp=cp, dp=dp,
         pp=pp, virtual=virtual, micro_batch=mbs, micro_batches=accumulated,
-        zero=line.number_of("zero", 3 if framework == "fsdp" else 1),
-        recompute=line.text("recompute").lower() == "full",
-        sequence_parallel=line.text("sp") != "0" and tp > 1, float8="8" in precision,
-        schedule=ORDER.index(schedule), node=node,
+        zero=line.number_of("zero", 3 if framework in ("fsdp", "titan") else 1),
+        recompute=again, core_again=core_again,
+        sequence_parallel=line.text("sp") != "0" and tp > 1, float8=float8,
+        schedule=ORDER.index(schedule), node=node, overlap=framework == "nemo" and tp > 1,
         network=line.number_of("net_gbps_per_gpu", NETWORK[device]) / 8 * 1e9, cut=cut,
     )  # fmt: skip
     rate = line.measured("tokens_s_gpu") * gpus

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import layout
 from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
@@ -79,6 +80,10 @@ class Plans:
         """Return the bytes of a layout's fullest rank as --dry-run tells them."""
         return sum(self.fullest(n).values())
 
+    def fit(self, n: int) -> bool:
+        """Return whether a layout's fullest rank fits a GPU, and its activations a host."""
+        return self.exact(n) <= self.limit and self.in_host(n) <= self.cluster.host
+
     def in_host(self, n: int) -> float:
         """Return the bytes of activations that a layout keeps in a node's host memory."""
         return self.cluster.node * max(rank.in_host for rank in self._exactly(n))
@@ -108,7 +113,7 @@ class Plans:
         ranked = near[np.lexsort((self.bytes[near], self.times.step[near]))]
         found: list[int] = []
         for n in map(int, ranked[: 3 * top + LOOKED]):
-            if self.exact(n) <= self.limit:
+            if self.fit(n):
                 found.append(n)
             if len(found) == top:
                 break
@@ -212,6 +217,7 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
 
     dtype: of the layers' matmuls, bf16 or a float8 recipe.
     """
+    check_dtype(cluster, dtype)
     found = list(layouts(model, cluster, batch, choose(model, cluster, dtype), dtype))
     if not found:
         raise PlanError(
@@ -220,6 +226,15 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
             "heads: another --global-batch-size may"
         )
     return told(model, cluster, found)
+
+
+def check_dtype(cluster: Cluster, dtype: str) -> None:
+    """Raise PlanError where a cluster's GPUs have no matmuls of a dtype or recipe."""
+    device = read_device(cluster.device)
+    if dtype != "bf16" and dtype not in CAPABLE:
+        raise PlanError(f"the planner has no times of --fp8-recipe {dtype}")
+    if dtype != "bf16" and (why := lacks(dtype, (device.major, 0), device.name)):
+        raise PlanError(why)
 
 
 def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:

@@ -23,12 +23,14 @@ MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ran
 class Times:
     """What a step is made of, in seconds.
 
-    slot: F and B of a micro-batch on the slowest stage: about the larger of host, its launches, and
-    the sum of its compute, its exposed transfers (tp, cp, fsdp: of weights and gradients layer by
-    layer), copies to and from the host, and waits for messages. bubble: the pipeline's ends. sums:
-    exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
-    stages: [runs, stages], F and B of each. message: between them. host_share: what the host needs
-    to issue the slowest stage, over what that stage computes and waits for transfers.
+    slot: F and B of a micro-batch on the slowest pipeline rank. It is the sum of that rank's
+    compute, its exposed transfers (tp, cp, fsdp: of weights and gradients layer by layer), copies
+    to and from the host, waits for the host (host), and waits for messages. bubble: the pipeline's
+    ends. sums: exposed transfers of gradients and parameters beside micro-batches. update: the
+    optimizer's. stages: [runs, stages], F and B of each. message: between them. host_share: what
+    the host needs to issue the slowest rank, over what that rank computes and waits for transfers.
+    jitter: factor by which other nodes slow micro-batches and bubble. step is
+    (micro-batches x slot + bubble) x jitter + sums + update, exactly.
     """
 
     slot: Array
@@ -46,6 +48,7 @@ class Times:
     stages: Array
     message: Array
     host_share: Array
+    jitter: Array
 
 
 def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
@@ -107,13 +110,17 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
         + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
     )  # fmt: skip
     score = 4 * t * r.sequence * h / tp * np.where(r.causal > 0, 0.5, 1.0)
-    full = c["attention"] * r.sequence / (r.sequence + c["attention_ramp"])
+    ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # a kernel for each pair of blocks
+    length = np.where(ring, r.sequence / (2 * r.cp), r.sequence)
+    full = c["attention"] * length / (length + c["attention_ramp"])
     attention = score / (c["peak"] * full)
     scores = c["scores_bytes"] * t * r.sequence * r.heads / tp
     own = t / np.where(r.sequence_parallel > 0, tp, 1)
     moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
-    f_passes = passes(c, moved + scores)
-    b_passes = passes(c, c["backward_bytes"] * moved + scores + c["accumulate_bytes"]
+    cast = c["float8_bytes"] * r.float8 * t  # of each matmul's left operand, rows and columns
+    inputs, sent = cast * (2 * h + (h + f) / tp), cast * (2 * h + (qkv + up) / tp)
+    f_passes = passes(c, moved + scores + inputs)
+    b_passes = passes(c, c["backward_bytes"] * moved + scores + sent + c["accumulate_bytes"]
                       * r.layer_weights / tp)  # fmt: skip
     f_compute = forward + attention + f_passes
     b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
@@ -249,7 +256,9 @@ def times(c: Constants, r: Runs) -> Times:
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
     sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
     both = (gpu**sharp + host**sharp) ** (1 / sharp)
-    slowest = r.by_rank(both).max(1)  # a rank's own chunks, one after another
+    ranks = r.by_rank(both)  # a rank's own chunks, one after another
+    at = np.arange(len(r)), ranks.argmax(1)
+    slowest = ranks[at]
     virtual, pp, total = r.virtual, r.pp, both.sum(1)
     message = messages(c, r)
     waits = np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
@@ -261,15 +270,14 @@ def times(c: Constants, r: Runs) -> Times:
     sums = gradients(c, r, both.max(1) * 2 / 3)
     optimizer = update(c, r)
     step = (body + ends) * jitter + sums + optimizer
-    at = np.arange(len(r)), gpu.argmax(1)
-    chunks = slowest / both[at]  # of the rank, in units of its slowest stage
-    layers, has_head = r.cut[at] * chunks, is_head[at] * chunks
+    busy, launches = r.by_rank(gpu)[at], r.by_rank(host)[at]
+    layers, has_head = r.by_rank(r.cut)[at], r.by_rank(is_head * 1.0)[at]
     return Times(
         slot=slot, compute=compute * layers + head_compute * has_head,
         tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
-        fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=host.max(1),
+        fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=slowest - busy,
         bubble=ends, sums=sums, update=optimizer, step=step, stages=both,
-        message=message, host_share=host[at] / gpu[at],
+        message=message, host_share=launches / busy, jitter=jitter,
     )  # fmt: skip
 
 

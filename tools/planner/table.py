@@ -4,15 +4,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from estimate.dry_run import aligned
 from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import Plans
-from tools.planner.step_time import Times
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
+APART = 0.06  # of a comparison of two layouts: see search.py
+MILLION = 1_000_000
 MOST_ACTIONS = 20_000  # of a schedule that is simulated
 TERMS = {  # of Times, as they add up to a step
     "compute": "compute of the slowest stage",
@@ -55,25 +58,18 @@ class Breakdown:
 
 
 def breakdown(plans: Plans, n: int) -> Breakdown:
-    """Return where the step of a layout goes. Its parts add up to the step."""
+    """Return where the step of a layout goes. Its parts add up to the step, to rounding."""
     t, each = plans.times, plans.layouts[n]
-    scale = _jitter(t, plans, n)
+    scale = float(t.jitter[n])
     many = each.micro_batches * scale
     ends = 2 * (each.pp - 1) * float(t.message[n]) * scale  # of the bubble: messages
     told = {
         "compute": many * t.compute[n], "tp": many * t.tp[n], "cp": many * t.cp[n],
         "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
-        "copies": many * t.copies[n], "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
+        "copies": many * t.copies[n], "host": many * t.host[n],
+        "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
     }  # fmt: skip
-    told["host"] = max(0.0, float(t.step[n]) - sum(told.values()))
     return Breakdown({key: float(told[key]) for key in TERMS})
-
-
-def _jitter(t: Times, plans: Plans, n: int) -> float:
-    """Return by what other nodes slow a step."""
-    m = plans.layouts[n].micro_batches
-    body = t.step[n] - t.sums[n] - t.update[n]
-    return float(body / (m * t.slot[n] + t.bubble[n]))
 
 
 def timeline(plans: Plans, n: int, micro_batches: int) -> Timeline:
@@ -92,7 +88,7 @@ def simulated(plans: Plans, n: int) -> float | None:
     if each.pp * each.virtual * each.micro_batches * 3 > MOST_ACTIONS or each.pp == 1:
         return None
     end = max(spans[-1].end for spans in timeline(plans, n, each.micro_batches).ranks)
-    return float(end * _jitter(t, plans, n) + t.sums[n] + t.update[n])
+    return float(end * float(t.jitter[n]) + t.sums[n] + t.update[n])
 
 
 def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
@@ -189,36 +185,79 @@ def kept(each: Layout) -> str:
     return f"{each.again} a stage" if each.recompute == "block" else each.recompute
 
 
-def why(plans: Plans, own: Plans) -> list[str]:
-    """Return a layout beside the best one, term by term. own: the plans of that one layout."""
-    mine = breakdown(own, 0)
+def asks(plans: Plans, n: int) -> tuple[str, str, str]:
+    """Return what a layout's step does: its batch, its sequences, the dtype of its matmuls."""
+    each = plans.layouts[n]
+    batch = each.micro_batch * each.micro_batches * each.dp
+    return f"{batch:,} sequences", f"{plans.model.config.model.seq_length:,} tokens", each.dtype
+
+
+def said(question: tuple[str, str, str]) -> str:
+    return "{} of {}, matmuls in {}".format(*question)
+
+
+def why(plans: Plans, own: Plans, uncounted: Sequence[str] = ()) -> list[str]:
+    """Return a layout beside the best one, term by term.
+
+    own: the plans of that one layout. uncounted: what its flags say that the planner does not
+    count. Seconds are of a step where both do the same work, and of MILLION tokens where they do
+    not; a line says which, and what differs.
+    """
     lines = [f"yours: {own.layouts[0].flags()}"]
-    if own.exact(0) > own.limit:
+    if uncounted:
+        lines.append(f"not counted: {'; '.join(uncounted)}")
+    if not own.fit(0):
         lines.append(f"it needs {own.exact(0) / 1e9:.1f} GB; {own.limit / 1e9:.1f} GB count on")
     lines += edges_of(own, [0])
     found = plans.best(1)
     if not found:
         return [*lines, "no layout fits, so there is no best one to compare with"]
-    best = breakdown(plans, found[0])
-    lines.append(f"best:  {plans.layouts[found[0]].flags()}")
-    rows: list[Sequence[str]] = [("", "yours s", "best s", "difference")]
-    for key, meaning in TERMS.items():
-        a, b = mine.seconds[key], best.seconds[key]
-        rows.append((meaning, f"{a:.3f}", f"{b:.3f}", f"{a - b:+.3f}"))
-    rows.append(("step", f"{mine.step:.3f}", f"{best.step:.3f}", f"{mine.step - best.step:+.3f}"))
-    gb = (own.exact(0) / 1e9, plans.exact(found[0]) / 1e9)
+    n = found[0]
+    lines.append(f"best:  {plans.layouts[n].flags()}")
+    both = asks(own, 0), asks(plans, n)
+    where = f"on {own.cluster.gpus:,} GPUs of {own.cluster.device}"
+    mine, best = (
+        {**breakdown(p, at).seconds, "step": float(p.times.step[at])}
+        for p, at in ((own, 0), (plans, n))
+    )
+    if both[0] == both[1]:
+        unit = "s"
+        lines.append(f"seconds of a step: {said(both[0])}, {where}, yours and best alike")
+    else:
+        unit = "s/Mtoken"
+        lines.append(
+            f"seconds of {MILLION:,} tokens, as the two do different work {where}: yours "
+            f"{said(both[0])}; best {said(both[1])}"
+        )
+        mine = {key: value * MILLION / own.runs.tokens[0] for key, value in mine.items()}
+        best = {key: value * MILLION / plans.runs.tokens[n] for key, value in best.items()}
+    digits = 3 + max(0, -int(np.floor(np.log10(min(mine["step"], best["step"])))))
+    rows: list[Sequence[str]] = [("", f"yours {unit}", f"best {unit}", "difference")]
+    for key, meaning in {**TERMS, "step": "step" if unit == "s" else "sum"}.items():
+        a, b = mine[key], best[key]
+        rows.append((meaning, *(f"{x:.{digits}f}" for x in (a, b)), f"{a - b:+.{digits}f}"))
+    gb = (own.exact(0) / 1e9, plans.exact(n) / 1e9)
     rows.append(("memory, GB", f"{gb[0]:.1f}", f"{gb[1]:.1f}", f"{gb[0] - gb[1]:+.1f}"))
-    for title, a, b in zip(KINDS, by_kind(own, 0), by_kind(plans, found[0]), strict=True):
+    for title, a, b in zip(KINDS, by_kind(own, 0), by_kind(plans, n), strict=True):
         rows.append((f"  {title}", f"{a:.1f}", f"{b:.1f}", f"{a - b:+.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += [
         row[0].ljust(widths[0]) + "  " + "  ".join(map(str.rjust, row[1:], widths[1:]))
         for row in rows
     ]
-    worst = max(TERMS, key=lambda key: mine.seconds[key] - best.seconds[key])
-    slower = mine.step / best.step
-    lines.append(f"yours takes {slower:.2f} times as long; most of it is {TERMS[worst]}")
-    return lines
+    return [*lines, verdict(mine, best, "a step" if unit == "s" else "a token")]
+
+
+def verdict(mine: dict[str, float], best: dict[str, float], of: str) -> str:
+    """Return in a sentence how two layouts compare, and by which term most."""
+    slower = mine["step"] / best["step"]
+    gap = {key: mine[key] - best[key] for key in TERMS}
+    worst = max(gap, key=lambda key: abs(gap[key]))
+    if abs(gap[worst]) < 1e-9 * best["step"]:
+        return f"yours takes as long as the best for {of}"
+    close = bool(abs(slower - 1) <= APART)
+    near = f"; that is within the error of a comparison, {APART:.0%}" * close
+    return f"yours takes {slower:.2f} times as long for {of}; most of it is {TERMS[worst]}{near}"
 
 
 def what_if(base: Plans, other: Plans, asked: str) -> list[str]:

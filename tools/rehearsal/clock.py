@@ -1,29 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time one rank's record on a device: the host issues in order, streams run side by side.
 
-    Launch     costs the host launch_seconds; begins when issued and when its stream is free
-    Transfer   costs the host transfer_seconds; begins when issued, when its communicator's stream
-               is free and when the stream that called it has reached that point; transfers of one
-               batch begin together. A receive ends as it begins: pipeline_clock.py knows better
+    Launch     begins when issued and when its stream is free
+    Call       costs the host alone, as launches and transfers do (roofline.py, host_seconds)
+    Transfer   begins when issued, when its communicator's stream is free and when the stream that
+               called it has reached that point; transfers of one batch begin together. A receive
+               ends as it begins: pipeline_clock.py knows better
     Record     marks how far a stream is; Wait makes a stream wait, HostWait the host
 
-A matmul beside a collective has the SMs that the collective leaves. What a stream waits for while
-nothing else keeps it, the host included, is exposed: it counts for the axis that it waits for, or
-for the link between device and host.
+A transfer needs SMs. On a stream of high priority it gets them at once. On another it queues behind
+the kernel that computes when it could begin, or that can begin at that very time, as the
+transfer's stream still waits for its event then. It begins in that kernel's tail, in which SMs are
+free. A matmul beside a collective has the SMs that the collective leaves. What a stream waits for
+while nothing else keeps it, the host included, is exposed: it counts for the axis that it waits
+for, or for the link between device and host.
 """
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tools.rehearsal.device_file import Device
-from tools.rehearsal.events import Action, Event, HostWait, Launch, Record, Transfer, Wait, Where
+from tools.rehearsal.events import (
+    Action,
+    Call,
+    Event,
+    HostWait,
+    Launch,
+    Record,
+    Transfer,
+    Wait,
+    Where,
+)
 from tools.rehearsal.links import bandwidth, collective_seconds, message_seconds, spans
-from tools.rehearsal.roofline import MATMULS, launch_seconds, matmul_dtype, short_name
+from tools.rehearsal.roofline import (
+    MATMULS,
+    MESSAGES,
+    Kernel,
+    host_seconds,
+    kernel_of,
+    matmul_dtype,
+    short_name,
+)
 
-MESSAGES = ("send", "receive")
 HOST_LINK = "host link"  # between device and host, each way as fast as the other
 ITERATION = re.compile(r"of iteration (\d+)")
 
@@ -45,6 +66,14 @@ class ActionSpan(NamedTuple):
     begin: float
     end: float
     first_span: int
+
+
+class Busy(NamedTuple):
+    """A kernel on the computing stream, from begin to end; in its tail SMs are free."""
+
+    begin: float
+    end: float
+    tail: float
 
 
 @dataclass
@@ -92,6 +121,11 @@ class Clock:
         self.marks: dict[int, tuple[float, str]] = {}
         self.ends: dict[int, tuple[float, str]] = {}
         self.batches: dict[int, float] = {}
+        self.batch = -1  # the one that the host has begun last
+        self.kernels: deque[Busy] = deque()  # those that end after the host's time
+        # transfers that wait for SMs, by stream: each with the time at which it could begin
+        self.queued: dict[int, deque[tuple[float, Transfer]]] = defaultdict(deque)
+        self.streams: dict[int, int] = {}  # of each of these transfers
         self.busy: list[tuple[float, float]] = []  # begin and end of collectives, the last ones
         self.timing = Timing(0.0)
         self.exposed: dict[str, float] = defaultdict(float)
@@ -99,6 +133,7 @@ class Clock:
         self.words, self.began, self.from_span = "", 0.0, 0
         self.iteration, self.iteration_began = "", 0.0
         self.seconds: dict[tuple[object, ...], float] = {}
+        self.alone: dict[tuple[object, ...], Kernel] = {}
 
     def run(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -107,20 +142,27 @@ class Clock:
             elif isinstance(event, Transfer):
                 self._transfer(event)
             elif isinstance(event, Wait):
+                if event.transfer in self.streams:
+                    self._settle(self.streams[event.transfer])
                 known = self.ends if event.event < 0 else self.marks
                 which = event.transfer if event.event < 0 else event.event
                 self._block(event.stream, *known.get(which, (0.0, "")))  # none: before the record
             elif isinstance(event, Record):
                 stream = event.stream
+                self._settle(stream)
                 self.marks[event.event] = self.free[stream], self.waits_for[stream]
             elif isinstance(event, HostWait):
                 self._host_wait(event)
+            elif isinstance(event, Call):
+                self._asks(host_seconds(self.device, event))
             elif isinstance(event, Action):
                 self._action(event.words)
 
     def finish(self, flops: float, dtype: str) -> Timing:
         """Return the timing of what ran; flops: of the model, in one step of this rank."""
         self._action("")
+        for waiting in list(self.queued):
+            self._settle(waiting)
         computed = self.free[0]
         last = max([self.host, *self.free.values()])
         late = max(self.free, key=lambda stream: self.free[stream])
@@ -133,19 +175,29 @@ class Clock:
         timing.exposed_seconds, timing.bounds = dict(self.exposed), dict(self.bounds)
         return timing
 
+    def _asks(self, seconds: float) -> None:
+        """Let the host ask for something, which takes it so long."""
+        self.host += seconds
+        self.bounds["host"] += seconds
+
     def _launch(self, event: Launch) -> None:
         device, stream = self.device, event.stream
-        self.host += device["launch_seconds"]
+        self._asks(host_seconds(device, event))
         free = self.free[stream]
         begin = max(self.host, free)
         if stream == 0 and begin > 0:
             self._idle(begin)
+        if stream == 0:
+            self._begin_before(begin)
         end = begin + self._kernel(event, begin)
+        if stream == 0:
+            tail = self.alone[key_of(event)].tail
+            self.kernels.append(Busy(begin, end, min(tail, end - begin)))
+            self._begin_behind(self.kernels[-1])
         self.free[stream] = end
         self.ready.pop(stream, None)
         copies = event.op.startswith("memcpy ")
         self.waits_for[stream] = HOST_LINK if copies and stream else ""
-        self.bounds["host"] += device["launch_seconds"]
         if event.flops:
             self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
         link = HOST_LINK if copies else "memory"
@@ -156,11 +208,11 @@ class Clock:
 
     def _kernel(self, event: Launch, begin: float) -> float:
         """Return a kernel's seconds; a matmul has fewer SMs while a collective runs."""
-        shapes = event.shapes if short_name(event) in MATMULS else ()
-        key = (event.op, shapes, event.dtype, event.bytes, event.flops)
-        alone = self.seconds.get(key)
-        if alone is None:
-            alone = self.seconds[key] = launch_seconds(self.device, event)
+        key = key_of(event)
+        kernel = self.alone.get(key)
+        if kernel is None:
+            kernel = self.alone[key] = kernel_of(self.device, event)
+        alone = kernel.seconds
         if not event.flops or not self.busy:
             return alone
         self.busy = [span for span in self.busy if span[1] > begin]
@@ -169,7 +221,7 @@ class Clock:
         slow = self.seconds.get(("beside", key))
         if slow is None:
             left = max(1.0, self.device["sms"] - self.device["collective_sms"])
-            slow = self.seconds["beside", key] = launch_seconds(self.device, event, left)
+            slow = self.seconds["beside", key] = kernel_of(self.device, event, left).seconds
         at, done = begin, 0.0
         for first, last in sorted(self.busy):
             alone_until = max(at, first)
@@ -185,11 +237,44 @@ class Clock:
         return at + (1 - done) * alone - begin
 
     def _transfer(self, event: Transfer) -> None:
-        device, stream = self.device, event.stream
-        self.host += device["transfer_seconds"]
-        self.bounds["host"] += device["transfer_seconds"]
-        begin = max(self.host, self.free[stream], self.free[event.origin])
-        if event.batch >= 0:
+        if event.batch == -1 or event.batch != self.batch:  # a batch is one call
+            self._asks(host_seconds(self.device, event))
+        self.batch = event.batch
+        ready = max(self.host, self.free[event.origin])
+        while self.kernels and self.kernels[0].end <= self.host:
+            self.kernels.popleft()
+        self.queued[event.stream].append((ready, event))
+        self.streams[event.id] = event.stream
+        if event.urgent or event.stream == 0:
+            self._settle(event.stream)
+        elif ready < self.free[0]:  # another stream called it: kernels after `ready` are known
+            for kernel in self.kernels:
+                self._begin_before(kernel.begin)
+                self._begin_behind(kernel)
+
+    def _settle(self, stream: int) -> None:
+        """Let the transfers of a stream that wait for SMs have them: no kernel is before them."""
+        while self.queued[stream]:
+            self._begin(stream, 0.0)
+
+    def _begin_before(self, time: float) -> None:
+        """Begin the transfers that can before the next kernel is ready."""
+        for stream, waiting in self.queued.items():
+            while waiting and max(waiting[0][0], self.free[stream]) < time:
+                self._begin(stream, 0.0)
+
+    def _begin_behind(self, kernel: Busy) -> None:
+        """Begin in a kernel's tail the transfers that could begin while it runs."""
+        for stream, waiting in self.queued.items():
+            while waiting and max(waiting[0][0], self.free[stream]) < kernel.end:
+                self._begin(stream, kernel.end - kernel.tail)
+
+    def _begin(self, stream: int, earliest: float) -> None:
+        """Begin the first transfer that waits on a stream."""
+        ready, event = self.queued[stream].popleft()
+        del self.streams[event.id]
+        begin = max(ready, self.free[stream], earliest)
+        if event.batch != -1:
             begin = self.batches.setdefault(event.batch, begin)
         seconds = self._seconds(event)
         end = begin + seconds
@@ -198,6 +283,7 @@ class Clock:
         self.ends[event.id] = end, event.axis
         if seconds and event.verb not in MESSAGES and event.stream != 0:
             self.busy.append((begin, end))
+        device = self.device
         if event.sent:
             ends = (self.rank, event.peer) if event.verb in MESSAGES else event.group
             level = spans(device, ends)[-1].level
@@ -227,6 +313,9 @@ class Clock:
             self.waits_for[stream] = axis
 
     def _host_wait(self, event: HostWait) -> None:
+        for waiting in list(self.queued) if event.event < 0 else ():
+            if event.stream in (-1, waiting):
+                self._settle(waiting)
         if event.event >= 0:
             until, axis = self.marks.get(event.event, (0.0, ""))
         else:
@@ -266,6 +355,12 @@ class Clock:
                 self.exposed.clear()
                 self.bounds.clear()
             self.iteration = found[1]
+
+
+def key_of(event: Launch) -> tuple[object, ...]:
+    """Return what the seconds of a kernel depend on."""
+    shapes = event.shapes if short_name(event) in MATMULS else ()
+    return event.op, shapes, event.dtype, event.bytes, event.flops
 
 
 def time_record(

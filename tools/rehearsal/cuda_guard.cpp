@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA device that does nothing, for a torch that was built without CUDA: the rehearsal's.
+// A CUDA device that does nothing: the rehearsal's.
 //
 // With it torch accepts tensors of device "cuda" that have no memory (FakeTensorMode) in all of
-// autograd. tools/rehearsal/device.py builds it and loads it before torch is imported, since torch
-// asks for its hooks once, while it is imported.
+// autograd, whether it was built with CUDA or without. tools/rehearsal/guard.py compiles it, and
+// loads it after torch's libraries and before torch._C, which asks for the hooks once, at its start.
+//
+// A build with CUDA registers hooks and a guard of its own. A second registration of hooks at equal
+// priority ends the process (c10/util/Registry.h), so these have a higher one, and count in
+// whichever order the libraries load. Of guards the last one stored counts: `weft_fake_cuda`.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -35,15 +39,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
-
-}  // namespace
-
-namespace at {
-
-// torch looks its hooks up by this name
-struct CUDAHooks final : CUDAHooksInterface {
-  explicit CUDAHooks(CUDAHooksArgs) {}
+// torch looks its hooks up by the name CUDAHooks
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -53,6 +51,17 @@ struct CUDAHooks final : CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks);
+}  // namespace
+
+namespace at {
+
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks);
 
 }  // namespace at
+
+// Let the guard be this one; return whether torch's hooks are these.
+extern "C" bool weft_fake_cuda() {
+  static const auto* guard = new Guard;
+  const c10::impl::DeviceGuardImplRegistrar last(DeviceType::CUDA, guard);
+  return dynamic_cast<const Hooks*>(&at::detail::getCUDAHooks()) != nullptr;
+}

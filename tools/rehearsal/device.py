@@ -18,11 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from mpu.layers.attention.backends import card_of, kernel_of
 from tools.rehearsal.events import Alloc
 from tools.rehearsal.memory import step
 from tools.rehearsal.record import Recorder
 
 DEVICE = torch.device("cuda", 0)
+CUDNN = 91900  # assumed, 9.19: the one that wheels of torch 2.11 and later need is beyond 9.15
 
 
 class Stream:
@@ -137,7 +139,7 @@ class Memory:
         return self.most
 
 
-def install(recorder: Recorder, properties: dict[str, Any]) -> None:
+def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool = False) -> None:
     """Replace torch.cuda's functions. properties: name, major, minor, multi_processor_count, ..."""
     Stream.recorder, memory, cuda = recorder, Memory(recorder), torch.cuda
     found = SimpleNamespace(**properties)
@@ -170,6 +172,8 @@ def install(recorder: Recorder, properties: dict[str, Any]) -> None:
     for name, fake in fakes.items():
         setattr(cuda, name, fake)
     torch.Generator = Generator  # type: ignore[misc]
+    torch.backends.cudnn.version = lambda: CUDNN
+    torch.are_deterministic_algorithms_enabled = lambda: deterministic
 
 
 class Reads(TorchFunctionMode):
@@ -252,11 +256,18 @@ class Reads(TorchFunctionMode):
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Call the kernel that torch chooses on CUDA: flash where dtype and mask allow it."""
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        if q.device.type != "cuda" or not half or attn_mask is not None:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        """Call the kernel that torch chooses on CUDA (mpu/layers/attention/backends.py)."""
+        kernel = "math"
+        if q.device.type == "cuda" and attn_mask is None:
+            kernel = kernel_of("auto", card_of(q.device), q.dtype, q.shape[-1])
+        if kernel == "flash":
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        if kernel == "cudnn":
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            named = dict(attn_bias=None, compute_log_sumexp=learns, dropout_p=dropout_p)
+            return cudnn(q, k, v, **named, is_causal=is_causal, scale=scale)[0]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )

@@ -4,9 +4,13 @@
 A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "levels": [level]}, a
 level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
 the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
+
+A number may have an "other", {"value", "source"}: what another source says of it. All of these
+together are the device's other end. A prediction is a range from one end to the other. A file that
+was measured on the card itself has none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "devices"
 DTYPES = ("bfloat16", "float16", "float8", "tf32", "float32")
-ATTENTION = ("flash", "cudnn")  # kernels: FlashAttention 1 and 2, and cuDNN's of Hopper and later
+# kernels: FlashAttention 1 and 2, and cuDNN's of Hopper and later
+ATTENTION = tuple(f"{kernel}.{way}" for kernel in ("flash", "cudnn")
+                  for way in ("forward", "backward"))  # fmt: skip
 PROTOCOLS = ("LL", "LL128", "Simple")  # of NCCL
 NUMBERS = {
     **{f"peak.{dtype}": "FLOP/s" for dtype in DTYPES},  # dense; 0 where it has no such unit
@@ -32,7 +38,14 @@ NUMBERS = {
     "memory_share": "share of bandwidth",
     **{f"attention.{kernel}": "share of peak" for kernel in ATTENTION},
     "kernel_seconds": "s",
+    # of the host: a call of aten that launches a kernel; an autograd function, forward or backward,
+    # beside the launches in it; a launch of Triton, and more for each of its arguments; a message,
+    # or several that start as a batch; a collective
     "launch_seconds": "s",
+    "function_seconds": "s",
+    "triton_seconds": "s",
+    "triton_argument_seconds": "s",
+    "message_seconds": "s",
     "transfer_seconds": "s",
     "collective_start": "s",
     "collective_sms": "1",
@@ -67,14 +80,25 @@ class Level:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1."""
+    """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1.
+
+    other: those of its numbers that another source says differently; {}: the device is measured.
+    """
 
     name: str
     numbers: dict[str, float]
     levels: tuple[Level, ...]
+    other: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> float:
         return self.numbers[key]
+
+    @property
+    def major(self) -> int:
+        """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
+        if not self["peak.float8"]:
+            return 8
+        return 10 if " B" in f" {self.name}" else 9
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s of matmuls of a torch dtype, such as "bfloat16"."""
@@ -89,7 +113,11 @@ class Device:
         unknown = sorted(numbers.keys() - self.numbers.keys())
         if unknown:
             raise DeviceFileError(f"{self.name} has no number {unknown[0]}")
-        return Device(self.name, {**self.numbers, **numbers}, self.levels)
+        return Device(self.name, {**self.numbers, **numbers}, self.levels, self.other)
+
+    def ends(self) -> tuple["Device", ...]:
+        """Return the device as its file's values say, and as its "other" ones do, if it has any."""
+        return (self, self.changed(**self.other)) if self.other else (self,)
 
 
 def path_of(name: str) -> Path:
@@ -116,7 +144,12 @@ def read_device(name: str) -> Device:
     levels = tuple(_level(path, level) for level in content["levels"])
     if not levels or levels[-1].ranks != 0 or any(level.ranks < 2 for level in levels[:-1]):
         raise DeviceFileError(f"{path}: the last level must have ranks 0, the others at least 2")
-    return Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels)
+    other = {
+        key: _number(path, key, {**entry["other"], "unit": entry["unit"]}, NUMBERS[key])[0]
+        for key, entry in content["numbers"].items()
+        if "other" in entry
+    }
+    return Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels, other)
 
 
 def _level(path: Path, level: dict[str, Any]) -> Level:
@@ -132,7 +165,7 @@ def _level(path: Path, level: dict[str, Any]) -> Level:
 
 def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
     """Return an entry's value, or its values by PROTOCOLS."""
-    if not isinstance(entry, dict) or entry.keys() != {"value", "unit", "source"}:
+    if not isinstance(entry, dict) or entry.keys() - {"other"} != {"value", "unit", "source"}:
         raise DeviceFileError(f"{path}: {key} must have a value, a unit and a source, and no more")
     if entry["unit"] != unit:
         raise DeviceFileError(f"{path}: {key} is in {unit}, not in {entry['unit']}")

@@ -29,8 +29,9 @@ class Launch(NamedTuple):
     op: such as "aten::mm" or a Triton kernel's name. shapes: of its tensors, inputs first. read,
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
     spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
-    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory. numbers:
-    those among its arguments, of a division.
+    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
+    arguments: of a Triton kernel, those that its launch takes. numbers: of a division, those among
+    its arguments.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Launch(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
+    arguments: int = 0
     numbers: tuple[float, ...] = ()
 
 
@@ -156,6 +158,12 @@ class Free(NamedTuple):
     place: str
 
 
+class Call(NamedTuple):
+    """The host enters a torch.autograd.Function, forward or backward. name: of its class."""
+
+    name: str
+
+
 class Action(NamedTuple):
     """The rank begins something else. words: of FailureMonitor.action."""
 
@@ -164,5 +172,5 @@ class Action(NamedTuple):
 
 Event = (
     Launch | Transfer | Record | Wait | HostWait | Polled | HostUse | RecordStream | Alloc | Free
-    | Action
+    | Call | Action
 )  # fmt: skip

@@ -27,6 +27,7 @@ from tools.rehearsal.events import (
 )
 from tools.rehearsal.order import Finding
 from tools.rehearsal.record import Recorder
+from tools.rehearsal.roofline import host_seconds
 from training.config import ParallelConfig
 from training.run.cuda_graph import INPUTS, eager
 
@@ -40,7 +41,8 @@ class Said(NamedTuple):
     """What a step costs the host, and what speaks against graphs.
 
     calls: launches and collectives of the step. outside: of these, those that no graph has.
-    graphs: launches of graphs. compared: micro-batches that were held against another.
+    graphs: launches of graphs. compared: micro-batches that were held against another. events: of
+    the step; inside: those that a graph has.
     """
 
     calls: int
@@ -48,23 +50,30 @@ class Said(NamedTuple):
     graphs: int
     compared: int
     findings: list[Finding]
+    events: Sequence[Event] = ()
+    inside: Sequence[Event] = ()
 
     def as_json(self) -> dict[str, int]:
         """Return the counts."""
-        return {name: getattr(self, name) for name in self._fields if name != "findings"}
+        names = ("calls", "outside", "graphs", "compared")
+        return {name: getattr(self, name) for name in names}
 
     def lines(self, device: Device) -> list[str]:
         """Return the lines of the report."""
-        after = self.outside + self.graphs * (1 + len(INPUTS[:2]))
-        each = device["launch_seconds"]
+        more = self.graphs * (1 + len(INPUTS[:2]))
+        after = self.outside + more
+        whole, graphed = (
+            sum(host_seconds(device, event) for event in events)
+            for events in (self.events, self.inside)
+        )
+        rest = whole - graphed + more * device["launch_seconds"]
         if self.findings:
             return [f"refused: {len(self.findings)} findings of the kind graph"]
         return [
             f"{self.graphs} micro-batches of a step go as a graph each; {self.compared} were "
             "compared, launch by launch",
             f"the host asks {after:,} times a step instead of {self.calls:,} ({self.outside:,} "
-            f"outside of graphs): {1e3 * each * after:.1f} ms instead of "
-            f"{1e3 * each * self.calls:.1f} ms",
+            f"outside of graphs): {1e3 * rest:.1f} ms instead of {1e3 * whole:.1f} ms",
         ]
 
 
@@ -89,10 +98,10 @@ def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) 
     for one, other in pairs:
         findings += difference(recorder, parts[one], parts[other], f"{one[1]} and {other[1]}")
     step = recorder.events[first:]
-    inside = sum(calls(parts[last, i]) for i in graphed)
-    outside = calls(step) - inside
+    inside = [event for i in graphed for event in parts[last, i]]
     unlike = {(f.kind, f.place, f.what): f for f in findings}
-    return Said(calls(step), outside, len(graphed), len(pairs), [*unlike.values()])
+    counts = calls(step), calls(step) - calls(inside), len(graphed), len(pairs)
+    return Said(*counts, [*unlike.values()], step, inside)
 
 
 def calls(events: Iterable[Event]) -> int:

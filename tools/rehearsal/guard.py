@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build and load cuda_guard.cpp, the CUDA device that does nothing. Call `load` before torch.
+"""Build and load cuda_guard.cpp, the CUDA device that does nothing.
 
-It imports no torch, since torch asks for its CUDA hooks once, while it is imported.
+Call `load` before torch is imported, and `check` after. torch asks for its CUDA hooks once, while
+torch._C is imported: by then torch has loaded its own libraries, with what they need, and the
+device is loaded after them.
 """
 
 import ctypes
@@ -13,6 +15,8 @@ import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build"
@@ -22,8 +26,26 @@ class GuardError(RuntimeError):
     """The device that does nothing could not be made."""
 
 
+class Loader:
+    """An import hook that loads the device's library just before torch._C, and finds no module."""
+
+    def __init__(self, torch: Path, library: Path) -> None:
+        self.torch, self.library = torch, library
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Load the library if `name` is torch._C. Raises GuardError where it does not load."""
+        if name != "torch._C":
+            return
+        sys.meta_path.remove(self)
+        try:  # libtorch names libtorch_cuda, if this torch has one: its guard is stored before ours
+            ctypes.CDLL(str(self.torch / "lib" / "libtorch.so"), ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(self.library), ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise GuardError(f"the fake CUDA device does not load: {error}") from None
+
+
 def load() -> None:
-    """Load the device into this process, and build it if this torch has none yet.
+    """Let the device be loaded with torch, and build it if this torch has none yet.
 
     Raises GuardError where torch is imported already, or no C++ compiler is here.
     """
@@ -33,16 +55,27 @@ def load() -> None:
     if found is None or not found.submodule_search_locations:
         raise GuardError("torch is not installed")
     torch = Path(next(iter(found.submodule_search_locations)))
-    library = build(torch)
-    ctypes.CDLL(str(torch / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    sys.meta_path.insert(0, Loader(torch, build(torch)))
+
+
+def check(torch: ModuleType) -> None:
+    """Raise GuardError where the imported torch does not have the device."""
+    try:  # RTLD_NOLOAD: only a library that is in this process
+        ours = ctypes.CDLL(str(library_path()), mode=os.RTLD_NOLOAD)
+    except OSError:
+        ours = None
+    if ours is None or not ours.weft_fake_cuda():
+        raise GuardError(f"torch {torch.__version__} has taken another CUDA device than the fake")
+
+
+def library_path() -> Path:
+    """Return where the compiled library for the installed torch lies."""
+    return BUILD / f"rehearsal-{version('torch')}-{os.uname().machine}.so"
 
 
 def build(torch: Path) -> Path:
     """Return the compiled library for the torch in a folder; compile it if it is not there."""
-    source = HERE / "cuda_guard.cpp"
-    name = f"rehearsal-{version('torch')}-{os.uname().machine}.so"
-    library = BUILD / name
+    source, library = HERE / "cuda_guard.cpp", library_path()
     if library.exists() and library.stat().st_mtime >= source.stat().st_mtime:
         return library
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
@@ -50,7 +83,7 @@ def build(torch: Path) -> Path:
         raise GuardError("--rehearse compiles a small C++ file and found no compiler; install g++")
     BUILD.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        made = Path(folder) / name
+        made = Path(folder) / library.name
         words = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}"]
         words += [str(source), "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -10,18 +10,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from estimate.model_profile import model_profile
 from estimate.stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import graph, kept, replay_engine, report, triton_kernels
+from tools.rehearsal import graph, guard, kept, replay_engine, report, triton_kernels
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
-from tools.rehearsal.guard import flag
 from tools.rehearsal.host import Host
 from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
@@ -39,7 +40,7 @@ GPUS_A_NODE = 8
 def main(script: ModuleType, argv: list[str]) -> int:
     """Rehearse; print and write the report; return the exit code."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    path: str | None = flag(argv, "--rehearse-json")  # the flags may fail to be read
+    path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
         config = read(script, argv)
         path = config.rehearse.rehearse_json
@@ -47,7 +48,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
             made, text = all_ranks(partial(run, script), describe, config)
         else:
             made, text = describe(run(script, config))
-    except (UsageError, PlacementError, ValueError, OSError) as error:
+    except (UsageError, PlacementError, ValueError, OSError, guard.GuardError) as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # while the flags were read: the plan runs the model, too
@@ -94,11 +95,12 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
     if recorder.device == "cuda":
+        guard.check(torch)
         device = read_device(asked.rehearse_device)
         install(recorder, {
-            "name": device.name, "major": _major(device), "minor": 0, "uuid": "",
+            "name": device.name, "major": device.major, "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
-        })  # fmt: skip
+        }, config.run.deterministic_mode)  # fmt: skip
         triton_kernels.install(recorder, launch.rank)
     else:
         Host(recorder).install(patches, network)
@@ -109,13 +111,6 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
     )
-
-
-def _major(device: Device) -> int:
-    """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
-    if not device["peak.float8"]:
-        return 8
-    return 10 if " B" in f" {device.name}" else 9
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
@@ -151,9 +146,10 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     }
     if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
-        timing = time_of(seen, device)
-        made["time"] = as_json(timing)
-        told = lines(timing, device)
+        timing, *others = (time_of(seen, end) for end in device.ends())
+        other = others[0] if others else None
+        made["time"] = as_json(timing, other)
+        told = lines(timing, device, other)
         table = kept.rows(seen.config, seen.script.model_provider, step, device)
         moved = kept.carried(step, device, timing)
         made["activations"] = kept.as_json(table, moved)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replace functions of modules and classes, and put them back."""
 
+import inspect
 import sys
 from typing import Any
 
@@ -13,7 +14,8 @@ class Patches:
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Give a module or a class another attribute of this name."""
-        self._before.append((owner, name, getattr(owner, name)))
+        # as it stands there: a class method that is looked up is bound to its class
+        self._before.append((owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, new)
 
     def everywhere(self, old: Any, new: Any) -> None:

@@ -21,6 +21,7 @@ from tools.explainer.ops import Layers
 from tools.rehearsal.events import (
     Action,
     Alloc,
+    Call,
     Event,
     Free,
     HostUse,
@@ -317,6 +318,11 @@ class Recorder:
         made = Transfer(id=number, number=place, where=self.where(), **fields)
         self.events.append(made)
         return made
+
+    def enters(self, name: str) -> None:
+        """Note that the host enters an autograd function."""
+        if not self.paused:
+            self.events.append(Call(name))
 
     def acts(self, words: str) -> None:
         """Note that the rank begins something else."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
 from estimate import rank_memory
@@ -152,6 +153,22 @@ def of_stages(
     return None
 
 
+def watch_functions(recorder: Recorder, patches: Patches) -> None:
+    """Let the recorder see each forward and backward of a torch.autograd.Function."""
+    for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
+        own = vars(owner)["apply"]
+        is_class_method = isinstance(own, classmethod)
+        apply = own.__func__ if is_class_method else own
+
+        def entered(self: Any, /, *args: Any, apply: Any = apply, name: str = name, **named: Any
+        ) -> Any:  # fmt: skip
+            made = self if isinstance(self, type) else type(self)._forward_cls
+            recorder.enters(name.format(made.__name__))
+            return apply(self, *args, **named)
+
+        patches.replace(owner, "apply", classmethod(entered) if is_class_method else entered)
+
+
 def loader(config: Config, grid: Grid) -> Loader:
     """Return a loader of made-up samples, whose last token of the vocabulary ends documents."""
     data, vocabulary = config.data, config.model.vocab_size
@@ -200,6 +217,7 @@ def rehearse(
         recorder.acts(action)
 
     monitor = Actions(begins)
+    watch_functions(recorder, patches)
     patches.replace(start, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
     run, failure = None, None

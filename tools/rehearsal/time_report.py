@@ -9,11 +9,16 @@ from tools.rehearsal.device_file import Device
 NAMES = {0: "compute"}  # of streams
 
 
-def as_json(timing: Timing) -> dict[str, Any]:
-    """Return the keys of `time` in the rehearsal's report; all times in seconds."""
+def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
+    """Return the keys of `time` in the rehearsal's report; all times in seconds.
+
+    other: on the device's other end. The range goes from the shorter step to the longer one.
+    """
+    ends = sorted([timing, other or timing], key=lambda one: one.step_seconds)
     return {
         "step_seconds": timing.step_seconds,
         "mfu": timing.mfu,
+        "range": [{"step_seconds": one.step_seconds, "mfu": one.mfu} for one in ends],
         "exposed_seconds": timing.exposed_seconds,
         "bound_seconds": timing.bound_seconds,
         "bound_by": timing.bound_by,
@@ -22,11 +27,17 @@ def as_json(timing: Timing) -> dict[str, Any]:
     }
 
 
-def lines(timing: Timing, device: Device) -> list[str]:
-    """Return the timing as text, a line for each fact."""
+def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[str]:
+    """Return the timing as text, a line for each fact. other: on the device's other end."""
     step = timing.step_seconds
     told = [
         f"{1e3 * step:.1f} ms a step on {device.name}, MFU {100 * timing.mfu:.1f} %",
+        *(
+            f"{1e3 * end.step_seconds:.1f} ms, MFU {100 * end.mfu:.1f} %, by the file's other end: "
+            "no card has been measured"
+            for end in [other]
+            if end
+        ),
         f"bound by {timing.bound_by}: at least {1e3 * timing.bound_seconds:.1f} ms",
         f"the device waits for the host {100 * timing.launch_bound_share:.1f} % of the step",
     ]

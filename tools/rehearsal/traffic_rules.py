@@ -124,7 +124,7 @@ def at_line(
     recorder, (axis, what) = seen.recorder, purpose
     chains = [recorder.chains.get(i, ()) for i in indices]
     through = tuple(dict.fromkeys(line for chain in chains for line in chain))
-    if missing and what in ("forward", "backward"):
+    if missing and axis == "tp" and what in ("forward", "backward"):
         for place, chain, layer in silent(seen, axis, what):
             return Finding("traffic", place, f"{words}: {layer} sends nothing", "", chain)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]

@@ -78,6 +78,7 @@ def install(recorder: Recorder, rank: int) -> None:
                 where=where,
                 spans=uses[2],
                 dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in tensors.values()),
+                arguments=len(given),
             )
         )
 

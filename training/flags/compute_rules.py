@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from mpu.launch import registers_graphs
+from mpu.layers.attention.backends import FLAG, Card, Work, describe
 from mpu.layers.float8.rows import ALIGN, BLOCKS
 from training.config import Config, GpuConfig, UsageError
 from training.flags import parallel_rules
@@ -21,14 +23,15 @@ ELSEWHERE = {
 }
 
 
+# what a GPU may be at best: what it cannot do, no GPU can
+ANY_GPU = Card("cuda", 9, 0, cudnn=99999)
+
+
 def check_kernels(config: Config) -> None:
-    """Raise UsageError where the run cannot take the packages' kernels, installed or not."""
+    """Raise UsageError where the run cannot take the kernels that flags name, installed or not."""
     p = config.parallel
-    chosen = (
-        ("--norm-backend", p.norm_backend, "weft"),
-        ("--core-attention-backend", p.core_attention_backend, "torch"),
-    )
-    for flag, name, own in chosen:
+    te = "te" if p.attention_backend == "te" else "auto"
+    for flag, name, own in (("--norm-backend", p.norm_backend, "weft"), (FLAG, te, "auto")):
         if name == own:
             continue
         if p.device == "cpu":
@@ -40,10 +43,48 @@ def check_kernels(config: Config) -> None:
                 f"{flag} {name} runs kernels of another package, and --rehearse has no device for "
                 f"them: rehearse with {own}"
             )
-    if p.core_attention_backend == "te" and p.context_parallel_size > 1:
+    if te == "te" and p.context_parallel_size > 1:
         raise UsageError(
-            f"--core-attention-backend te at --context-parallel-size {p.context_parallel_size}: "
-            "attention over ranks is Weft's own, so use torch"
+            f"{FLAG} te at --context-parallel-size {p.context_parallel_size}: attention over ranks "
+            "is Weft's own, so use auto"
+        )
+    if config.rehearse.rehearse or not parallel_rules.on_cpu(config):
+        attention_line(config, ANY_GPU._replace(deterministic=config.run.deterministic_mode))
+
+
+def attention_works(config: Config) -> tuple[Work, ...]:
+    """Return the kinds of work that the attention of a run's steps is."""
+    if config.data.reset_attention_mask:
+        return ("documents",)
+    p = config.parallel
+    exchanged = p.context_parallel_size > 1 and set(p.cp_comm_type) != {"a2a"}
+    return ("blocks",) if exchanged else ("rows",)
+
+
+def attention_line(config: Config, card: Card) -> str:
+    """Return the line that says which attention runs on such a device.
+
+    Raises UsageError where the kernel that --attention-backend names cannot do what the run asks.
+    """
+    asked, size = config.parallel.attention_backend, config.model.kv_channels
+    try:
+        return describe(asked, card, config.run.dtype, size, attention_works(config))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def attention_notes(config: Config) -> Iterator[str]:
+    """Yield a line where the device has no kernel of the name that --attention-backend gives."""
+    asked = config.parallel.attention_backend
+    on_cpu = not config.rehearse.rehearse and parallel_rules.on_cpu(config)
+    if on_cpu and asked in ("flash", "fused"):
+        yield f"{FLAG} {asked}: its kernels are CUDA's; on the CPU attention is as with auto"
+    if not on_cpu and asked == "local":
+        yield f"{FLAG} local: there is no CUDA kernel of Weft's own; it is unfused there"
+    if not on_cpu and asked in ("unfused", "local"):
+        yield (
+            f"{FLAG} {asked}: memory for the scores of a layer, s x s for each head, is not in the "
+            "estimate of memory; --rehearse counts it"
         )
 
 
@@ -185,6 +226,8 @@ def check_graph(config: Config) -> None:
         return
     for flag, why in _forbid(config):
         raise UsageError(f"{GRAPH} with {flag}: {why}")
+    if not config.run.dry_run and (why := registers_graphs()):
+        raise UsageError(f"{GRAPH}: {why}")
 
 
 def _forbid(config: Config) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpu.accelerators import unusable_gpu
 from mpu.grid import ORDER
 from mpu.layers.context_attention import COMM_TYPES
 from training.config import Config, ParallelConfig, UsageError
@@ -22,6 +23,7 @@ LEVELS = "--hierarchical-context-parallel-sizes"
 INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"
 OFFLOAD = "--optimizer-cpu-offload"
+NO_DEVICE = "this process sees no CUDA device"
 # Flags without effect where there is a single data-parallel rank.
 SHARING = (
     "--use-distributed-optimizer",
@@ -151,13 +153,20 @@ def check_overlap(config: Config) -> None:
         )
 
 
+def check_device(config: Config) -> None:
+    """Raise UsageError where a GPU is here and cannot be used, and no flag names a device."""
+    p = config.parallel
+    if p.device is None and not config.run.dry_run and (why := unusable_gpu()):
+        raise UsageError(f"{why}; or train on the CPU with --device cpu")
+
+
 def check_backend(config: Config) -> None:
     """Raise UsageError for a device, or a communication library, that is not here."""
     p = config.parallel
     if p.distributed_backend == "nccl" and p.device == "cpu":
         raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this process sees no CUDA device")
+        raise UsageError(f"--device cuda: {unusable_gpu() or NO_DEVICE}")
 
 
 def sharers(config: Config) -> str:

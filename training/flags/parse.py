@@ -18,6 +18,7 @@ from training import batch_size, config
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
+    compute_rules,
     foreign,
     model_sizes,
     parallel_rules,
@@ -67,7 +68,7 @@ def parse(
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
     said = [*made.notes, *rules.idle(given), *parallel_rules.zero_notes(given, made)]
-    said += parallel_rules.context_notes(given, made)
+    said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     return replace(made, notes=tuple(dict.fromkeys(said)), given=names)
 
 
@@ -159,6 +160,7 @@ def _read(
     argv, ignored = foreign.take_out(argv, own_names)
     foreign.refuse_unknown(argv, own_names)
     foreign.refuse_unavailable(argv, own_names)
+    _refuse_two_names(argv, own_names)
     words = [word for token in argv for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
@@ -184,6 +186,29 @@ def _read(
             _accept(flag, text, notes)
             given[name] = True
     return given, notes, tuple(sorted(own))
+
+
+def _refuse_two_names(argv: Sequence[str], own_names: set[str]) -> None:
+    """Raise UsageError where a flag and another name of it are given with different values."""
+    said: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
+    for token, after in zip(argv, [*argv, ""][1:], strict=True):
+        name, equals, value = token.partition("=")
+        flag = table.known_flags().get(name)
+        if flag is None or name in own_names:
+            continue
+        real, *fixed = flag.stands_for or [name]
+        meant = table.known_flags()[real]
+        if meant.rule.nargs is not None or meant.kind != table.LIVE_KIND:
+            continue
+        text = fixed[0] if fixed else value if equals else after
+        given = name if fixed else f"{name} {text}"
+        try:
+            found = meant.rule.read(text)
+        except ValueError:
+            continue  # what it must be is said later
+        other, before = said.setdefault(real, (given, found))
+        if before != found and other.split()[0] != name:
+            raise UsageError(f"{other} and {given} set the same: give one of them")
 
 
 def _expand(token: str, own_names: set[str]) -> list[str]:

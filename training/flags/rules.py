@@ -154,6 +154,7 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
 
 def check(config: Config) -> None:
     """Raise UsageError where a whole config breaks a rule; the first that is broken is reported."""
+    parallel_rules.check_device(config)
     size_rules.check(config)
     size_rules.check_micro_batch(config)
     size_rules.check_cut(config)

@@ -164,7 +164,7 @@ def measured_timeline(
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,
         loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        core_attention_backend=p.core_attention_backend,
+        attention_backend=p.attention_backend,
     )  # fmt: skip
     stages = rank_stages(config, provider, grid.pp.rank)
     model = provider(config, ctx, recompute_of(config, device), stages)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from mpu.launch import Launch, cuda_settings, set_deterministic
+from mpu import driver
+from mpu.launch import Launch, cuda_settings, launched_by, set_deterministic
 from training.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -19,16 +20,15 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device. share_cores: on a CPU, take only this rank's share of the cores.
 
-    On CUDA, note is called with what the environment sets of it. Raises UsageError for a CUDA
-    device where torch sees none.
+    On CUDA, note is called with the device and what the environment sets of it. Raises UsageError
+    where ranks would share a GPU over NCCL.
     """
     set_arithmetic(config.run.deterministic_mode)
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
-        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", _number(config, launch))
         torch.cuda.set_device(device)
+        note(f"device: {_about(device)}")
         for line in cuda_settings():
             note(line)
         return device
@@ -36,6 +36,30 @@ def choose_device(
     if share_cores:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
     return torch.device("cpu")
+
+
+def _number(config: Config, launch: Launch) -> int:
+    """Return the number of this rank's GPU. Raises UsageError."""
+    count, here = torch.cuda.device_count(), launch.local_world
+    gloo = config.parallel.distributed_backend == "gloo"
+    # srun may give each rank a GPU of its own, which then is number 0
+    if here > count and not gloo and launched_by() in ("torchrun", "supervise"):
+        gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
+        raise UsageError(
+            f"{here} ranks were started on this node, which has {gpus} (an instance of MIG counts "
+            f"as one, and a process sees one): NCCL needs a GPU for each rank, so start {count} "
+            "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
+        )
+    return launch.local_rank % count
+
+
+def _about(device: torch.device) -> str:
+    """Return the device's name and what runs it."""
+    has = torch.cuda.get_device_properties(device)
+    built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    runs = f"driver {driver.version()}, " if driver.version() else ""
+    capability = f"compute capability {has.major}.{has.minor}"
+    return f"{device}, {has.name}, {capability}; {runs}torch {torch.__version__} for {built}"
 
 
 def set_arithmetic(deterministic: bool) -> None:

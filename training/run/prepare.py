@@ -11,12 +11,14 @@ import mpu
 from estimate.model_profile import accumulate_dtype
 from mpu.accelerators import missing
 from mpu.grid import Grid
+from mpu.layers.attention.backends import FLAG
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
 from training.float8 import check_device
+from training.run.attention import prepare_attention
 from training.run.device import choose_device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +41,14 @@ def prepare(
     grid.launch.check_meeting()
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
+    te = "te" if p.attention_backend == "te" else ""
     if why := (
         missing("--optimizer-backend", p.optimizer_backend, device.type, accumulate_dtype(config))
         or missing("--norm-backend", p.norm_backend, device.type, dtype)
-        or missing("--core-attention-backend", p.core_attention_backend, device.type, dtype)
+        or (te and missing(FLAG, te, device.type, dtype))
     ):
         raise UsageError(why)
+    prepare_attention(config, device, note)
     check_device(config, device)
     if grid.rank == 0:
         check_early(config)

@@ -123,7 +123,7 @@ def run_chunks(
     ctx = LayerContext(
         run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
         loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        core_attention_backend=p.core_attention_backend,
+        attention_backend=p.attention_backend,
     )  # fmt: skip
     recompute = recompute_of(config, run.device)
     stages = rank_stages(config, provider, run.grid.pp.rank)

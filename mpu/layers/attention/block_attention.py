@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention within documents and windows, without a mask.
 
-On CUDA torch's flash operator takes the documents' cumulative lengths and the window. Elsewhere
-attention runs block after block (mpu/layers/attention/blocks.py): on a CPU with AVX-512 through
-csrc/attention.h, else through torch's operators. Where blocks share queries, their results are
-merged by log-sum-exp, and the backward of each takes the merged output and log-sum-exp:
+FlashAttention's operator takes the documents' cumulative lengths and the window. Other kernels
+(attention/backends.py) run block after block (attention/blocks.py): on a CPU csrc/attention.h, else
+torch's operator; on CUDA cuDNN's or flash's operators, or matrix products. Where blocks share
+queries, their results are merged by log-sum-exp, and the backward of each takes the merged output
+and log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu.layers.attention.backends import Kernel, card_of, kernel_of
 from mpu.layers.attention.blocks import Block, Part, blocks
 from mpu.layers.fused import attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -25,14 +27,21 @@ aten = torch.ops.aten
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSeqParams | None,
+    window: int,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [b, a, s, d].
 
     The queries are the last s of the S tokens of a row. packed: the documents in the row (b is 1
-    then); None: each row is one. window: see `core_attention`. Raises ValueError where the
-    documents do not fill the row.
+    then); None: each row is one. window: see `CoreAttention`. kernel: None leaves it open. Raises
+    ValueError where the documents do not fill the row.
     """
+    if kernel is None:
+        kernel = kernel_of("auto", card_of(q.device), q.dtype, q.shape[3], "documents")
     s, keys = q.shape[2], k.shape[2]
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
@@ -41,14 +50,12 @@ def block_attention(
             f"the packed documents have {sum(documents)} tokens, the batch {keys}"
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
-    if _flash_takes(q):
+    if kernel == "flash":
         return _flash_attention(q, k, v, packed, window)
-    return _BlockAttention.apply(q, k, v, blocks(range(keys - s, keys), documents, window))
-
-
-def _flash_takes(q: Tensor) -> bool:
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    if kernel == "cudnn" and packed is None and not window and s == keys:
+        return _cudnn_attention(q, k, v)
+    todo = blocks(range(keys - s, keys), documents, window)
+    return _BlockAttention.apply(q, k, v, todo, kernel)
 
 
 def _flash_attention(
@@ -69,14 +76,23 @@ def _flash_attention(
     return (out if packed is None else out[None]).transpose(1, 2)
 
 
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend causally to whole rows; out has the layout of q. Backward is torch's own formula."""
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=True)
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[0]
+
+
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, todo: tuple[Block, ...]) -> Tensor:
+    def forward(
+        saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, todo: tuple[Block, ...], kernel: Kernel
+    ) -> Tensor:
         before = k.shape[2] - q.shape[2]
         out, lse = outputs(q, _sums(q, todo))
-        attend(todo, q, k, v, out, lse, before=before)
+        attend(todo, q, k, v, out, lse, kernel=kernel, before=before)
         out = out.to(q.dtype)
-        saved_ctx.todo, saved_ctx.before = todo, before
+        saved_ctx.todo, saved_ctx.before, saved_ctx.kernel = todo, before, kernel
         saved_ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -85,9 +101,10 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, *_ = saved = saved_ctx.saved_tensors
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
-        attend_backward(saved_ctx.todo, dy, saved, sums, before=saved_ctx.before)
+        kernel, before = saved_ctx.kernel, saved_ctx.before
+        attend_backward(saved_ctx.todo, dy, saved, sums, kernel, before=before)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 def outputs(q: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,6 +126,7 @@ def attend(
     out: Tensor,
     lse: Tensor,
     *,
+    kernel: Kernel,
     before: int = 0,
 ) -> None:
     """Do the forward of blocks: set out and lse, or merge into what is there.
@@ -118,7 +136,7 @@ def attend(
     """
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
-        y, new = _forward(block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
+        y, new = _forward(kernel, block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])
         if block.part == "tril":
             out[:, :, at], lse[:, :, at] = y, new
         else:  # these queries have looked at other keys before
@@ -134,19 +152,26 @@ def attend_backward(
     dy: Tensor,
     saved: tuple[Tensor, ...],
     sums: tuple[Tensor, ...],
+    kernel: Kernel,
     *,
     before: int = 0,
 ) -> None:
     """Do the backward of blocks: add to sums, which are dq, dk and dv. saved: see below."""
     dq, dk, dv = sums
-    for keys, *parts in block_gradients(todo, dy, saved, dq, before=before):
+    for keys, *parts in block_gradients(todo, dy, saved, dq, kernel, before=before):
         dk[:, :, keys] += parts[0]
         dv[:, :, keys] += parts[1]
         del parts  # before the next block's
 
 
 def block_gradients(
-    todo: Sequence[Block], dy: Tensor, saved: tuple[Tensor, ...], dq: Tensor, *, before: int = 0
+    todo: Sequence[Block],
+    dy: Tensor,
+    saved: tuple[Tensor, ...],
+    dq: Tensor,
+    kernel: Kernel,
+    *,
+    before: int = 0,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Do the backward of blocks: add to dq, and yield the keys of each with their dk and dv.
 
@@ -156,7 +181,7 @@ def block_gradients(
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         places = ((dy, at), (q, at), (k, keys), (v, keys), (out, at), (lse, at))
-        part, dk, dv = _backward(block.part, *(x[:, :, place] for x, place in places))
+        part, dk, dv = _backward(kernel, block.part, *(x[:, :, place] for x, place in places))
         dq[:, :, at] += part
         del part
         yield keys, dk, dv
@@ -177,42 +202,62 @@ def _slice(positions: range, before: int = 0) -> slice:
     return slice(positions.start - before, positions.stop - before)
 
 
-def _forward(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp [b, a, s] of one block."""
     if part == "triu":  # causal, if both are read from their ends
-        out, lse = _forward("tril", q.flip(2), k.flip(2), v.flip(2))
+        out, lse = _forward(kernel, "tril", q.flip(2), k.flip(2), v.flip(2))
         return out.flip(2), lse.flip(2)
-    if _native_takes(q, k, v):
-        return _native_forward(q, k, v, part == "tril")
-    if _flash_takes(q):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, part == "tril")[:2]
-    if q.device.type in ("cpu", "meta"):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, part == "tril")
-    return products_forward(q, k, v, part == "tril")
+    causal = part == "tril"
+    if kernel == "cudnn" and k.shape[2] > 1:  # it takes no single key
+        given = dict(attn_bias=None, compute_log_sumexp=True, is_causal=causal)
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, **given)
+        return found[0], found[1].squeeze(3)
+    if kernel in ("cudnn", "flash"):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    if kernel == "cpu":
+        if _native_takes(q, k, v):
+            return _native_forward(q, k, v, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return products_forward(q, k, v, causal)
 
 
 def _backward(
-    part: Part, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    kernel: Kernel,
+    part: Part,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's parts of dq, dk and dv; out and lse are those of all blocks together."""
     if part == "triu":
-        dq, dk, dv = _backward("tril", *(x.flip(2) for x in (dy, q, k, v, out, lse)))
+        flipped = (x.flip(2) for x in (dy, q, k, v, out, lse))
+        dq, dk, dv = _backward(kernel, "tril", *flipped)
         return dq.flip(2), dk.flip(2), dv.flip(2)
-    if _native_takes(q, k, v):
-        return _native_backward(dy, q, k, v, out, lse, causal=part == "tril")
-    if _flash_takes(q):
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which is none
-        # the kernel reads the log-sum-exp by address, as [b, a, s], whatever its strides are
+    causal = part == "tril"
+    if kernel in ("cudnn", "flash"):
+        # the kernels read the log-sum-exp by address, as [b, a, s], whatever its strides are; the
+        # state is of the dropout, which is none
+        lse, state = lse.contiguous(), torch.empty(2, dtype=torch.int64, device=q.device)
+        given: dict[str, Any] = dict(cum_seq_q=None, cum_seq_k=None, dropout_p=0.0)
+        given |= dict(max_q=q.shape[2], max_k=k.shape[2], is_causal=causal)
+        if kernel == "cudnn" and k.shape[2] > 1:
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                dy, q, k, v, out, lse[..., None], philox_seed=state[0], philox_offset=state[1],
+                attn_bias=None, **given,
+            )  # fmt: skip
         return aten._scaled_dot_product_flash_attention_backward(
-            dy, q, k, v, out, lse.contiguous(), cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
-            max_k=k.shape[2], dropout_p=0.0, is_causal=part == "tril", philox_seed=state,
-            philox_offset=state,
-        )  # fmt: skip
-    if q.device.type in ("cpu", "meta"):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, out, lse, dropout_p=0.0, is_causal=part == "tril"
+            dy, q, k, v, out, lse, philox_seed=state, philox_offset=state, **given
         )
-    return products_backward(dy, q, k, v, out, lse, causal=part == "tril")
+    if kernel == "cpu":
+        if _native_takes(q, k, v):
+            return _native_backward(dy, q, k, v, out, lse, causal=causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
+        )
+    return products_backward(dy, q, k, v, out, lse, causal=causal)
 
 
 def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -260,7 +305,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def products_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Do `_forward` by matrix products: for fp32, fp64 and odd head sizes on CUDA."""
+    """Do `_forward` by matrix products, in memory of s x S numbers for each head."""
     scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().to(q.dtype)

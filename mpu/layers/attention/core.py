@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-On a CPU with AVX-512 it calls csrc/attention.h, elsewhere torch's scaled_dot_product_attention
-(flash kernels); documents and windows go to block_attention.py. There is no mask.
+Which kernel computes it is asked of attention/backends.py. On a CPU with AVX-512 it is
+csrc/attention.h; on CUDA, where the flag leaves it open, torch's scaled_dot_product_attention
+chooses. Documents, windows, and a kernel that was asked for, go to block_attention.py. There is no
+mask.
 """
 
 from typing import Any
@@ -11,52 +13,107 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu.layers.attention.backends import Card, Kernel, Work, card_of, kernel_of
 from mpu.layers.attention.block_attention import block_attention
 from mpu.layers.fused import apply_rope, attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 
-def core_attention(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    groups: int,
-    packed: PackedSeqParams | None,
-    *,
-    cache: list[Tensor] | None = None,
-    window: int = 0,
-) -> Tensor:
-    """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
+class CoreAttention:
+    """A layer's core attention. Subclasses attend in another way: by `attend` alone.
 
-    qkv may be overwritten (`apply_rope`). heads, groups: those of this rank. packed: the documents,
-    which a query does not look out of; None: each row is one. cache: when text is generated, the
-    keys and values of the S - s tokens before these, to which this adds theirs. window: a query
-    looks at itself and the window - 1 tokens before it; 0: at all before it.
+    asked: --attention-backend. card: what the choice of a kernel depends on, found once; None: it
+    is asked of torch at each call.
     """
-    s, b, _ = qkv.shape
-    q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
-    if packed is None and cache is None and not window and takes_native(q, k, v):
-        return CausalAttention.apply(q, k, v)
-    if packed is not None:  # rows one after another, as a batch of one
-        q, k, v = (x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3]) for x in (q, k, v))
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
-    if cache is not None:
-        if cache:
-            k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)  # [b, g, S, d]
-        cache[:] = [k, v]
-    square = q.shape[2] == k.shape[2]
-    if packed is None and not window and (square or s == 1):
-        y = dot_product_attention(q, k, v, causal=square)
-    else:
-        y = block_attention(q, k, v, packed, window).permute(2, 0, 1, 3).flatten(2)
-    return y if packed is None else y.view(b, s, -1).transpose(0, 1)
+
+    def __init__(self, asked: str = "auto", card: Card | None = None) -> None:
+        self.asked, self.card = asked, card
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        groups: int,
+        packed: PackedSeqParams | None,
+        *,
+        cache: list[Tensor] | None = None,
+        window: int = 0,
+    ) -> Tensor:
+        """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
+
+        qkv may be overwritten (`apply_rope`). heads, groups: those of this rank. packed: the
+        documents, which a query does not look out of; None: each row is one. cache: when text is
+        generated, the keys and values of the S - s tokens before these, to which this adds theirs.
+        window: a query looks at itself and the window - 1 tokens before it; 0: at all before it.
+        Raises ValueError where the kernel that is asked for cannot do it.
+        """
+        q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
+        return self.attend(q, k, v, packed, cache, window)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedSeqParams | None,
+        cache: list[Tensor] | None,
+        window: int,
+    ) -> Tensor:
+        """q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
+        if packed is None and cache is None and not window:
+            return self.attend_rows(q, k, v)
+        s, b = q.shape[:2]
+        if packed is not None:
+            q, k, v = (one_row(x) for x in (q, k, v))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)  # [b, g, S, d]
+            cache[:] = [k, v]
+        kernel = self.kernel(q, "documents" if cache is None else "cache")
+        square = q.shape[2] == k.shape[2]
+        plain = packed is None and not window and (square or s == 1)
+        if plain and kernel != "flash" and self.asked not in ("unfused", "local"):
+            y = dot_product_attention(q, k, v, causal=square)
+        else:
+            y = block_attention(q, k, v, packed, window, kernel).permute(2, 0, 1, 3).flatten(2)
+        return y if packed is None else y.view(b, s, -1).transpose(0, 1)
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to whole rows: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
+        kernel = self.kernel(q, "rows")
+        if kernel == "cpu" and takes_native(q, k, v):
+            return CausalAttention.apply(q, k, v)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
+        if kernel == "cpu" or self.asked == "auto":  # torch chooses
+            return dot_product_attention(q, k, v)
+        return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
+
+    def kernel(self, q: Tensor, work: Work) -> Kernel:
+        """Return which kernel does some work on queries [..., d]."""
+        card = card_of(q.device) if self.card is None else self.card
+        return kernel_of(self.asked, card, q.dtype, q.shape[-1], work)
+
+
+core_attention = CoreAttention()  # for a layer that takes no flag
+
+
+def one_row(x: Tensor) -> Tensor:
+    """Return rows [s, b, n, d] one after another, as a batch of one [b s, 1, n, d].
+
+    At b > 1 that is a copy, once for each of q, k and v, as that of y and of dy is: rows of
+    [s, b, ...] lie interleaved, and varlen operators find a token by one stride (docs/fused.md).
+    """
+    s, b = x.shape[:2]
+    return x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3])
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d].
 
-    causal: whether a query looks at earlier keys only; then s must be S.
+    causal: whether a query looks at earlier keys only; then s must be S. torch chooses the kernel.
     """
     y = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]

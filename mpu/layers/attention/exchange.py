@@ -23,6 +23,7 @@ from torch import Tensor
 from mpu.comm.collectives import all_gather, reduce_scatter
 from mpu.comm.p2p import exchange
 from mpu.comm.transport import DONE, Axis, Handle, Label
+from mpu.layers.attention.backends import Kernel
 from mpu.layers.attention.block_attention import (
     accumulate_dtype,
     attend,
@@ -73,21 +74,26 @@ class Gather:
     """All keys at once. held: the positions of each rank's tokens (shards.py)."""
 
     def __init__(
-        self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int
+        self,
+        axis: Axis,
+        held: tuple[Ranges, ...],
+        documents: tuple[int, ...],
+        window: int,
+        kernel: Kernel,
     ) -> None:
-        self.axis, self.held = axis, held
+        self.axis, self.held, self.kernel = axis, held, kernel
         self.blocks = gather_blocks(axis.rank, held, documents, window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend to own keys while the others come."""
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
-        attend(self.blocks.near, q, k, v, out, lse)
+        attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel)
         handle.wait()
         del mine
         every = parts.index_select(0, in_order(self.held, q.device)[0])
         del parts
-        attend(self.blocks.far, q, *_apart(every), out, lse)
+        attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
@@ -97,7 +103,7 @@ class Gather:
         early, late = halves(self.blocks.near)
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=BACKWARD)
-        found = [*block_gradients(early, dy, saved, dq)]
+        found = [*block_gradients(early, dy, saved, dq, self.kernel)]
         handle.wait()
         del mine
         order, back = in_order(self.held, q.device)
@@ -107,14 +113,15 @@ class Gather:
         for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
             keys = every[first : first + size]
             part = torch.zeros_like(keys, dtype=dq.dtype)
-            attend_backward(todo, dy, (q, *_apart(keys), out, lse), (dq, *_apart(part)))
+            sums = (dq, *_apart(part))
+            attend_backward(todo, dy, (q, *_apart(keys), out, lse), sums, self.kernel)
             keys.copy_(part)  # their gradients, from here on
-            del keys, part
+            del keys, part, sums
         sent = every.index_select(0, back)
         del every
         theirs, handle = reduce_scatter(sent, self.axis, async_op=True, label=BACKWARD)
         del sent
-        found += block_gradients(late, dy, saved, dq)
+        found += block_gradients(late, dy, saved, dq, self.kernel)
         handle.wait()
         return _added(found, theirs.to(dq.dtype))
 
@@ -123,9 +130,15 @@ class Ring:
     """Keys of one rank after the other."""
 
     def __init__(
-        self, axis: Axis, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int
+        self,
+        axis: Axis,
+        held: tuple[Ranges, ...],
+        documents: tuple[int, ...],
+        window: int,
+        kernel: Kernel,
     ) -> None:
-        self.axis, self.blocks = axis, ring_blocks(axis.rank, held, documents, window)
+        self.axis, self.kernel = axis, kernel
+        self.blocks = ring_blocks(axis.rank, held, documents, window)
 
     def _pass_on(self, x: Tensor, label: Label) -> tuple[Tensor, Handle]:
         """Start sending x to the next rank and receiving what comes from the one before."""
@@ -142,7 +155,8 @@ class Ring:
             coming, handle = here, DONE
             if turn + 1 < size:
                 coming, handle = self._pass_on(here, FORWARD)
-            attend(self.blocks[(self.axis.rank - turn) % size], q, *_apart(here), out, lse)
+            todo = self.blocks[(self.axis.rank - turn) % size]
+            attend(todo, q, *_apart(here), out, lse, kernel=self.kernel)
             handle.wait()
             here = coming
 
@@ -154,7 +168,7 @@ class Ring:
         rank, size = self.axis.rank, self.axis.size
         early, late = halves(self.blocks[rank])
         coming, handle = self._pass_on(_together(k, v), BACKWARD)
-        found = [*block_gradients(early, dy, saved, dq)]
+        found = [*block_gradients(early, dy, saved, dq, self.kernel)]
         sums, arrives = None, DONE
         for turn in range(1, size):
             handle.wait()
@@ -162,13 +176,14 @@ class Ring:
             if turn + 1 < size:
                 coming, handle = self._pass_on(here, BACKWARD)
             todo = self.blocks[(rank - turn) % size]
-            theirs = [*block_gradients(todo, dy, (q, *_apart(here), out, lse), dq)]
+            held = (q, *_apart(here), out, lse)
+            theirs = [*block_gradients(todo, dy, held, dq, self.kernel)]
             arrives.wait()
             sums = _added(theirs, _zeros(k, dq.dtype) if sums is None else sums)
-            del here, theirs
+            del here, held, theirs
             sums, arrives = self._pass_on(sums, BACKWARD)
         del coming
-        found += block_gradients(late, dy, saved, dq)
+        found += block_gradients(late, dy, saved, dq, self.kernel)
         arrives.wait()
         return _added(found, _zeros(k, dq.dtype) if sums is None else sums)
 

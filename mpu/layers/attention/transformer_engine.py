@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core attention by Transformer Engine's DotProductAttention, for --core-attention-backend te.
+"""Core attention by Transformer Engine's DotProductAttention, for --attention-backend te.
 
 It chooses between flash-attn, cuDNN and its own plain attention (its environment variables
 NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN). Rotation, and generation of text, are those
@@ -11,44 +11,37 @@ from typing import Any
 
 from torch import Tensor
 
-from mpu.layers.attention.core import core_attention
-from mpu.layers.fused import apply_rope
+from mpu.layers.attention.core import CoreAttention, core_attention, one_row
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 
-class TransformerEngineAttention:
-    """`core_attention` of a layer by Transformer Engine, whose module is made at the first call."""
+class TransformerEngineAttention(CoreAttention):
+    """`CoreAttention` by Transformer Engine, whose module is made at the first call."""
 
     def __init__(self) -> None:
+        super().__init__("te")
         self._modules: dict[tuple[int, int, int], Any] = {}
 
-    def __call__(
+    def attend(
         self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: int,
-        groups: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         packed: PackedSeqParams | None,
-        *,
-        cache: list[Tensor] | None = None,
-        window: int = 0,
+        cache: list[Tensor] | None,
+        window: int,
     ) -> Tensor:
-        """Do `core_attention`: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d]."""
+        """q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
         if cache is not None:
-            return core_attention(
-                qkv, cos, sin, heads, groups, packed=packed, cache=cache, window=window
-            )
-        s, b, _ = qkv.shape
-        q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
-        attend = self._module(heads, q.shape[-1], groups)
+            return core_attention.attend(q, k, v, packed, cache, window)
+        s, b, heads, size = q.shape
+        module = self._module(heads, size, k.shape[2])
         behind = (window - 1, 0) if window else (-1, 0)  # tokens before and after
         if packed is None:
-            y: Tensor = attend(q, k, v, attn_mask_type="causal", window_size=behind)
+            y: Tensor = module(q, k, v, attn_mask_type="causal", window_size=behind)
             return y  # [s, b, heads d]
-        q, k, v = (x.transpose(0, 1).reshape(b * s, *x.shape[2:]) for x in (q, k, v))
-        y = attend(
-            q, k, v,
+        y = module(
+            *(one_row(x)[:, 0] for x in (q, k, v)),
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens, cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.max_seqlen, max_seqlen_kv=packed.max_seqlen,

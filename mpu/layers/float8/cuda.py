@@ -30,10 +30,14 @@ CAPABLE = {  # compute capabilities, and the devices that have them
 def unsupported(scaling: str, device: torch.device) -> str:
     """Return why a GPU cannot multiply so, or "" where it can."""
     found = torch.cuda.get_device_capability(device)
+    return lacks(scaling, found, torch.cuda.get_device_name(device))
+
+
+def lacks(scaling: str, found: tuple[int, int], name: str) -> str:
+    """Return why a GPU of a compute capability cannot multiply so, or "" where it can."""
     low, high, needed = CAPABLE[scaling]
     if low <= found <= high:
         return ""
-    name = torch.cuda.get_device_name(device)
     return (
         f"--fp8-recipe {scaling} needs a GPU of compute capability {needed}: {name} has "
         f"{found[0]}.{found[1]}"

@@ -89,7 +89,7 @@ def test_vtrain_and_several_are_told_by_their_header(tmp_path: Path) -> None:
         "x,nemo/megatron,g,gpt,48,6144,48,,,,H100-SXM,80,64,fp8,2,4,12,8,1,1,1,256,2048,full,,,,"
     )
     rows = read_table(written(tmp_path, "\n".join([SEVERAL, llama, bare, chunks]))).rows
-    assert [row.profile for row in rows] == ["fsdp_h100", "nemo_b200", "nemo_h100"]
+    assert [row.profile for row in rows] == ["titan_h100", "nemo_b200", "nemo_h100"]
     assert rows[1].record["dp"] == 8 and rows[1].record["ffn"] == 43776
     told = predict(rows)
     assert np.all(told.seconds > 0) and np.all(told.gib > 1)
@@ -128,6 +128,31 @@ def test_an_unknown_gpu_has_a_reason_and_a_known_model_needs_no_sizes(tmp_path: 
     table = read_table(written(tmp_path, "\n".join([head, *lines])))
     assert [row.record["ffn"] for row in table.rows] == [14336]
     assert "is no known device" in table.reasons[1] and "layers: None is needed" in table.reasons[2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "recompute", "said"),
+    [
+        ("GB200", "NVFP4", "", "line 3, precision: 'NVFP4' is one whose rate is not known"),
+        ("H100", "fp4", "", "precision: 'fp4' is one whose rate is not known"),
+        ("H100", "int8", "", "precision: 'int8' is one whose rate is not known"),
+        ("H100", "fp32", "", "precision: 'fp32' is one whose rate is not known"),
+        ("A100-SXM-80G", "fp8", "", "precision: 'fp8' is none that NVIDIA A100 SXM multiplies in"),
+        ("H200", "FP8-MX", "", "precision: 'FP8-MX' is none that NVIDIA H200"),
+        ("H100-PCIe", "bf16", "", "gpu: 'H100-PCIe' is no known device"),
+        ("RTX A1000", "bf16", "", "gpu: 'RTX A1000' is no known device"),
+        ("H100", "bf16", "some", "recompute: 'some' is none of full, selective and none"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    gpu: str, precision: str, recompute: str, said: str, tmp_path: Path
+) -> None:
+    head = "framework,model,gpu,n_gpus,precision,tp,pp,mbs,gbs,seq,recompute"
+    lines = [f"nemo,llama3.1 8B,{g},8,{p},1,1,1,128,8192,{r}" for g, p, r in
+             (("DGX-B200", "FP8-CS", "none"), (gpu, precision, recompute))]  # fmt: skip
+    table = read_table(written(tmp_path, "\n".join([head, *lines])))
+    assert [row.record["float8"] for row in table.rows] == [True]
+    assert said in table.reasons[1]
 
 
 def test_host_waits_of_nanotron_are_not_other_programs(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ def device(**numbers: float) -> Device:
     base |= {"bandwidth": 100.0, "memory_share": 1.0, "matmul": 1.0, "matmul.float8": 1.0}
     base |= {"peak.bfloat16": 1000.0, "peak.float32": 100.0, "sms": 10.0, "l2": 1e9}
     base |= {"tile_m": 2.0, "tile_n": 2.0, "link_share": 1.0, "network_share": 1.0}
-    base |= {"oversubscription": 1.0, "low_latency_bandwidth": 5.0, "attention.flash": 0.5}
+    base |= {"oversubscription": 1.0, "low_latency_bandwidth": 5.0, "attention.flash.forward": 0.5}
+    base |= {"attention.flash.backward": 0.4}
     levels = (Level("node", 4, 10.0, ZERO, ZERO), Level("network", 0, 1.0, ZERO, ZERO))
     return Device("round", base, levels).changed(**numbers)
 
@@ -32,10 +33,13 @@ def matmul(seconds: float) -> Launch:
     return Launch("fused", 0, (), "bfloat16", (), (), 0, 1000.0 * seconds, HERE)
 
 
-def gather(number: int, seconds: float, axis: str = "tp", batch: int = -1) -> Transfer:
+def gather(
+    number: int, seconds: float, axis: str = "tp", batch: int = -1, urgent: bool = True,
+    origin: int = 0,
+) -> Transfer:  # fmt: skip
     """Return an all-gather of two ranks of a node, on stream 1, that takes so long."""
     sent = int(seconds * 10)
     return Transfer(
-        number, "all_gather", axis, (0, 1), -1, number, sent, sent, "bfloat16", (), 1, 0, (), (),
-        batch, "", HERE,
+        number, "all_gather", axis, (0, 1), -1, number, sent, sent, "bfloat16", (), 1, origin, (),
+        (), batch, "", HERE, urgent=urgent,
     )  # fmt: skip

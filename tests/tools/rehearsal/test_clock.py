@@ -7,7 +7,8 @@ import pytest
 
 from tests.tools.rehearsal.clock_device import HERE, device, gather, kernel, matmul
 from tools.rehearsal.clock import time_record
-from tools.rehearsal.events import Action, Event, HostWait, Record, Transfer, Wait
+from tools.rehearsal.events import Action, Call, Event, HostWait, Launch, Record, Transfer, Wait
+from tools.rehearsal.roofline import matmul as product_seconds
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 
 
@@ -84,6 +85,61 @@ def test_a_matmul_beside_a_collective_has_the_sms_that_it_leaves() -> None:
     assert time_record([gather(1, 9), matmul(3)], slow).step_seconds == 9
     assert time_record([gather(1, 9), matmul(3)], slow).spans[1].end == 6
     assert time_record([gather(1, 2), kernel(3)], slow).step_seconds == 3  # no matmul
+
+
+def test_a_collective_of_equal_priority_gets_its_sms_in_the_tail_of_a_kernel() -> None:
+    """The kernel needs no event, so it is there first; what computes next is there later."""
+    for urgent, begin, end in ((True, 1, 3), (False, 4, 6)):
+        events: list[Event] = [kernel(1), gather(1, 2, urgent=urgent), kernel(3), kernel(3)]
+        spans = {s.name: s for s in time_record(events, device()).spans}
+        assert spans["all_gather tp 20"][2:4] == (begin, end)
+    events = [kernel(1), gather(1, 2, urgent=False), Wait(-1, 0, "", 1), kernel(3)]
+    assert time_record(events, device()).step_seconds == 6  # nothing computes meanwhile
+    late = [kernel(1), gather(1, 2, urgent=False), kernel(3), kernel(3)]
+    slow = time_record(late, device(launch_seconds=2, transfer_seconds=9))  # the host: both late
+    assert {s.name: s.begin for s in slow.spans}["all_gather tp 20"] == 11
+
+
+def test_collectives_of_equal_priority_queue_in_their_communicator_s_order() -> None:
+    events: list[Event] = [
+        kernel(1), gather(1, 1, urgent=False), gather(2, 2, urgent=False), kernel(3), kernel(2),
+        Wait(-1, 0, "", 2), kernel(1),
+    ]  # fmt: skip
+    timing = time_record(events, device())
+    begins = [s.begin for s in timing.spans if s.stream == 1]
+    assert begins == [4, 6]  # the second is ready at 5, beside the next kernel
+    assert timing.step_seconds == 9 and timing.exposed_seconds == {"tp": 2}
+
+
+def test_a_collective_that_another_stream_calls_queues_behind_what_computes_then() -> None:
+    events: list[Event] = [kernel(2), kernel(3), kernel(1, 3), gather(1, 1, urgent=False, origin=3)]
+    spans = {s.name: s.begin for s in time_record(events, device()).spans}
+    assert spans["all_gather tp 10"] == 2
+
+
+def test_a_matmul_whose_last_wave_leaves_sms_has_a_tail() -> None:
+    fast = device(bandwidth=1e9, tile_cost=1e9, collective_sms=4)
+    # 10 tiles of 10 SMs; 13 in eighths of k, of which the last wave has 4
+    full, part = (product_seconds(fast, 2, n, 64, "bfloat16") for n in (20, 26))
+    assert full.tail == 0 and 0 < part.tail < part.seconds
+    shapes = ((2, 64), (64, 26), (2, 26))
+    product = Launch("aten::mm", 0, shapes, "bfloat16", (), (), 0, 1.0, HERE)
+    events: list[Event] = [gather(1, 1, urgent=False), product]
+    begin = {s.name: s.begin for s in time_record(events, fast).spans}["all_gather tp 10"]
+    assert begin == pytest.approx(part.seconds - part.tail)
+
+
+def test_each_kind_of_call_costs_the_host_its_own_number() -> None:
+    costs = device(
+        launch_seconds=1, function_seconds=10, triton_seconds=100, triton_argument_seconds=1000,
+        message_seconds=1e4, transfer_seconds=1e5,
+    )  # fmt: skip
+    triton = kernel(0)._replace(op="triton::rope_kernel", arguments=3)
+    send = gather(1, 0)._replace(verb="send", group=(0, 1), peer=1)
+    events: list[Event] = [kernel(0), Call("_Rope"), triton, send, gather(2, 0)]
+    assert time_record(events, costs).bounds["host"] == 1 + 10 + 3100 + 1e4 + 1e5
+    pair: list[Event] = [send._replace(batch=-7), send._replace(verb="receive", id=3, batch=-7)]
+    assert time_record(pair, costs).bounds["host"] == 1e4  # one call
 
 
 def test_bounds_are_what_each_resource_alone_would_need() -> None:

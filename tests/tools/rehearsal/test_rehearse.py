@@ -12,6 +12,7 @@ import pytest
 
 from tests.tools.rehearsal.conftest import SMALL
 from tools.explainer.formulas import add_up, apply, read_formulas
+from tools.rehearsal.device_file import path_of
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,3 +135,47 @@ def test_a_changed_copy_is_rehearsed_itself(tmp_path):
     assert done.returncode == 1, done.stderr
     (finding,) = json.loads(report.read_text())["findings"]
     assert finding["kind"] == "host read"
+
+
+@pytest.mark.parametrize(
+    "more, kernel",
+    [
+        ("--rehearse-device h100", "cudnn"),
+        ("--rehearse-device a100", "flash"),
+        ("--rehearse-device h100 --kv-channels 256", "flash"),
+        ("--rehearse-device h100 --deterministic-mode", "flash"),
+    ],
+)
+def test_attention_is_the_kernel_that_torch_chooses_on_the_device(rehearse, more, kernel):
+    code, report, text = rehearse(more)
+    assert code == 0, text
+    ops = {row["op"] for row in report["launches"] if "attention" in row["op"]}
+    both = {f"aten::_scaled_dot_product_{kernel}_attention{way}" for way in ("", "_backward")}
+    assert ops == both
+
+
+def test_a_card_that_nobody_measured_is_predicted_as_a_range(rehearse):
+    _, report, text = rehearse("--rehearse-device h200")
+    low, high = report["time"]["range"]
+    assert low["step_seconds"] < high["step_seconds"] and low["mfu"] > high["mfu"]
+    assert report["time"]["step_seconds"] in (low["step_seconds"], high["step_seconds"])
+    assert all(f"{1e3 * end['step_seconds']:.1f} ms" in text for end in (low, high))
+    low, high = rehearse("--rehearse-device a100").report["time"]["range"]
+    assert low == high
+
+
+def test_the_host_pays_for_autograd_functions_and_for_each_argument_of_triton(rehearse, tmp_path):
+    content = json.loads(path_of("h100").read_text())
+    seconds = {}
+    for key in ("launch_seconds", "function_seconds", "triton_argument_seconds"):
+        content["numbers"][key]["value"] += 1.0
+        file = tmp_path / f"{key}.json"
+        file.write_text(json.dumps(content))
+        content["numbers"][key]["value"] -= 1.0
+        seconds[key] = rehearse(f"--rehearse-device {file}").report["time"]["bounds"]["host"]
+    launches = rehearse("--rehearse-device h100").report["launches"]
+    triton = sum(row["count"] for row in launches if row["op"].startswith("triton::"))
+    others = sum(row["count"] for row in launches) - triton
+    assert round(seconds["launch_seconds"]) == others
+    assert seconds["function_seconds"] > 2 * 2 * 4  # norms alone: 4 layers, forward and backward
+    assert seconds["triton_argument_seconds"] > 5 * triton

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where another package's kernels cannot be taken, flag, value and way round are told."""
+"""Kernels that cannot be taken are refused with flag, value and rule; --attention-backend."""
 
 import pytest
 
 from training.config import UsageError
+from training.flags.compute_rules import attention_works
 from training.flags.parse import parse
 
 BASE = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-attention-heads 4
@@ -19,13 +20,29 @@ BASE = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-at
         (
             "--core-attention-backend te --context-parallel-size 2",
             2,
-            "--core-attention-backend te at --context-parallel-size 2: .* use torch",
+            "--attention-backend te at --context-parallel-size 2: .* use auto",
         ),
         (
-            "--core-attention-backend te --device cpu",
+            "--attention-backend te --device cpu",
             1,
-            "--core-attention-backend te needs --device cuda; on a CPU use torch",
+            "--attention-backend te needs --device cuda; on a CPU use auto",
         ),
+        ("--attention-backend flash --dry-run --fp64", 1, "backend flash: .* not fp64"),
+        ("--attention-backend fused --dry-run --kv-channels 136", 1, "--kv-channels 136: cuDNN"),
+        ("--attention-backend flash --dry-run --kv-channels 12", 1, "--kv-channels 12: Flash"),
+        ("--attention-backend fused --dry-run --reset-attention-mask", 1, "plan for each new le"),
+        ("--attention-backend fused --rehearse --reset-attention-mask", 1, "plan for each new"),
+        ("--attention-backend fused --dry-run --deterministic-mode", 1, "not deterministic"),
+        (
+            "--attention-backend flash --core-attention-backend te",
+            1,
+            "^--attention-backend flash and --core-attention-backend te set the same: give one",
+        ),
+        ("--core-attention-backend te --attention-backend=fused", 1, "set the same"),
+        ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", 1, "set the same: give one of them"),
+        ("--qk-layernorm --model-file mine.py", 1, "--qk-layernorm and --model-file mine.py set"),
+        ("--attention-backend quick", 1, "must be one of auto, flash, fused, unfused, local, te"),
+        ("--flash-attention-version 5", 1, "must be one of 2, 3, 4"),
     ],
 )
 def test_refused(flags, world, words):
@@ -37,4 +54,43 @@ def test_refused(flags, world, words):
 def test_taken():
     flags = "--norm-backend te --core-attention-backend te --dry-run --device cuda"
     p = parse([*BASE.split(), *flags.split()], 1).parallel
-    assert (p.norm_backend, p.core_attention_backend) == ("te", "te")
+    assert (p.norm_backend, p.attention_backend) == ("te", "te")
+
+
+@pytest.mark.parametrize(
+    "flags, backend",
+    [
+        ("", "auto"),
+        ("--core-attention-backend torch", "auto"),
+        ("--core-attention-backend torch --attention-backend auto", "auto"),
+        ("--attention-backend flash --attention-backend unfused", "unfused"),  # argparse's last
+        ("--layernorm-epsilon 1e-5 --norm-epsilon 0.00001 --attention-backend local", "local"),
+    ],
+)
+def test_names_that_mean_the_same_are_taken(flags, backend):
+    config = parse([*BASE.split(), *flags.split(), "--dry-run"], 1)
+    assert config.parallel.attention_backend == backend
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused"])
+def test_a_cpu_runs_scripts_that_name_a_kernel_of_cuda(backend):
+    """As they stand in public scripts, with a note; also in fp32 and with documents."""
+    flags = f"--attention-backend {backend} --device cpu --reset-attention-mask"
+    config = parse([*BASE.replace("--bf16", "").split(), *flags.split()], 1)
+    assert [note for note in config.notes if "its kernels are CUDA's" in note]
+
+
+@pytest.mark.parametrize(
+    "flags, works",
+    [
+        ("", ("rows",)),
+        ("--reset-attention-mask", ("documents",)),
+        ("--context-parallel-size 2", ("blocks",)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", ("rows",)),
+        ("--context-parallel-size 2 --cp-comm-type a2a p2p", ("blocks",)),
+        ("--context-parallel-size 2 --reset-attention-mask", ("documents",)),
+    ],
+)
+def test_the_work_of_a_step(flags, works):
+    world = 2 if "context" in flags else 1
+    assert attention_works(parse([*BASE.split(), *flags.split()], world)) == works

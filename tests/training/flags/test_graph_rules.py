@@ -4,6 +4,7 @@
 import shlex
 
 import pytest
+import torch
 
 from training.config import UsageError
 from training.flags.parse import parse
@@ -84,3 +85,16 @@ def test_what_goes_with_it(more, world):
 def test_megatrons_name():
     config = read(f"{UNTIED} --enable-cuda-graph", base=SMALL.replace("--cuda-graph ", ""))
     assert config.gpu.cuda_graph and config.gpu.cuda_graph_warmup_steps == 3
+
+
+def test_buffers_that_nccl_would_register(monkeypatch):
+    """Only where the run begins: a plan may be made on another machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    tp = f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert read(tp, 2).gpu.cuda_graph
+    with pytest.raises(UsageError, match="--cuda-graph: NCCL_GRAPH_REGISTER is 1 in the env"):
+        read(tp, 2, SMALL.replace("--dry-run ", ""))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    assert read(tp, 2, SMALL.replace("--dry-run ", "")).gpu.cuda_graph

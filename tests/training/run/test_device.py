@@ -2,6 +2,7 @@
 """How exact CUDA's arithmetic is: the settings that a run makes before CUDA starts."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
 def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode):
     """Asking torch for devices may start CUDA, which reads the environment then."""
     asked, said = [], []
+    config = parse(f"{FLAGS}{mode}".split(), 1)  # asks whether there is one; no library starts
 
     def available():
         asked.append((torch.are_deterministic_algorithms_enabled(), "NCCL_ALGO" in os.environ))
@@ -64,12 +66,14 @@ def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode
     monkeypatch.setattr(torch.cuda, "is_available", available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    config = parse(f"{FLAGS}{mode}".split(), 1)
     device = choose_device(config, Launch(3, 4, 3, 4), False, said.append)
     assert device == torch.device("cuda", 1)
     assert asked and set(asked) == {(bool(mode), bool(mode))}
-    (line,) = said
+    first, line = said
+    assert first.startswith("device: cuda:1, NVIDIA H100, compute capability 9.0; ")
     assert line.startswith("environment of CUDA: CUDA_MODULE_LOADING=EAGER")
 
 

@@ -220,21 +220,44 @@ class ReadsByAddress:
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         b, a, s, _ = q.shape
+        assert lse.shape == (b, a, s)
+        read = torch.as_strided(lse, (b, a, s), (a * s, s, 1))
+        return products_backward(dy, q, k, v, out, read, causal=rest["is_causal"])
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_bias: None, compute_log_sumexp: bool, is_causal: bool
+    ) -> tuple[Tensor, ...]:
+        """The log-sum-exp is [b, a, s, 1]; a single key is refused (sdp_utils.cpp)."""
+        assert k.shape[2] > 1 and attn_bias is None and compute_log_sumexp
+        out, lse = products_forward(q, k, v, is_causal)
+        return (out, lse[..., None], None)
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention_backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A plan is cached by shapes and strides of q, k, v: the log-sum-exp's are taken for those
+        of its first call (MHA.cpp), so here for contiguous ones.
+        """
+        b, a, s, _ = q.shape
+        assert lse.shape == (b, a, s, 1) and k.shape[2] > 1
+        assert (rest["max_q"], rest["max_k"]) == (s, k.shape[2])
+        assert all(x.stride(3) == 1 for x in (dy, q, k, v, out))
         read = torch.as_strided(lse, (b, a, s), (a * s, s, 1))
         return products_backward(dy, q, k, v, out, read, causal=rest["is_causal"])
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize("window", [0, 4])
-def test_flash_is_given_what_it_reads_by_address(monkeypatch, window):
+def test_kernels_are_given_what_they_read_by_address(monkeypatch, window, kernel):
     """Blocks by CUDA's operators have the gradients of a dense mask (fp64)."""
-    monkeypatch.setattr(module, "_flash_takes", lambda q: True)
-    monkeypatch.setattr(module, "_native_takes", lambda q, k, v: False)
     monkeypatch.setattr(module, "aten", ReadsByAddress())
     torch.manual_seed(2)
     q, k, v = (torch.randn(2, n, 13, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     dy, look = torch.randn_like(q), looks([[13]] * 2, window)
     want = torch.autograd.grad(dense(q, k, v, look), (q, k, v), dy)
-    out = module._BlockAttention.apply(q, k, v, blocks(range(13), (13,), window))
+    out = module._BlockAttention.apply(q, k, v, blocks(range(13), (13,), window), kernel)
     got = torch.autograd.grad(out, (q, k, v), dy)
     for mine, other in zip(got, want, strict=True):
         assert (mine - other).norm() <= 1e-12 * other.norm()

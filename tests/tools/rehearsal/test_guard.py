@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fake CUDA device is torch's, also where torch was built with CUDA.
+
+cuda_library.cpp does what libtorch_cuda.so does when it is loaded. On a machine without a GPU the
+same was done with torch 2.13.0 of PyPI and its CUDA packages (docs/rehearsal.md).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.rehearsal import guard
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import ctypes, os, sys
+from tools.rehearsal import guard
+
+order, real, torch_lib = sys.argv[1:]
+guard.load()
+if order == "before":
+    ctypes.CDLL(torch_lib + "/libtorch_cpu.so", ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(real, ctypes.RTLD_GLOBAL)
+if order == "after":
+    class After:
+        def find_spec(self, name, path=None, target=None):
+            if name == "torch._C":
+                sys.meta_path.remove(self)
+                ctypes.CDLL(real, ctypes.RTLD_GLOBAL)
+    sys.meta_path.insert(1, After())
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+if order == "late":
+    ctypes.CDLL(real, ctypes.RTLD_GLOBAL)
+guard.check(torch)
+from tools.rehearsal.device import install
+from tools.rehearsal.record import Recorder
+about = dict(name="none", major=9, minor=0, uuid="", multi_processor_count=1, total_memory=1)
+install(Recorder("cuda", ""), about)
+with FakeTensorMode():
+    x = torch.ones(2, 3, device="cuda", requires_grad=True)
+    torch.nn.functional.rms_norm(x @ x.t(), (2,)).sum().backward()
+    print(x.grad.device, flush=True)
+os._exit(0)  # as a rehearsal ends: autograd's threads may still wait
+"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Compile what stands in for libtorch_cuda.so."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    made, torch_folder = tmp_path_factory.mktemp("cuda") / "libcuda.so", Path(torch.__file__).parent
+    words = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-w", f"-I{torch_folder}/include"]
+    words += [str(Path(__file__).with_name("cuda_library.cpp")), "-o", str(made)]
+    subprocess.run([*words, f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"], check=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    "order", ["before", pytest.param("after", marks=pytest.mark.prove), "late"]
+)
+def test_the_fake_device_counts_in_any_order(real, order):
+    lib = str(Path(torch.__file__).parent / "lib")
+    env = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, order, str(real), lib],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "cuda:0\n"), done.stderr
+
+
+def test_another_device_is_said():
+    """This process has imported torch without the device."""
+    with pytest.raises(guard.GuardError, match="has taken another CUDA device than the fake"):
+        guard.check(torch)
+    with pytest.raises(guard.GuardError, match="must be loaded before torch is imported"):
+        guard.load()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make --attention-backend and --flash-attention-version hold on this rank's device."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch.nn import attention
+
+from mpu.layers.attention.backends import Card, card_of, kernel_of
+from training.config import Config, UsageError
+from training.flags.compute_rules import attention_line, attention_works
+
+VERSION = "--flash-attention-version"
+FA3 = "flash_attn_interface"  # the package that torch takes FlashAttention 3 from
+
+
+def prepare_attention(config: Config, device: torch.device, note: Callable[[str], None]) -> None:
+    """Activate the run's FlashAttention in torch, and note which attention runs.
+
+    Needs no other rank. Raises UsageError where the device cannot do what the flags ask.
+    """
+    card = card_of(device)
+    attention_line(config, card)
+    if card.kind == "cuda":
+        activate(config, card, note)
+    note(attention_line(config, card_of(device)))
+
+
+def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
+    """Let torch call a newer FlashAttention, where the run takes flash and the package is there.
+
+    Unasked that is 3, on Hopper, and not with --deterministic-mode, in which its backward refuses
+    wide heads. torch's own is 2. The operators' names stay: torch registers other kernels for them
+    (torch/nn/attention/_fa3.py).
+    """
+    p, dtype, size = config.parallel, config.run.dtype, config.model.kv_channels
+    wanted = p.flash_attention_version
+    works = attention_works(config)
+    if all(kernel_of(p.attention_backend, card, dtype, size, w) != "flash" for w in works):
+        if wanted is not None:
+            note(f"{VERSION} {wanted} has nothing to act on: attention is not FlashAttention's")
+        return
+    found = card.major == 9 and not card.deterministic and find_spec(FA3) is not None
+    version = wanted or (3 if found else 2)
+    if version == 2:
+        return
+    try:
+        attention.activate_flash_attention_impl(f"FA{version}")
+    except Exception as error:  # a package that was built for another torch raises anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        if wanted is not None:
+            raise UsageError(
+                f"{VERSION} {wanted} cannot be used here ({why}): install its package or take 2"
+            ) from None
+        note(f"FlashAttention {version} is installed but cannot be used here ({why})")
