@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
 Purpose = tuple[str, str]  # the axis, and what for
-ROUNDING = 16  # bytes of a transfer: what whole divisions leave out
+ROUNDING = 4  # bytes of a transfer: what whole divisions leave out
 OF_LABELS = {  # the end of a transfer's label: its purpose
     ": grad sum": "gradients",
     ": gather": "weights",

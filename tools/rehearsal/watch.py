@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):
             self._between(source, target, nowait, where, uses)
             return out
         flops = flops_of(func, args, kwargs, out)
-        if flops or short in LOOK_UPS:
+        if flops or short in LOOK_UPS or short.startswith("_fused_adam"):
             recorder.chain()
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}

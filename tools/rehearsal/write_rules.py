@@ -22,6 +22,7 @@ from mpu.layers.fused import RMSNorm, _RMSNorm
 from mpu.layers.linear import _ParallelLinear
 from mpu.optim.interface import rules_of
 from mpu.optim.optimizer import Optimizer
+from mpu.zero.norm import _Part
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import Action, HostUse, Launch, Transfer
 from tools.rehearsal.order import Finding
@@ -351,6 +352,12 @@ def weights(seen: "Rehearsed", writes: Writes, i: int, updated: int) -> Iterator
             yield Finding("update", place, what, "", through)
             return
         written = max(written, *(w.at for w in done))
+    offload = seen.run.optimizer.offload
+    if offload and offload._rounded[i] is not offload.masters[i]:
+        rounded = writes.number(offload._rounded[i])
+        if not any(w.at >= updated for w in writes.of.get(rounded, ())):
+            what = f"the masters of bucket {i} are not rounded before their copy to the device"
+            yield Finding("update", beginning(type(offload)._send), what)
     if bucket.shard is None or bucket.sharded or bucket.float8 is not None or not segments:
         return
     if bucket.shard.size > 1:
@@ -432,7 +439,8 @@ def scaled(
             if lost and mask & wanted != wanted:
                 what = "what scales the update, or skips it, does not depend on the norm"
                 what += f" of the gradients of bucket {lost[0]}" if len(lost) < count else ""
-                yield Finding("update", *at_write(writes, write, what))
+                place, what, _, through = at_write(writes, write, what)
+                yield Finding("update", place, what, beginning(_Part.squares), through)
                 return
         masked = config.data.eod_mask_loss
         if masked and inputs and not any(m >> count & 1 for m in inputs.values()):
