@@ -92,7 +92,8 @@ def functions(text: str) -> list[tuple[str, range]]:
             here = names
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
                 here = (*names, each.name)
-                found.append((".".join(here), range(each.lineno, (each.end_lineno or 0) + 1)))
+                first = min([each.lineno, *(one.lineno for one in each.decorator_list)])
+                found.append((".".join(here), range(first, (each.end_lineno or 0) + 1)))
             walk(each, here)
 
     walk(ast.parse(text), ())

@@ -128,7 +128,7 @@ def at_line(
         for place, chain, layer in silent(seen, axis, what):
             return Finding("traffic", place, f"{words}: {layer} sends nothing", "", chain)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
-    place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(what)
+    place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(axis, what)
     return Finding("traffic", place, words, "", through)
 
 
@@ -166,18 +166,18 @@ def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tupl
             yield event.where.place, seen.recorder.chains.get(index, ()), layer
 
 
-def beginning_of(what: str) -> str:
+def beginning_of(axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
     from mpu.layers.cross_entropy import loss_of
-    from mpu.zero.norm import GlobalNorm
+    from mpu.zero.norm import GlobalNorm, _Part
     from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
     from mpu.zero.reduce import sum_over_data
 
     known: dict[str, Callable[..., Any]] = {
         "gradients": sum_over_data,
         "weights": ParamAndGradBuffer.gather_weights,
-        "norm": GlobalNorm.__call__,
+        "norm": GlobalNorm.__call__ if axis == "pp" else _Part.squares,
         "softmax": loss_of,
     }
     return beginning(known.get(what, mappings._pair))

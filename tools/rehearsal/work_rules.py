@@ -52,7 +52,7 @@ def work_of_layers(seen: "Rehearsed") -> Iterator[Finding]:
             if abs(flops.get(phase, 0.0) - count) > 1e-6 * max(forward, count):
                 what = f"{layer}: {flops.get(phase, 0.0):,.0f} FLOPs of products in {phase}, and "
                 what += f"{forward:,.0f} in forward, of which {count:,.0f} follow"
-                yield at(seen, first[layer, phase] or first[layer, "forward"], what)
+                yield at(seen, first[layer, phase] + first[layer, "forward"], what)
     yield from once(seen, found, first)
 
 
