@@ -96,7 +96,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         "six layers with other flags, each against run-bf16, and a step that may not wait",
         tuple(Row(f"run-{name}", 90) for name in (
             "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise", "optimizer-triton",
-            "fused-linear-loss", "documents")) + (Row("sync", 60),),
+            "fused-linear-loss", "documents",
+            "attention-flash", "attention-fused", "attention-unfused")) + (Row("sync", 60),),
     ),
     "trainer": (
         "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",

@@ -51,6 +51,9 @@ VARIANTS = {
     "optimizer-triton": "--optimizer-backend triton",
     "fused-linear-loss": "--fused-linear-cross-entropy",
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "attention-flash": "--attention-backend flash",
+    "attention-fused": "--attention-backend fused",
+    "attention-unfused": "--attention-backend unfused",
 }
 GPU_ONLY = ("cuda-graph", "optimizer-triton")  # flags that a CPU refuses
 # the most that a loss may differ from the CPU's: at any step, and in the mean of the last 50
