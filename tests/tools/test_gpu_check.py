@@ -347,7 +347,7 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
     assert gpu_check.order(asked) == ["predict", "compile", "interpret"]
     on_one = ["first", "peer", "variants", "trainer", "overlap"]
     assert gpu_check.order(asked._replace(gpus=1)) == on_one
-    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several"]
+    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several", "peers"]
     assert gpu_check.order(asked._replace(parts=["several"])) == ["several"]
     assert "the row needs 2 GPUs" in gpu_check.cannot(Row("x", 1, gpus=2), asked._replace(gpus=1))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
