@@ -9,7 +9,7 @@ flag    = $(if $(call given,$(1)),$(2) $($(1)))
 
 # What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
 KNOWN := PYTHON JOBS PART DATA JSON_KEYS ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
-  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS PREDICTION
+  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS
 STRANGE := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name))))
 ifneq ($(STRANGE),)
 $(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort $(KNOWN)), and make alone says where each counts)
@@ -106,8 +106,8 @@ same-bits: setup ## compare losses, norms, checkpoints and resumes with another 
 bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
-gpu-check: ## check the GPU path on one GPU with PYTHON and its own torch, in parts of under 8 minutes; without a GPU, what needs none (PART="first kernels" PREDICTION=file.json)
-	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,PREDICTION,--prediction) $(call flag,DEVICE,--device)
+gpu-check: ## check and measure the GPU path with PYTHON and its own torch, in parts of 9 minutes; results in OUT, $$OUT or runs/gpu-check (PART="first peer" ARGS="--tiny --device cpu")
+	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,OUT,--out) $(call given,ARGS)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tests/slurm/check.py

@@ -4,13 +4,16 @@
 
     python benchmarks/predicted_mfu.py mfu      8B at tp 1 and tp 8: MFU, and what bounds each
     python benchmarks/predicted_mfu.py gains    four layers of 70B, tp 8: `none` against `ring`
+    python benchmarks/predicted_mfu.py changes --base COMMIT    8B: before and now, and why
 
 Predictions of tools/rehearsal's clock (docs/rehearsal_time.md), of rank 0 alone: nothing is
 measured. MFU is of the bf16 peak, with float8 too. FLAG: further flags of the trainer.
 """
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.checkouts import checkout  # noqa: E402
 from benchmarks.fused_launches import report  # noqa: E402
+from tools.rehearsal.device_file import path_of  # noqa: E402
 
 SPLIT = "--tensor-model-parallel-size=8 --sequence-parallel"
 DATA = "--zero-stage=3 --overlap-grad-reduce --overlap-param-gather"
@@ -84,12 +89,78 @@ def gains(flags: Sequence[str], report: Report = report) -> Iterator[str]:
         )
 
 
+COMPARED = {  # name: ranks, flags
+    "one GPU": (1, "--global-batch-size=2"),
+    "ZeRO 3 over 8": (8, LAYOUTS["tp 1, dp 8, ZeRO 3"]),
+    "tp 8, sp": (8, f"{SPLIT} --tp-comm-overlap=none --global-batch-size=2"),
+    "tp 8, sp, ring": (8, LAYOUTS["tp 8, sp, ring"]),
+}
+UNDONE = {  # what is put back to what it was at 0c88a3d: numbers of the device file
+    "attention": {"attention.cudnn.forward": 0.2211, "attention.cudnn.backward": 0.17688},
+    "host": {
+        "function_seconds": 0.0, "triton_seconds": 6e-6, "triton_argument_seconds": 0.0,
+        "message_seconds": 1e-5,
+    },
+}  # fmt: skip
+
+
+def changes(flags: Sequence[str], base: Path, report: Report = report) -> Iterator[str]:
+    """Yield the table of a base's predictions and of this tree's, and what each change makes.
+
+    A change is what this tree would predict without it, in ms; the rest of the difference is "other
+    changes": what the product launches, and when a collective gets its SMs.
+    """
+    yield (
+        "| layout | launches | ms, MFU before | ms, MFU now | by the file's other end "
+        "| attention, ms | host, ms | other changes, ms |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: _device(Path(folder) / f"{name}.json", n) for name, n in UNDONE.items()}
+        for layout, (world, words) in COMPARED.items():
+            given = ["--num-layers=32", *words.split(), *flags]
+            before, now = (report(tree, given, True, world) for tree in (base, ROOT))
+            seconds = {
+                name: report(ROOT, [*given, f"--rehearse-device={file}"], True, world)["time"]
+                for name, file in files.items()
+            }
+            old, new = before["time"], now["time"]
+            other = next((e for e in new["range"] if e["mfu"] != new["mfu"]), new)
+            parts = [1e3 * (new["step_seconds"] - t["step_seconds"]) for t in seconds.values()]
+            rest = 1e3 * (new["step_seconds"] - old["step_seconds"]) - sum(parts)
+            counts = " to ".join(
+                f"{sum(row['count'] for row in one['launches']):,}" for one in (before, now)
+            )
+            cells = (f"{1e3 * t['step_seconds']:.0f}, {t['mfu']:.1%}" for t in (old, new, other))
+            yield (
+                f"| {layout} | {counts} | {' | '.join(cells)} | "
+                f"{' | '.join(f'{part:+.0f}' for part in (*parts, rest))} |"
+            )
+
+
+def _device(path: Path, numbers: dict[str, float]) -> Path:
+    """Write the H100's file with other numbers; return its path."""
+    content = json.loads(path_of("h100").read_text(encoding="utf-8"))
+    for key, value in numbers.items():
+        content["numbers"][key] |= {"value": value}
+    path.write_text(json.dumps(content))
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", choices=["mfu", "gains"])
+    parser.add_argument("table", choices=["mfu", "gains", "changes"])
+    parser.add_argument("--base", help="of `changes`: a commit, or a directory with a checkout")
     args, flags = parser.parse_known_args()
-    for line in {"mfu": mfu, "gains": gains}[args.table](flags):
-        print(line, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.table == "changes":
+            if args.base is None:
+                parser.error("changes needs --base")
+            table = changes(flags, checkout(args.base, Path(folder)))
+        else:
+            table = {"mfu": mfu, "gains": gains}[args.table](flags)
+        for line in table:
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

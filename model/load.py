@@ -57,7 +57,7 @@ def load_model_file(path: str) -> ModelFile:
         raise ValueError(f"--model-file {path}: there is no such Python file")
     try:
         module = _import(at.resolve())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trace, line = error.__traceback__, 0
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == str(at.resolve()):

@@ -32,7 +32,7 @@ from mpu.launch import Launch
 from mpu.param import unique_parameters
 from tools.command_line import Parser, add_tokenizer, model_of, whole
 from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
-from training.checkpoint.huggingface import BY_NAME
+from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.run.meeting import meet

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from tools.supervisor.channel import Channel, WireError
 from tools.supervisor.copies import Copies, Member
-from tools.supervisor.flags import MEET, SIGNALS, Mistake, parse
+from tools.supervisor.flags import MEET, SIGNALS, Mistake, ignore_signals, parse
 from tools.supervisor.follow import Follower
 from tools.supervisor.node import Event, Node
 from tools.supervisor.report import (
@@ -39,6 +39,7 @@ from tools.supervisor.report import (
     End,
     Fault,
     Report,
+    alike,
     diagnosis,
     ended_by,
     first_cause,
@@ -257,11 +258,13 @@ class Leader:
             raise Stop(ended_by(self.signalled, self.ends), "")
         rank, cause = first_cause(self.ends)
         slot = self.places[rank] if rank < len(self.places) else (0, 0)
-        fault = report.failed(self.attempt, rank, slot[0], cause, seen)
+        same = alike(self.ends)
+        fault = report.failed(self.attempt, rank, slot[0], cause, seen, same)
         if report.best > self.best:
             self.best, self.streak, self.failed = report.best, [], []
         self.streak.append(fault)
-        self.failed.append(slot)
+        if not same:  # else no place is to blame
+            self.failed.append(slot)
         if len(self.streak) >= o.crash_loop:
             raise Stop(1, diagnosis(self.streak))
         if report.restarts >= o.max_restarts:
@@ -286,6 +289,7 @@ class Leader:
                 say(why)
             return code
         finally:
+            ignore_signals()
             self.report.end(code, self.attempt)
             self.tell({"end": code})
             self.node.close()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch-native parallel training peer (what torchtitan's llama3 does, on CPU/gloo).
+"""PyTorch-native parallel training peer (what torchtitan's llama3 does), on CPU/gloo or, with --device cuda, on GPUs/nccl.
 
   OMP_NUM_THREADS=2 python native.py --size tiny
   OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 native.py --size tiny --tp 2
@@ -57,6 +57,7 @@ def get_args():
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--data", default=None, help=".npy/.bin(uint16) of token ids, or a .npy of batches [steps, sequences, seq + 1]; default random")
     p.add_argument("--pin", action="store_true")
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--profile", default=None, help="write a profile summary (JSON) of one step here")
     p.add_argument("--tag", default="")
     a = p.parse_args()
@@ -150,7 +151,7 @@ class Transformer(nn.Module):
             if p.dim() == 1:
                 nn.init.ones_(p)
             else:
-                g = torch.Generator().manual_seed(seed * 1000 + i)
+                g = torch.Generator(p.device).manual_seed(seed * 1000 + i)
                 std = 0.02 / math.sqrt(2 * self.a.layers) if n.endswith(("wo.weight", "w2.weight")) else 0.02
                 with torch.no_grad():
                     p.normal_(0, std, generator=g)
@@ -239,7 +240,7 @@ class Data:
         else:
             o = (step * self.n * a.seq) % (len(self.tok) - self.n * L)
             t = np.stack([self.tok[o + i * a.seq: o + i * a.seq + L] for i in range(self.n)]).astype(np.int64)
-        t = torch.from_numpy(t)
+        t = torch.from_numpy(t).to(a.device)
         return t[:, :-1].contiguous(), t[:, 1:].contiguous()
 
 def hf_name(n):
@@ -286,10 +287,13 @@ def main():
     if use_fsdp and not distributed:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29911"); distributed = True
     mesh = None
+    gpu = a.device == "cuda"
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if distributed:
         from torch.distributed.device_mesh import init_device_mesh
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (a.pp, dp, a.tp), mesh_dim_names=("pp", "dp", "tp"))
+        dist.init_process_group("nccl" if gpu else "gloo")
+        mesh = init_device_mesh(a.device, (a.pp, dp, a.tp), mesh_dim_names=("pp", "dp", "tp"))
     dp_rank = mesh["dp"].get_local_rank() if mesh else 0
     pp_rank = mesh["pp"].get_local_rank() if mesh else 0
     lp = a.tp > 1 and not a.no_loss_parallel
@@ -305,10 +309,12 @@ def main():
     if a.hf:
         model = hf_model(a)
         if pure: model.to(torch.bfloat16)
+        model.to(a.device)
         if a.compile:
             for l in model.model.layers: l.compile(backend="inductor")
     else:
-        model = Transformer(a); model.init_weights(a.seed)
+        with torch.device(a.device): model = Transformer(a)
+        model.init_weights(a.seed)
     nparam = sum(p.numel() for p in model.parameters())
     loss_fn = ce
     if a.compile: loss_fn = torch.compile(ce, backend="inductor") if not lp else ce
@@ -316,7 +322,7 @@ def main():
     if lp:
         from torch.distributed.tensor.parallel import loss_parallel
         lp_ctx = loss_parallel
-    ac_ctx = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else contextlib.nullcontext
+    ac_ctx = (lambda: torch.autocast(a.device, torch.bfloat16)) if autocast else contextlib.nullcontext
 
     # ---- pipeline
     sched = None; busy = [0.0]; parts = None
@@ -339,7 +345,7 @@ def main():
             if s: m.tok_embeddings = None
             if s != n - 1: m.norm = m.output = None
             parallelize(m); parts.append(m)
-            st = PipelineStage(m, s, n, torch.device("cpu"), group=mesh["pp"].get_group())
+            st = PipelineStage(m, s, n, torch.device(a.device), group=mesh["pp"].get_group())
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 def wrap(f):
                     def g(*x, **k):
@@ -383,7 +389,7 @@ def main():
                 tgt, ls = (y, losses) if has_last else (None, None)
                 sched.step(x, target=tgt, losses=ls) if has_first else sched.step(target=tgt, losses=ls)
             pipe_t[0] = time.perf_counter() - t
-            loss = torch.stack([l.detach() if not hasattr(l, "full_tensor") else l.full_tensor().detach() for l in losses]).mean() if has_last else torch.zeros(())
+            loss = torch.stack([l.detach() if not hasattr(l, "full_tensor") else l.full_tensor().detach() for l in losses]).mean() if has_last else torch.zeros((), device=a.device)
         else:
             chunks = a.microbatches // dp if a.accum else 1
             loss = 0.0
@@ -403,7 +409,7 @@ def main():
     def global_loss(l):
         l = float(l)
         if distributed and (dp > 1 or a.pp > 1):
-            t = torch.tensor([l]); g = None
+            t = torch.tensor([l], device=a.device); g = None
             dist.all_reduce(t, group=g)
             # PP: non-last ranks hold 0; dp: mean; tp: replicated
             l = float(t) / (dp * a.tp)
@@ -411,13 +417,15 @@ def main():
 
     def sync():
         if distributed: dist.barrier()
+        if gpu: torch.cuda.synchronize()
 
     times, losses, bub, foreign = [], [], [], []
     def cpu_busy():
         v = [int(x) for x in open("/proc/stat").readline().split()[1:]]
         return (v[0] + v[1] + v[2] + v[5] + v[6] + v[7]) / os.sysconf("SC_CLK_TCK")
     for i in range(a.steps):
-        if i == a.warmup - 1: reset_peak()
+        if i == a.warmup - 1:
+            torch.cuda.reset_peak_memory_stats() if gpu else reset_peak()
         sync()
         b0, c0 = cpu_busy(), time.process_time()
         t = time.perf_counter()
@@ -426,19 +434,19 @@ def main():
         dt = time.perf_counter() - t
         own = time.process_time() - c0; b1 = cpu_busy() - b0
         if distributed:
-            o = torch.tensor([own]); dist.all_reduce(o); own = float(o)
+            o = torch.tensor([own], device=a.device); dist.all_reduce(o); own = float(o)
         foreign.append(max(0.0, b1 - own) / (dt * os.cpu_count()))   # share of the machine others used in this step
         losses.append(global_loss(l))
         if i >= a.warmup:
             times.append(dt)
             if sched is not None: bub.append((pipe_t[0], busy[0]))
         if rank == 0: print(f"step {i} loss {losses[-1]:.6f} time {dt:.4f} foreign {foreign[-1]:.2f}", flush=True)
-    pk = peak_rss_mb(); peaks = [pk]; bubs = [bub]
+    pk = torch.cuda.max_memory_allocated() / 2**20 if gpu else peak_rss_mb(); peaks = [pk]; bubs = [bub]
     if distributed:
         peaks = [None] * world; dist.all_gather_object(peaks, pk)
         bubs = [None] * world; dist.all_gather_object(bubs, bub)
     fw = foreign[a.warmup:]
-    clean = [t for t, f in zip(times, fw) if f < 0.08]
+    clean = [t for t, f in zip(times, fw) if gpu or f < 0.08]   # a GPU's step does not wait for the host's cores
     med = statistics.median(clean or times)
     toks = data.n * a.seq
     if a.profile:
@@ -452,7 +460,7 @@ def main():
         r = dict(tag=a.tag, size=a.size, dtype=a.dtype + ("" if a.dtype == "fp32" else "-" + a.bf16_mode), world=world, tp=a.tp,
                  dp=dp, ddp=a.ddp, pp=a.pp, schedule=a.schedule if a.pp > 1 else None, threads=threads, compile=a.compile, hf=a.hf,
                  params=nparam, tokens_per_step=toks, step_s=round(med, 5), tok_s=round(toks / med, 1),
-                 peak_rss_mb=[round(x) for x in peaks], final_loss=losses[-1], losses=[round(x, 6) for x in losses],
+                 peak_rss_mb=[round(x) for x in peaks], peak_bytes=round(max(peaks) * 2**20), device=a.device, final_loss=losses[-1], losses=[round(x, 6) for x in losses],
                  times=[round(x, 4) for x in times], clean=len(clean), foreign=[round(f, 3) for f in fw])
         if sched is not None:
             r["pipe_s"] = [round(statistics.median(b[0] for b in bb), 4) for bb in bubs]

@@ -2,7 +2,8 @@
 """The tables of predicted steps: every layout and variant is asked, and told as it answers."""
 
 from benchmarks.fused_launches import FLAGS
-from benchmarks.predicted_mfu import LAYOUTS, TITAN, VARIANTS, gains, mfu
+from benchmarks.predicted_mfu import COMPARED, LAYOUTS, TITAN, VARIANTS, changes, gains, mfu
+from tools.rehearsal.device_file import read_device
 from training.flags.parse import parse
 
 
@@ -41,3 +42,20 @@ def test_gains_stand_beside_those_of_torchtitan():
     assert len(asked) == 2 * len(TITAN)
     assert lines[2] == "| bf16 | 250.0 | 20.0 | 200.0 | 10.0 | +25.0% | +9.2% (597 to 652) |"
     assert lines[5].endswith("not published |")
+
+
+def test_changes_are_what_each_number_put_back_would_predict(tmp_path):
+    def report(tree, flags, triton, world):
+        seconds = 0.3 if tree == tmp_path else 0.2
+        file = next((word.partition("=")[2] for word in flags if "rehearse-device" in word), "")
+        if file:
+            device = read_device(file)
+            seconds = 0.25 if device["attention.cudnn.forward"] < 0.3 else 0.19
+        ends = [{"step_seconds": s, "mfu": 0.1 / s} for s in (0.16, seconds)]
+        time = {"step_seconds": seconds, "mfu": 0.1 / seconds, "range": ends}
+        return {"launches": [{"count": 1000 if tree == tmp_path else 900}], "time": time}
+
+    lines = list(changes([], tmp_path, report))
+    assert len(lines) == 2 + len(COMPARED)
+    what = "| one GPU | 1,000 to 900 | 300, 33.3% | 200, 50.0% | 160, 62.5% | -50 | +10 | -60 |"
+    assert lines[2] == what

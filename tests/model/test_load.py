@@ -2,6 +2,10 @@
 """--model-file: what is no model is refused in a sentence, and a checkpoint chooses no code."""
 
 import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,8 @@ from model import llama, qwen3
 from model.load import load_model_file, model_file_of, of_checkpoint
 from tests.training.small_llama import read
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
@@ -17,6 +23,7 @@ from tests.training.small_llama import read
         (None, "there is no such Python file"),
         ("def f(:\n", "SyntaxError: "),
         ("import math\n\nmath.squirt(1)\n", "line 3: AttributeError: .*squirt"),
+        ("import sys\n\nsys.exit(0)\n", "line 3: SystemExit: 0"),
         ("Model = ModelConfig = hf_names = hf_config = 1\n", "does not define from_hf_config, par"),
     ],
 )
@@ -25,6 +32,32 @@ def test_what_is_no_model(tmp_path, text, sentence):
         (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError, match=f"--model-file {tmp_path}/mine.py.*{sentence}"):
         load_model_file(f"{tmp_path}/mine.py")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("sys.exit(0)", r"sys.exit\(\) was called at .*/mine.py:\d+ before the run was done"),
+        ("raise SystemExit", r"sys.exit\(\) was called at .*/mine.py:\d+"),
+        ("sys.exit('no data')", "pretrain_llama.py: no data"),
+    ],
+)
+def test_a_fork_that_exits_has_not_trained(tmp_path, call, says):
+    """The exit code of a run that trained nothing is not 0."""
+    text = (
+        (ROOT / "model/llama.py").read_text().replace("import math", "import math\nimport sys", 1)
+    )
+    start = "        stage = self.stages[chunk]\n"
+    assert start in text
+    (tmp_path / "mine.py").write_text(text.replace(start, f"        {call}\n{start}", 1))
+    flags = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
+    flags += " --ffn-hidden-size 32 --seq-length 8 --train-iters 1 --lr 1e-3 --device cpu"
+    flags += " --micro-batch-size 1"
+    done = subprocess.run(
+        [sys.executable, "pretrain_llama.py", *flags.split(), "--model-file", tmp_path / "mine.py"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and re.search(says, done.stderr), done.stderr
 
 
 def test_a_checkpoint_says_which_of_our_models_it_is():

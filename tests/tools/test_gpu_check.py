@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu-check` does without a GPU, and all of it that a CPU can show."""
+"""`make gpu-check` without a GPU: rows that fail in every way, its files, its limits, its numbers.
 
-import json
+The rows here are real processes. The whole check, played at small sizes on the CPU, is in the long
+form of the last test.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,102 +19,342 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.layers.attention import core as attention
-from tests.gpu import measure_step
-from tests.gpu.prediction import compare, launches_by_op, load
-from tools import gpu_check
+from tests.gpu import launched
+from tests.gpu.row import ROWS
+from tools import gpu_check, gpu_summary
+from tools.gpu_check import PARTS, Asked, Row
+from tools.gpu_summary import LINES, append, read
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = """--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --num-layers 2
-    --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
-    --global-batch-size 2 --train-iters 9 --lr 1e-4 --device cpu""".split()
+EVERY = [row for _, rows in PARTS.values() for row in rows]
 
 
-# ---- the parts ----
+# ---- rows that fail ----
+
+SAYS = """
+import sys; sys.path.insert(0, {root!r})
+from pathlib import Path
+from tools.gpu_summary import append
+path = Path({path!r})
+append(path, {{"row": {name!r}, "what": "a number", "value": 1.5}})
+"""
+MEMORY = """
+def take():
+    {take}
+try:
+    take()
+except Exception as error:
+    append(path, {{"row": {name!r}, "what": "error", "failed": type(error).__name__}})
+    raise
+"""
+ENDS = {  # name: what the row does after its first number, and what its outcome must say
+    "raises": ("raise ValueError('a mistake')", "exit code 1"),
+    "exits": ("sys.exit(7)", "exit code 7"),
+    "hangs": ("import time; time.sleep(600)", "out of time"),
+    "spins": ("while True: pass", "out of time"),
+    "sigkill": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    "sigsegv": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    "abort": ("import os; os.abort()", "killed by SIGABRT"),
+    "host-memory": (MEMORY.format(name="host-memory", take="bytearray(1 << 60)"), "MemoryError"),
+    "floods": ("print('x' * 5_000_000); sys.exit(1)", "exit code 1"),
+    "half-a-line": ("open(path, 'a').write('{\"row\": '); sys.exit(1)", "exit code 1"),
+}
+
+
+def row_of(path, name, code, limit=20.0):
+    words = SAYS.format(root=str(ROOT), path=str(path), name=name) + code
+    return Row(name, limit, ("-c", words), 0)
 
 
 @pytest.fixture
-def calls(monkeypatch, tmp_path):
-    """calls(gpu, codes) -> (exit code, what was executed); nothing runs. codes: of the commands."""
+def play(monkeypatch, tmp_path, capsys):
+    """play(rows) -> (exit code, lines of the file, what was printed) of a part of these rows."""
 
-    def get(words, gpu, codes=None, packages=("torch", "triton", "pytest"), sanitizer=None):
-        ran, codes = [], dict(codes or {})
+    def run(rows, out=tmp_path / "out", **more):
+        out.mkdir(exist_ok=True)
+        monkeypatch.setattr(gpu_check, "PARTS", {"played": ("rows of a test", tuple(rows))})
+        monkeypatch.setattr(gpu_check, "found", lambda: (0, "no GPU in this test"))
+        for name, value in more.items():
+            monkeypatch.setattr(gpu_check, name, value)
+        code = gpu_check.main(["--out", str(out), "--device", "cpu"])
+        return code, read(out / LINES), capsys.readouterr().out
 
-        def execute(command, limit):
-            assert 0 < limit <= gpu_check.LIMIT
-            ran.append([str(word) for word in command])
-            return next((code for name, code in codes.items() if name in " ".join(ran[-1])), 0)
-
-        def find_spec(name):
-            return SimpleNamespace() if name in packages else None
-
-        monkeypatch.setattr(gpu_check, "execute", execute)
-        monkeypatch.setattr(gpu_check.importlib.util, "find_spec", find_spec)
-        monkeypatch.setattr(gpu_check, "device", lambda: (gpu, "one GPU" if gpu else "no GPU"))
-        monkeypatch.setattr(gpu_check, "write_prediction", lambda path, device: "")
-        monkeypatch.setattr(gpu_check.shutil, "which", lambda path: sanitizer)
-        monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-        return gpu_check.main(words), ran
-
-    return get
+    return run
 
 
-def test_without_a_gpu_it_runs_what_needs_none_and_says_what_waits(calls, capsys):
-    code, ran = calls([], gpu=False)
-    said, text = capsys.readouterr().out, " ".join(" ".join(command) for command in ran)
-    assert code == 0
-    assert "test_ahead_of_time.py" in text and "test_overlap_kernels.py" in text
-    assert "tests/gpu/test" not in text
-    waits = said[said.index("== these wait for a GPU:") :]
-    assert [n for n in gpu_check.PARTS if f"\n   {n} " in waits] == [
-        "first", "overlap", "kernels", "sanitizer", "trainer"
-    ]  # fmt: skip
-    assert "predict passed; compile passed; interpret passed" in said
+def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_path):
+    path, rows = tmp_path / "out" / LINES, list[Row]()
+    for name, (code, _) in ENDS.items():
+        short = 1.5 if "out of time" in ENDS[name][1] else 20.0
+        rows.append(row_of(path, name, code, short))
+        rows.append(row_of(path, f"after-{name}", ""))
+    began = time.monotonic()
+    code, lines, said = play(rows)
+    assert code == 1 and time.monotonic() - began < 60
+    outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
+    assert list(outcomes) == [row.name for row in rows]
+    for name, (_, why) in ENDS.items():
+        assert outcomes[name].startswith("failed") and why in outcomes[name], outcomes[name]
+    numbers = Counter(line["row"] for line in lines if line["what"] == "a number")
+    assert numbers.keys() == {row.name for row in rows}
+    assert all(outcomes[f"after-{name}"] == "passed" for name in ENDS)
+    assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
+    assert len(said[said.index("== summary") :].splitlines()) <= gpu_summary.ROWS
 
 
-def test_a_part_that_fails_without_a_gpu_is_a_failure(calls, capsys):
-    assert calls([], gpu=False, codes={"test_ahead_of_time": 1})[0] == 1
-    assert "compile failed: exit code 1" in capsys.readouterr().out
+def test_what_a_row_left_behind_is_ended(play, tmp_path):
+    """A process of a session of its own, as torchrun's workers are."""
+    path, note = tmp_path / "out" / LINES, tmp_path / "pid"
+    child = "import time; time.sleep(600)"
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
+Path({str(note)!r}).write_text(str(child.pid))
+"""
+    rows = [row_of(path, "leaves", code), row_of(path, "hangs", code + "time.sleep(600)", 2.0)]
+    for row, ends in zip(rows, (0, 1), strict=True):
+        assert play([row])[0] == ends
+        pid = int(note.read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
-def test_on_a_gpu_the_five_calls_run_in_order_each_prepared_before_its_time(calls):
-    code, ran = calls([], gpu=True, sanitizer="/usr/bin/compute-sanitizer")
-    scripts = [" ".join(Path(word).name for word in command[1:]) for command in ran]
-    where = [
-        next(n for n, text in enumerate(scripts) if needle in text)
-        for needle in ("measure_step.py", "time_overlap.py", "overlap_cases.py",
-                       "test_overlap_kernels.py", "memcheck", "racecheck", "test_nccl.py")
-    ]  # fmt: skip
-    assert code == 0 and where == sorted(where)
-    assert ran[where[4]][:3] == ["/usr/bin/compute-sanitizer", "--tool", "memcheck"]
+def test_a_part_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path):
+    path = tmp_path / "out" / LINES
+    rows = [row_of(path, f"row-{i}", "import time; time.sleep(60)", 30.0) for i in range(4)]
+    began = time.monotonic()
+    code, lines, _ = play(rows, LIMIT=3.5)
+    assert code == 1 and time.monotonic() - began < 20
+    outcomes = [line["outcome"] for line in lines if line["what"] == "outcome"]
+    assert outcomes[0].startswith("failed: out of time")
+    assert outcomes[1:] == ["skipped: the part's 4 s were over"] * 3
 
 
-def test_what_cannot_run_is_named_with_the_reason(calls, capsys):
-    code, ran = calls(["trainer", "sanitizer", "overlap"], gpu=True, packages=("torch", "triton"))
-    said = capsys.readouterr().out
-    assert code == 0 and len(ran) == 1
-    assert f"trainer skipped: {sys.executable} has no pytest" in said
-    assert "sanitizer skipped: no compute-sanitizer" in said and "overlap passed" in said
-    assert calls(["first"], gpu=False)[1] == []
-    assert "first skipped: no GPU" in capsys.readouterr().out
+def test_a_part_of_a_row_that_runs_out_of_memory_loses_no_other_part(tmp_path):
+    from tests.gpu.row import Row as Measured
+    from tests.gpu.row import Skip
+
+    row = Measured("here", tmp_path / LINES, "cpu", True)
+
+    def fail(error):
+        raise error
+
+    row.part("device", lambda: fail(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 8 GiB")))
+    row.part("host", lambda: fail(MemoryError()))
+    row.part("cannot", lambda: fail(Skip("no such GPU")))
+    row.part("last", lambda: row.say("last", value=float("nan")))
+    lines = {line["what"]: line for line in read(tmp_path / LINES)}
+    assert lines["device"]["failed"] == "OutOfMemoryError: CUDA out of memory. Tried 8 GiB"
+    assert lines["host"]["failed"] == "MemoryError" and lines["cannot"]["skipped"] == "no such GPU"
+    assert lines["last"]["value"] == "nan" and row.failed == 2
+    row.check("not a number", float("nan"), 1.0)
+    assert row.failed == 3
 
 
-def test_the_kernels_cases_run_without_pytest_too(calls, capsys):
-    code, ran = calls(["kernels"], gpu=True, packages=("torch", "triton"))
-    assert code == 0 and [command[1:] for command in ran] == [
-        ["tests/gpu/overlap_cases.py"], ["tests/gpu/overlap_cases.py", "--run"]
-    ]  # fmt: skip
-    assert "without pytest: " in capsys.readouterr().out
-    assert calls(["kernels"], gpu=True, packages=("torch",))[1] == []
+# ---- where things go, and how much is printed ----
 
 
-def test_every_gpu_test_is_in_a_part_and_every_file_of_a_part_exists():
-    words = [w for p in gpu_check.PARTS.values() for c in (*p.commands, *p.prepare) for w in c]
-    files = {word for word in words if word.endswith(".py")}
+def test_results_go_where_they_are_asked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("OUT", raising=False)
+    assert gpu_check.read([]).out == ROOT / "runs" / "gpu-check"
+    monkeypatch.setenv("OUT", str(tmp_path / "mine"))
+    assert gpu_check.read([]).out == tmp_path / "mine"
+    assert gpu_check.read(["--out", str(tmp_path / "other")]).out == tmp_path / "other"
+
+
+def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, monkeypatch):
+    path = tmp_path / "out" / LINES
+    names = [f"row-{i:03}-{'n' * 40}" for i in range(120)]
+    monkeypatch.setattr(gpu_check, "execute", lambda words, limit, file: 1)
+    path.parent.mkdir()
+    for name in names:
+        append(path, {"row": name, "what": "error", "failed": "reason " * 100})
+    _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
+    summary = said[said.index("== summary") :]
+    assert len(said) < gpu_check.MOST_PRINTED and len(summary) > 1000
+    assert "0 passed, 120 failed" in summary and "FAILED row-000" in summary
+    assert len(summary.splitlines()) <= gpu_summary.ROWS
+    assert (tmp_path / "out" / "summary.txt").read_text() == summary
+
+
+def test_the_summary_subtracts_and_divides():
+    lines = []
+
+    def say(row, what, **numbers):
+        lines.append({"row": row, "what": what, **numbers})
+
+    for layers, seconds, micro in ((2, 0.3, 0.07), (6, 0.7, 0.15)):
+        row = f"step-{layers}"
+        say(row, "a step of 1 micro-batches", seconds=micro + 0.03)
+        say(row, f"steps of {layers} layers", seconds=seconds, tokens_per_second=32768 / seconds,
+            mfu=0.5, micro_batch=micro)  # fmt: skip
+        say(row, "memory", peak_bytes=40e9)
+    say("run-bf16", "a run of the program", tokens_per_second=40000.0, ranks=1, seconds=0.82)
+    say("peer-compiled", "the peer", tokens_per_second=32000.0, ranks=1, seconds=1.0)
+    say("step-6", "prediction", device="h200", seconds=0.35, mfu=0.9)
+    say("run-bf16", "prediction", device="/x/device.json", seconds=0.82, mfu=0.5)
+    text = gpu_summary.text(lines, {"step-2": "passed", "x": "skipped: no GPU"})
+    assert "6 layers: 700.0 ms a step, 46,811 tokens/s, MFU 50.0%, 40.0 GB" in text
+    assert "a layer 20.00 ms, embedding and head 30.00 ms of a micro-batch" in text
+    assert "the update of 6 layers 30.00 ms" in text
+    assert "bf16 40,000 (1.000), peer-compiled 32,000 (0.800)" in text
+    assert "predicted, h200 (measured / predicted): step-6 350 ms (2.00)" in text
+    assert "predicted, device (measured / predicted): run-bf16 820 ms (1.00)" in text
+    assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
+
+
+# ---- what is covered ----
+
+
+def test_every_kernel_is_launched_by_a_row_of_a_part():
+    """Rows fail where they did not launch what KERNELS says of them (tests/gpu/kernels.py)."""
+    found = set()
+    for path in (ROOT / "mpu" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found |= (
+                    {node.name}
+                    if any("jit" in ast.unparse(d) for d in node.decorator_list)
+                    else set()
+                )
+    named = [name for names in launched.KERNELS.values() for name in names]
+    assert len(found) > 15 and sorted(named) == sorted(found)
+    assert launched.KERNELS.keys() <= {row.name for row in EVERY}
+
+
+# an operator of torch that attends on a GPU, or a package's
+ATTENDS = re.compile(r"(?:F|aten)\.\w*attention\w*$")
+
+
+def test_every_way_of_attention_is_taken_by_a_row_of_a_part():
+    """Rows fail where, on CUDA, an operator that ATTENTION gives them did not run."""
+    found = set()
+    for path in sorted((ROOT / "mpu").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                name = ast.unparse(node).removeprefix("torch.ops.").removesuffix(".default")
+                if ATTENDS.fullmatch(name) and "for_cpu" not in name:
+                    found.add(name)
+    assert len(found) >= 4 and launched.ATTENTION.keys() == found
+    assert set(launched.ATTENTION.values()) <= {row.name for row in EVERY}
+
+
+def test_every_row_is_in_one_part_and_every_file_exists():
+    names = [row.name for row in EVERY]
+    assert len(names) == len(set(names))
+    assert gpu_check.LIMIT <= 540 < 600 and all(row.limit <= gpu_check.LIMIT for row in EVERY)
+    assert {row.name for row in EVERY if not row.words} == ROWS.keys()
+    files = {word for row in EVERY for word in row.words if word.endswith(".py")}
     assert all((ROOT / file).is_file() for file in files)
     ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert ours <= files
-    assert gpu_check.LIMIT < 8 * 60
+    for name, where in ROWS.items():
+        module, _, function = where.partition(":")
+        text = (ROOT / "tests" / "gpu" / f"{module}.py").read_text()
+        assert f"def {function}(row: Row)" in text, name
+
+
+def test_rows_of_runs_are_those_of_the_variants_layouts_and_peers():
+    from tests.gpu import peer, row, several, steps
+
+    assert steps.VARIANTS.keys() == set(row.RUNS) and set(steps.GPU_ONLY) <= set(row.RUNS)
+    assert several.LAYOUTS.keys() == set(row.SEVERAL) and peer.PEERS.keys() == set(row.PEERS)
+
+
+def test_the_flags_of_every_run_are_taken():
+    from model.load import of_checkpoint
+    from tests.gpu import several, steps
+    from tests.gpu.row import LLAMA
+    from training.flags.parse import parse
+
+    plan = ["--device", "cuda", "--dry-run"]  # no GPU is here
+    for name, words in steps.VARIANTS.items():
+        config = parse([*steps.flags(LLAMA, 6), *words.split(), *plan], 1, None, of_checkpoint)
+        assert config.model.num_layers == 6, name
+    for name, (least, words) in several.LAYOUTS.items():
+        words = words.format(n=least, tp=several.TENSOR.format(n=least)).split()
+        given = [*steps.flags(LLAMA, 8, 16), *words, *plan]
+        assert parse(given, least, None, of_checkpoint).model.num_layers == 8, name
+
+
+def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypatch):
+    """As threads: 2 ranks come near to float64, and a log-sum-exp read wrongly does not."""
+    from mpu.layers.attention import block_attention, exchange
+    from tests.gpu import attention
+    from tests.gpu.row import Row as Measured
+
+    torch.manual_seed(0)
+    given = attention.drawn(Measured("context", Path("unused"), "cpu", True), 32, 16, torch.float64)
+    wide = [x.detach().requires_grad_() for x in given[:3]]
+    want = attention.exact(*wide, (20, 12), 0)
+    wanted = [want.detach(), *torch.autograd.grad(want, wide, given[3])]
+
+    def errors():
+        outs = attention.played(exchange.Ring, 2, given, (20, 12), 0, [])
+        pairs = zip(outs, wanted, strict=True)
+        return [attention.apart(out.permute(1, 2, 0, 3), right) for out, right in pairs]
+
+    assert max(errors()) < 1e-12
+    real = block_attention._backward
+
+    def by_address(part, dy, q, k, v, out, lse):  # reads a transposed one as if it were not
+        return real(part, dy, q, k, v, out, lse.contiguous().view(lse.mT.shape).mT.contiguous())
+
+    monkeypatch.setattr(block_attention, "_backward", by_address)
+    y, *grads = errors()
+    assert y < 1e-12 and min(grads) > 0.1
+
+
+def test_a_device_file_is_fitted_and_can_be_read(tmp_path):
+    from tests.gpu.calibrate import Calibrated, base_of
+    from tests.gpu.row import Row as Measured
+    from tools.rehearsal import roofline
+    from tools.rehearsal.device_file import read_device
+
+    file = Calibrated(Measured("calibrate", tmp_path / LINES, "cpu", True))
+    sizes = [(8192, 6144, 4096), (8192, 4096, 14336), (8192, 28672, 4096)]
+    true = read_device(file.base).changed(matmul=0.77)
+    seconds = [roofline.matmul_seconds(true, *mnk, "bfloat16") for mnk in sizes]
+    file.fit("matmul", lambda d: [roofline.matmul_seconds(d, *mnk, "bfloat16") for mnk in sizes],
+             seconds, "products of a test")  # fmt: skip
+    file.number("memory_share", 3.0, "more than the whole, as a cache may give")
+    file.number("nothing reads this", 1.0, "a key that device files do not have")
+    file.write()
+    made = read_device(str(tmp_path / "device.json"))
+    assert made["matmul"] == pytest.approx(0.77, rel=1e-6) and made["memory_share"] == 1.0
+    assert base_of("NVIDIA H200") == "h200" and base_of("NVIDIA A100-SXM4-80GB") == "a100"
+    assert base_of("another") == "h100"
+
+
+def test_packages_that_no_row_uses_may_be_missing():
+    from importlib.machinery import ModuleSpec
+
+    from tests.gpu.row import Absent
+
+    assert Absent().find_spec("torch") is None
+    module = Absent().create_module(ModuleSpec("safetensors", None))
+    assert issubclass(module.SafetensorError, Exception)  # an except clause may name it
+    with pytest.raises(ModuleNotFoundError, match="safetensors is not installed, and .*safe_open"):
+        module.safe_open("file")
+
+
+# ---- the command ----
+
+
+def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeypatch, tmp_path):
+    asked = Asked([], tmp_path, "cuda", False, 0, "")
+    assert gpu_check.order(asked) == ["predict", "compile", "interpret"]
+    on_one = ["first", "peer", "variants", "trainer", "overlap"]
+    assert gpu_check.order(asked._replace(gpus=1)) == on_one
+    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several"]
+    assert gpu_check.order(asked._replace(parts=["several"])) == ["several"]
+    assert "the row needs 2 GPUs" in gpu_check.cannot(Row("x", 1, gpus=2), asked._replace(gpus=1))
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    why = gpu_check.cannot(Row("x", 1, needs=("triton", "pytest")), asked._replace(gpus=1))
+    assert why == f"{sys.executable} has no triton and no pytest"
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda path: None)
+    sanitized = next(row for row in EVERY if row.name == "memcheck")._replace(needs=())
+    assert "no compute-sanitizer" in gpu_check.cannot(sanitized, asked._replace(gpus=1))
 
 
 def test_the_makefile_installs_nothing_for_it():
@@ -116,93 +365,43 @@ def test_the_makefile_installs_nothing_for_it():
     assert command.startswith("\t@$(PYTHON) tools/gpu_check.py") and "pip" not in command
 
 
-def test_a_command_ends_at_its_limit():
-    assert gpu_check.execute([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == 124
-    assert gpu_check.execute([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
-
-
 def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    assert gpu_check.main([]) == 1
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
     assert "has no torch: make gpu-check PYTHON=/path/to/python3" in capsys.readouterr().out
     own, started = tmp_path / ".venv/bin/python", []
     own.parent.mkdir(parents=True)
     own.touch()
     monkeypatch.setattr(gpu_check.os, "execv", lambda path, words: started.append(words))
-    gpu_check.main(["first"])
-    assert started[0][0] == str(own) and started[0][-1] == "first"
+    gpu_check.main(["first", "--out", str(tmp_path)])
+    assert started[0][0] == str(own) and started[0][2] == "first"
 
 
-# ---- the prediction ----
+def test_launches_are_counted_by_the_kernel_where_it_is_ours():
+    from tests.gpu.steps import by_kernel, launches
 
-PREDICTED = {
-    "launches": [
-        {"op": "aten::mm", "part": "linear", "count": 10, "bytes": 1, "flops": 1.0},
-        {"op": "aten::mm", "part": "wgrad", "count": 2, "bytes": 1, "flops": 1.0},
-        {"op": "aten::clone", "part": "glue", "count": 3, "bytes": 1, "flops": 0.0},
-    ],
-    "memory": {"peak_bytes": 1000, "allocator_rounding_bytes": 24},
-    "time": {"step_seconds": 0.5},
-}
+    def kernel(name, us=2.0):
+        return SimpleNamespace(name=name, duration=us)
 
+    def event(name, kernels=(), children=()):
+        return SimpleNamespace(
+            name=name, kernels=list(kernels), cpu_children=list(children), cpu_time_total=1.0
+        )
 
-def test_measured_over_predicted():
-    launches = {"aten::mm": 12, "aten::copy_": 6, "aten::add": 1}
-    seen = {"peak_bytes": 1100, "reserved_bytes": 1155, "step_seconds": 0.6, "launches": launches}
-    text = [" ".join(line.split()) for line in compare(PREDICTED, seen)]
-    assert "peak memory, bytes 1,100 1,000 1.100" in text
-    assert "with the allocator's rounding 1,100 1,024 1.074" in text
-    assert "step, seconds 0.6000 0.5000 1.200" in text
-    assert "launches 19 15 1.267" in text
-    rows = text[-3:]  # what differs comes first
-    assert rows == ["aten::copy_ 6 3 2.000", "aten::add 1 0 -", "aten::mm 12 12 1.000"]
-    assert launches_by_op(PREDICTED) == Counter({"aten::mm": 12, "aten::copy_": 3})
-    assert len(compare(PREDICTED, {})) == 1
-
-
-def test_a_file_that_is_no_prediction_is_refused(tmp_path):
-    path = tmp_path / "made.json"
-    with pytest.raises(ValueError, match="made.json is no prediction"):
-        load(path)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="is no prediction .KeyError"):
-        load(path)
-    path.write_text(json.dumps(PREDICTED))
-    assert load(path) == PREDICTED
-
-
-def test_launches_are_counted_where_a_kernel_was_launched():
-    def event(name, kernels=0, children=()):
-        return SimpleNamespace(name=name, kernels=[0] * kernels, cpu_children=list(children))
-
-    copy = event("aten::copy_", 1)
-    events = [event("aten::to", 0, [copy]), copy, event("aten::mm", 2), event("cudaLaunchKernel")]
-    assert measure_step.launches(events, cuda=True) == Counter({"aten::copy_": 1, "aten::mm": 2})
-    assert measure_step.launches(events, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
-
-
-def test_the_first_part_measures_a_step_of_the_program(tmp_path, capsys, monkeypatch):
-    # a GPU's attention is torch's
-    monkeypatch.setattr(attention, "takes_native", lambda *args: False)
-    made = tmp_path / "prediction.json"
-    made.write_text(json.dumps(PREDICTED))
-    out = tmp_path / "first.json"
-    assert measure_step.main([str(out), str(made), "--", *TINY]) == 0
-    seen, said = json.loads(out.read_text()), capsys.readouterr().out
-    assert seen["launches"]["aten::copy_"] > 1 and seen["step_seconds"] > 0
-    assert seen["attention"] == ["flash attention of the CPU"]
-    assert "measured / predicted" in said and "aten::mm" in said
-
-
-def test_a_step_that_waits_for_the_device_fails_the_check(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        measure_step, "build", lambda flags: (SimpleNamespace(device=torch.device("cpu")), [])
-    )
-    seen = {"waits": "called a synchronizing CUDA operation", "attention": [], "launches": {}}
-    monkeypatch.setattr(measure_step, "measure", lambda run, batches: {**seen, "table": ""})
-    assert measure_step.main([str(tmp_path / "out.json")]) == 1
-    assert "waits in a step: called a synchronizing" in capsys.readouterr().out
+    copy = event("aten::copy_", [kernel("void at::native::copy")])
+    norm = event("_RMSNorm", [kernel("norm_forward_kernel_0d1d")])
+    events = [
+        event("aten::to", [], [copy]),
+        copy,
+        event("aten::mm", [kernel("a"), kernel("b")]),
+        norm,
+    ]
+    found = launches(events, cuda=True)
+    assert found == {"aten::copy_": 1, "aten::mm": 2, "triton::norm_forward_kernel": 1}
+    assert launches(events, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
+    count, spent = by_kernel(events, cuda=True)
+    assert count["a"] == 1 and sum(spent.values()) == 8.0
 
 
 # ---- kernels without a GPU ----
@@ -246,3 +445,73 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
                 hog_kernel[(1,)](torch.empty(4, dtype=dtype), 1000, clock)
         shares.append((len(seen.keys), seen.mine, len(list(tmp_path.rglob("*.cubin")))))
     assert shares == [(3, 2, 2), (3, 1, 3)]
+
+
+# ---- the whole check, small ----
+
+# in every Python of the check: packages that are not there, and faults of rows by their names
+STOCK = """
+import os, sys, time
+from importlib.machinery import PathFinder
+hidden = ("xxhash", "safetensors", "pytest", "sentencepiece", "tokenizers", "tiktoken", "rich",
+          "tqdm", "tensorboard", "matplotlib", "transformers", "hypothesis", "megatron")
+find, words = PathFinder.find_spec, sys.orig_argv
+def find_spec(name, *rest):
+    if name.partition(".")[0] in hidden:
+        return None
+    if name == "tests.gpu.products":
+        import torch
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+    if name == "tests.gpu.attention":
+        raise MemoryError("no memory for it")
+    return find(name, *rest)
+PathFinder.find_spec = find_spec
+if "tests/gpu/row.py" in words:
+    row = words[words.index("tests/gpu/row.py") + 1]
+    if row in ("kernel-rope", "run-documents"):
+        os.kill(os.getpid(), 9 if row == "kernel-rope" else 11)
+    if row == "kernel-sum":
+        time.sleep(600)
+"""
+FAILS = {
+    "float8": "OutOfMemoryError: CUDA out of memory", "context": "MemoryError",
+    "attention": "MemoryError", "kernel-rope": "SIGKILL", "kernel-sum": "out of time",
+    "run-documents": "SIGSEGV",
+}  # fmt: skip
+GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "several-tp-symmetric",
+             "several-tp-pp-dp"}  # fmt: skip
+
+
+def stock_tree(folder):
+    """Copy the checkout as it would travel, without what git ignores; return the environment."""
+    names = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.run(names, cwd=ROOT, capture_output=True, text=True).stdout.split("\n"):
+        if name and (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / "tree" / name)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(STOCK)
+    return {**os.environ, "PYTHONPATH": str(folder / "site"), "OUT": str(folder / "out")}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("part", [name for name in PARTS if name not in gpu_check.UNPLAYED])
+def test_the_whole_check_at_small_sizes_in_a_stock_python(tmp_path, part):
+    """A tree without .venv and native library, a Python without our packages, rows that die."""
+    env, began = stock_tree(tmp_path), time.monotonic()
+    words = [sys.executable, "tools/gpu_check.py", part, "--tiny", "--device", "cpu"]
+    done = subprocess.run(words, cwd=tmp_path / "tree", env=env, capture_output=True, text=True)
+    assert time.monotonic() - began < gpu_check.LIMIT + 60
+    lines, said = read(tmp_path / "out" / LINES), done.stdout
+    outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
+    wanted = [row.name for row in PARTS[part][1]]
+    assert list(outcomes) == wanted, done.stderr[-2000:]
+    for name, outcome in outcomes.items():
+        kind = "failed" if name in FAILS else "skipped" if name in GPU_ALONE else "passed"
+        assert outcome.startswith(kind) and FAILS.get(name, "") in outcome, (name, outcome)
+    assert done.returncode == int(any(name in FAILS for name in outcomes))
+    assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
+    out = tmp_path / "out"
+    files = [path for path in out.rglob("*")]
+    assert len(files) <= 8 and all(path.is_file() and path.parent == out for path in files)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", path.name) for path in files)

@@ -4,10 +4,13 @@
 Most tests give it a program of a few lines instead of the trainer. It does what its argument says.
 """
 
+import errno
 import json
 import os
+import re
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +22,19 @@ import pytest
 
 from tests.launcher import SCRIPT
 from tests.supervisor import PROGRAM, ROOT, Supervisor, left, tensors
+from tools.supervisor import node
 from tools.supervisor.channel import Channel, Listener, WireError, call
 from tools.supervisor.copies import Copies, Member
 from tools.supervisor.flags import Mistake, parse
-from tools.supervisor.report import End, Fault, Report, diagnosis, first_cause, verdict
+from tools.supervisor.report import (
+    End,
+    Fault,
+    Report,
+    alike,
+    diagnosis,
+    first_cause,
+    verdict,
+)
 from training.faults.wire import BLOB_LIMIT, nonce
 
 
@@ -65,6 +77,18 @@ def test_the_first_cause_is_the_rank_that_died_then_what_ranks_say() -> None:
     assert first_cause([End(0, 1, hung), End(2, -9, killed=True)])[0] == 2
     assert first_cause([End(0, 1, "RuntimeError: broken")]) == (0, "RuntimeError: broken")
     assert first_cause([End(3, None, "its node was lost")]) == (3, "its node was lost")
+
+
+def test_ranks_that_end_alike_are_no_host_s_fault() -> None:
+    assert alike(ends(1, 1)) == 2 and alike(ends(-9, 1)) == 0 and alike(ends(75, 1)) == 0
+    told = "rank 1 failed first: RuntimeError: broken"
+    assert alike([End(0, 1, told), End(1, 1, "RuntimeError: broken")]) == 0
+    assert alike([End(0, 1, "KeyError: 'x'"), End(1, 1, "KeyError: 'x'")]) == 2
+    assert alike([End(0, 1), End(1, 1, killed=True)]) == 0
+    crash = [Fault(i, 0, 0, "KeyError: 'x'", 3, alike=2) for i in range(3)]
+    said = diagnosis(crash)
+    assert "always all 2 ranks alike" in said and "always rank" not in said
+    assert "one rank" in diagnosis([f._replace(alike=1) for f in crash])
 
 
 def test_a_diagnosis_tells_a_bad_host_from_a_bad_step() -> None:
@@ -123,6 +147,79 @@ def test_a_crash_loop_ends_with_a_diagnosis(supervise: Callable[..., Supervisor]
     said = run.said()
     assert "2 faults in a row without a new step" in said and "always rank 1" in said
     assert said.count("rank 1 on node 0, after step 7: OSError: bad sector") == 2
+
+
+def test_all_ranks_that_crash_alike_are_blamed_together(
+    supervise: Callable[..., Supervisor],
+) -> None:
+    run = supervise("--nproc-per-node 2 --crash-loop 2", {"": "KeyError: 'lr'"})
+    assert run.wait() == 1
+    assert "always all 2 ranks alike" in run.said() and "always rank" not in run.said()
+    assert [row["alike"] for row in run.rows("fault")] == [2, 2]
+
+
+def test_the_exit_code_that_is_printed_is_that_of_the_process(
+    supervise: Callable[..., Supervisor],
+) -> None:
+    """Also where signals come until the very end, as from several of SLURM's processes."""
+    run = supervise("--nproc-per-node 2", {"": "wait"})
+    for rank in (0, 1):
+        run.until(f"0 {rank} 2 ")
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.005)
+    (printed,) = re.findall(r"exit code (\d+) after", run.said())
+    assert run.wait() == int(printed) and int(printed) in (75, 128 + signal.SIGTERM)
+
+
+@pytest.mark.prove  # 20 s
+def test_a_starter_that_is_stopped_is_woken_or_replaced(
+    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = supervise("--nproc-per-node 2", {"0.0": "wait", "0.1": "wait", "step": 1})
+    for rank in (0, 1):
+        run.until(f"0 {rank} 2 ")
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text()
+    starter = int(children.split()[0])
+    os.kill(starter, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while state(starter) == "T" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert state(starter) != "T"  # it goes on; stopped again and again, it is killed
+    while state(starter) and time.monotonic() < deadline + 60:
+        os.kill(starter, signal.SIGSTOP)
+        time.sleep(0.2)
+    assert run.wait() == 0 and len(run.starts()) == 4
+    assert "has given no sign of life" in run.said()
+
+
+def state(process: int) -> str:
+    """Return the letter of a process's state, T where it is stopped; "" where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_a_full_memory_of_the_host_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
+) -> None:
+    (full := tmp_path / "shm").mkdir()
+    monkeypatch.setattr(node, "MEMORY", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reserve = os.posix_fallocate
+
+    def allocate(fd: int, offset: int, size: int) -> None:
+        if str(full) in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    path, held = node.memory_directory()
+    os.close(held)
+    assert path.parent == tmp_path and not list(full.iterdir())
+    assert (path / "progress").stat().st_size == node.PROGRESS.size
+    assert "No space left on device" in capfd.readouterr().err
 
 
 def test_signals_are_passed_on_and_end_the_run(supervise: Callable[..., Supervisor]) -> None:
@@ -188,6 +285,7 @@ def test_with_too_few_places_left_the_largest_world_that_fits_goes_on(
         ("--nproc-per-node 2 --spares 2", "--spares 2 leaves no place"),
         ("--elastic-dp", "--elastic-dp keeps the global batch"),
         ("--max-restarts=1 nothing.py", "nothing.py: there is no such program"),
+        ("--master-port 99999", "--master-port 99999: a port is 1 to 65535"),
     ],
 )
 def test_mistakes(monkeypatch: pytest.MonkeyPatch, flags: str, says: str) -> None:
@@ -196,6 +294,26 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, flags: str, says: str) -> Non
     monkeypatch.chdir(ROOT)
     with pytest.raises(Mistake, match=says):
         parse([*flags.split(), "pretrain_llama.py", "--lr", "1"], None)
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("SLURM_STEP_NUM_NODES", "x", "SLURM_STEP_NUM_NODES in the environment is 'x'"),
+        ("SLURM_NODEID", "-1", "SLURM_NODEID in the environment is '-1'"),
+        ("MASTER_PORT", "http", "MASTER_PORT in the environment is 'http'"),
+        ("MASTER_PORT", "0", "MASTER_PORT 0: a port is 1 to 65535"),
+    ],
+)
+def test_mistakes_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}
+    for each, text in (step | {name: value}).items():
+        monkeypatch.setenv(each, text)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Mistake, match=says):
+        parse(["pretrain_llama.py", "--lr", "1"], None)
 
 
 def test_a_number_out_of_range_is_a_mistake_of_one_line(capsys: Any) -> None:

@@ -16,7 +16,8 @@ from training.checkpoint import Checkpoint, CheckpointError, NamedPiece, find_la
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.files import read_checked
 from training.checkpoint.find import candidates
-from training.checkpoint.huggingface import BY_NAME, HuggingFaceDirectory
+from training.checkpoint.header import BY_NAME
+from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import INDEX, STATE
 from training.checkpoint.pieces import whole
 from training.untrusted import printable

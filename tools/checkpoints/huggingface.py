@@ -29,7 +29,8 @@ from training.checkpoint.files import (
     write_json,
     write_safetensors,
 )
-from training.checkpoint.huggingface import BY_NAME, EMBEDDING, HuggingFaceDirectory
+from training.checkpoint.header import BY_NAME
+from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in

@@ -197,14 +197,14 @@ def profile(name: str) -> dict[str, float]:
 def own_attention(name: str) -> dict[str, float]:
     """Return the share of the peak of torch's attention: cuDNN's from Hopper on, Flash before.
 
-    cuDNN's is a share of forward in the device file; backward, of 2.5 times the FLOPs, reaches 0.8
-    of that (docs/rehearsal_time.md).
+    Backward has 2.5 times forward's FLOPs. The device file's shares are those of 8,192 tokens.
     """
     device = read_device(name)
-    if device.major < 9:
-        return {"attention": device["attention.flash"]}
-    both = device["attention.cudnn"] * 3.5 / (1 + 2.5 / 0.8)
-    return {"attention": both, "attention_ramp": FRAMEWORKS["nemo"]["attention_ramp"]}
+    kernel = "cudnn" if device.major >= 9 else "flash"
+    forward, backward = (device[f"attention.{kernel}.{way}"] for way in ("forward", "backward"))
+    both = 3.5 / (1 / forward + 2.5 / backward)
+    ramp = FRAMEWORKS["nemo"]["attention_ramp"] if kernel == "cudnn" else 0.0
+    return {"attention": both * (1 + ramp / 8192), "attention_ramp": ramp}
 
 
 def read_fitted(path: Path) -> dict[str, float]:

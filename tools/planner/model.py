@@ -72,7 +72,7 @@ def _hugging_face(path: Path) -> list[str]:
     if not path.is_file():
         known = ", ".join(LLAMA)
         raise ModelError(f"{path}: neither a file, nor flags, nor a size of {known}")
-    content = read_json(path, foreign=True)
+    content = read_json(path, limit=1 << 20, foreign=True)
     flags: list[str] = []
     for key, flag in HUGGING_FACE.items():
         if not isinstance(content, dict) or not isinstance(content.get(key), int | float):

@@ -17,7 +17,7 @@ from estimate.stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import graph, guard, kept, replay_engine, report, triton_kernels
+from tools.rehearsal import graph, guard, kept, replay_engine, report, triton_kernels, workspaces
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
@@ -117,6 +117,11 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
     recorder, step = seen.recorder, seen.recorder.events[seen.first :]
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
+    by_kind, lacking, of_matmuls = dict(fullest.by_kind), list[str](), 0
+    if recorder.device == "cuda":
+        major = read_device(seen.config.rehearse.rehearse_device).major
+        of_matmuls = by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
+        lacking = workspaces.not_counted(recorder.events)
     told: list[str] = []
     of_layers: list[str] = []
     graphs: list[str] = []
@@ -131,8 +136,9 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "findings": [finding._asdict() for finding in findings(seen)],
         "launches": report.launches(step),
         "memory": {
-            "peak_bytes": fullest.peak,
-            "by_kind": fullest.by_kind,
+            "peak_bytes": fullest.peak + of_matmuls,
+            "by_kind": by_kind,
+            "not_counted": lacking,
             "allocator_rounding_bytes": fullest.rounding,
             "largest": [
                 {"bytes": nbytes, "kind": kind, "place": place}

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.rehearsal.events import Alloc, Event, Free, Where
+from tools.rehearsal.events import Alloc, Event, Free, Launch, Where
+from tools.rehearsal.workspaces import OF_OPERATORS, of_launch
 
 ROUND = 512  # bytes: the CUDA allocator's smallest block
 
@@ -32,19 +33,28 @@ class Memory:
 def memory(
     events: Sequence[Event], kinds: Mapping[int, str], device: str, first: int = 0
 ) -> Memory:
-    """Return the peak from event `first` on. kinds: of the storages that are kept, by number."""
+    """Return the peak from event `first` on. kinds: of the storages that are kept, by number.
+
+    A launch's own workspace counts while it runs (workspaces.py).
+    """
     live: dict[int, Alloc] = {}
-    now = peak = 0
+    now = peak = taken = 0
     at = -1
     for i, event in enumerate(events):
         changed = step(live, event, device)
         now += changed
         if i + 1 == first or (changed > 0 and now > peak and i >= first):
-            peak, at = now, i
+            peak, at, taken = now, i, 0
+        elif type(event) is Launch and i >= first:
+            own = of_launch(event)
+            if own and now + own > peak:
+                peak, at, taken = now + own, i, own
     fullest = living(events[: at + 1], device)
     by_kind: dict[str, int] = defaultdict(int)
     for alloc in fullest:
         by_kind[kind_of(alloc, kinds)] += alloc.bytes
+    if taken:
+        by_kind[OF_OPERATORS] = taken
     largest = sorted(((a.bytes, kind_of(a, kinds), a.where.place) for a in fullest), reverse=True)
     rounding = sum(-a.bytes % ROUND for a in fullest)
     order = dict(sorted(by_kind.items(), key=lambda item: -item[1]))

@@ -63,6 +63,7 @@ def text(
     lines += ["", f"Memory at the fullest moment: {in_units(made['memory']['peak_bytes'])}"]
     for kind, nbytes in made["memory"]["by_kind"].items():
         lines.append(f"  {kind:<28} {in_units(nbytes):>9}")
+    lines += [f"  not counted: {what}" for what in made["memory"]["not_counted"]]
     lines += ["", "Collectives and messages of the step"]
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()

@@ -26,19 +26,19 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     words: those of the command line, or None for this process's. text: what --help begins with.
     """
     e = os.environ
-    step = "SLURM_STEP_ID" in e and int(e.get("SLURM_STEP_NUM_NODES", "1")) > 1
-    nodes, rank = (e["SLURM_STEP_NUM_NODES"], e.get("SLURM_NODEID", "0")) if step else (1, 0)
+    step = "SLURM_STEP_ID" in e and _count("SLURM_STEP_NUM_NODES", 1) > 1
+    nodes = _count("SLURM_STEP_NUM_NODES", 1) if step else 1
+    rank, port = (_count("SLURM_NODEID", 0), _count("MASTER_PORT", PORT)) if step else (0, PORT)
     parser = argparse.ArgumentParser(
         "supervise.py", description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
     add("--nproc-per-node", type=above(0), default=1, help="places for ranks on this node")
-    add("--nnodes", type=above(0), default=int(nodes), help="nodes, each with a supervisor")
-    add("--node-rank", type=above(-1), default=int(rank), help="this node's number; 0 decides")
+    add("--nnodes", type=above(0), default=nodes, help="nodes, each with a supervisor")
+    add("--node-rank", type=above(-1), default=rank, help="this node's number; 0 decides")
     add("--master-addr", default=e.get("MASTER_ADDR") if step else None, help="node 0's address")
-    add("--master-port", type=above(0), default=int(e.get("MASTER_PORT", PORT)) if step else PORT,
-        help="where supervisors meet")  # fmt: skip
+    add("--master-port", type=above(0), default=port, help="where supervisors meet, 1 to 65535")
     add("--max-restarts", type=above(-1), default=100, help="restarts in all")
     add("--crash-loop", type=above(0), default=3, metavar="K",
         help="give up after so many faults in a row without a new step")  # fmt: skip
@@ -61,6 +61,9 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     if o.nnodes > 1 and not o.master_addr:
         raise Mistake(f"--nnodes {o.nnodes} needs --master-addr, the address of node 0")
     o.master_addr = o.master_addr or "127.0.0.1"
+    if not 0 < o.master_port < 65536:
+        said = "--master-port" if o.master_port != port or not step else "MASTER_PORT"
+        raise Mistake(f"{said} {o.master_port}: a port is 1 to 65535")
     if not Path(o.script).is_file():
         raise Mistake(f"{o.script}: there is no such program")
     if o.spares >= o.nnodes * o.nproc_per_node:
@@ -77,6 +80,22 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
             "them the same WEFT_SECRET or WEFT_SECRET_FILE"
         )
     return o, secret or secrets.token_hex(32).encode()
+
+
+def _count(name: str, default: int) -> int:
+    """Read a count from the environment. Raises Mistake."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise Mistake(f"{name} in the environment is {text!r}: it must be a whole number >= 0")
+    return int(text)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on: a run that has ended keeps the exit code that it printed."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def above(least: int) -> Callable[[str], int]:

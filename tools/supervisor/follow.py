@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from tools.supervisor.channel import Channel, WireError, call
-from tools.supervisor.flags import MEET, SIGNALS
+from tools.supervisor.flags import MEET, SIGNALS, ignore_signals
 from tools.supervisor.node import Event, Node
 from tools.supervisor.report import MISTAKE, say
 from training.faults.wire import nonce
@@ -79,5 +79,6 @@ class Follower:
                     time.sleep(AGAIN)
             return 128 + self.signalled
         finally:
+            ignore_signals()
             if node is not None:
                 node.close()

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -34,6 +35,9 @@ SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
 NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress
+# seconds without a sign of life of the process that starts ranks: until it is told to go on
+# (SIGCONT), and until it is killed; IMPORTING: while it imports torch
+WAKE, SILENT, IMPORTING = 10.0, 20.0, 300.0
 PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it
 NEEDS = re.compile(r"needs_(\d{8,})\.json")
 FILE = re.compile(r"[\w][\w.-]{0,200}")
@@ -43,10 +47,22 @@ Event = dict[str, Any]
 def memory_directory() -> tuple[Path, int]:
     """Make this supervisor's directory in the host's memory, for this user alone.
 
-    Return it and a descriptor that locks it, also in whoever inherits that. Directories that nobody
-    holds any more are removed: their supervisors were killed, with all that they had started.
+    Where that is full or is not there, the directory for temporary files stands in. Return it and a
+    descriptor that locks it, also in whoever inherits that. Directories that nobody holds any more
+    are removed: their supervisors were killed, with all that they had started. Raises OSError.
     """
-    base = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    if MEMORY.is_dir():
+        try:
+            return _directory_in(MEMORY)
+        except OSError as error:
+            say(
+                f"{MEMORY}: {error.strerror}: {tempfile.gettempdir()} is used instead, also for "
+                "copies of the state (--peer-checkpoint)"
+            )
+    return _directory_in(Path(tempfile.gettempdir()))
+
+
+def _directory_in(base: Path) -> tuple[Path, int]:
     for old in base.glob(f"weft-{os.getuid()}-*"):
         with suppress(OSError):
             if time.time() - old.lstat().st_mtime > NEW and (fd := _lock(old)) is not None:
@@ -54,8 +70,18 @@ def memory_directory() -> tuple[Path, int]:
                 os.close(fd)
     path = base / f"weft-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
-    for name in ("memory", "errors"):
-        (path / name).mkdir(mode=0o700)
+    try:
+        for name in ("memory", "errors"):
+            (path / name).mkdir(mode=0o700)
+        # ranks report by it also where the memory is full by then
+        fd = os.open(path / "progress", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PROGRESS.size)
+        finally:
+            os.close(fd)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     held = _lock(path)
     assert held is not None, f"{path} is new, and locked"
     return path, held
@@ -127,7 +153,7 @@ class Node:
     def _start(self) -> None:
         """Start the process that starts the ranks."""
         ours, theirs = socket.socketpair()
-        self._sock = ours
+        self._sock, self._heard, self._ready = ours, 0, False
         with theirs:
             words = [str(theirs.fileno()), str(self.directory), "warm" if self.warm else "cold"]
             kept = [theirs.fileno(), self._held]
@@ -140,9 +166,13 @@ class Node:
     def _listen(self, sock: socket.socket) -> None:
         buffer = b""
         while data := _received(sock):
+            self._heard += 1
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 message = json.loads(line)
+                if "beat" in message:
+                    continue
+                self._ready = self._ready or "ready" in message
                 if "ended" in message:
                     rank, code = message["ended"]
                     message = {"ended": [rank, code, self._cause(rank)], "attempt": self.attempt}
@@ -190,7 +220,8 @@ class Node:
     def _begin(self, plan: Event) -> None:
         """Start this node's ranks of an attempt."""
         self.attempt, slots, first = plan["attempt"], plan["slots"], plan["first"]
-        (self.directory / "progress").unlink(missing_ok=True)
+        with suppress(OSError), open(self.directory / "progress", "r+b") as file:
+            file.write(bytes(PROGRESS.size))
         base = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         base.pop("WEFT_SECRET_FILE", None)  # read already
         base |= {
@@ -212,14 +243,30 @@ class Node:
         self._send(start=ranks, argv=self.argv)
 
     def _watch(self) -> None:
-        """Report rank 0's progress and the copies that are whole."""
-        last = None
+        """Report rank 0's progress and the copies that are whole; end a starter that stands."""
+        last, heard, quiet, looked, woken = None, 0, 0.0, time.monotonic(), False
         while not self._closed:
+            now = time.monotonic()
+            if heard != self._heard:
+                heard, quiet, woken = self._heard, 0.0, False
+            else:  # seconds in which this process stood still, too, do not count
+                quiet += min(now - looked, 1.0)
+            looked = now
+            if self._ready and quiet > WAKE and not woken:
+                woken = True
+                self._process.send_signal(signal.SIGCONT)
+            if quiet > (SILENT if self._ready else IMPORTING):
+                say(
+                    f"the process that starts ranks (pid {self._process.pid}) has given no sign of "
+                    f"life for {quiet:.0f} s: it is killed, and its ranks with it"
+                )
+                quiet = 0.0
+                self._process.kill()
             with suppress(OSError, struct.error):
-                now = PROGRESS.unpack((self.directory / "progress").read_bytes())
-                if now != last:
-                    self.event({"progress": list(now)})
-                    last = now
+                record = PROGRESS.unpack((self.directory / "progress").read_bytes())
+                if record != last and any(record):  # zeros: nothing is reported yet
+                    self.event({"progress": list(record)})
+                    last = record
             for entry in os.scandir(self.memory):
                 match = NEEDS.fullmatch(entry.name)
                 inode = entry.inode()

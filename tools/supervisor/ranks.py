@@ -8,7 +8,8 @@ It imports the program once and forks each rank, so that a restart need not impo
 
 One JSON object a line comes over the socket FD: {"start": [environments], "argv": [SCRIPT,
 FLAG...]}, {"signal": number}, {"dry run": world, "argv": ...}. Lines go back: {"ready": seconds},
-{"ended": [rank, code]} (a negative code is a signal's), {"dry run": [world, code]}.
+{"ended": [rank, code]} (a negative code is a signal's), {"dry run": [world, code]}, and every
+second {"beat": true}, a sign of life.
 
 Its death kills the ranks. The supervisor's death, which closes the socket, ends them in order: they
 are told to stop, which saves, and are killed if they have not ended after GRACE seconds. Then the
@@ -144,7 +145,11 @@ def main() -> None:
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    beat = time.monotonic()
     while True:
+        if time.monotonic() - beat > 1.0:
+            beat = time.monotonic()
+            ranks.tell(beat=True)
         ready = select.select([sock, woken], [], [], 1.0)[0]
         if woken in ready:
             woken.recv(4096)

@@ -4,7 +4,8 @@
 A line of --log-json has "event", "time" (seconds since 1970), "attempt" and
 
     start    world, nodes, port, copy: the step in memory that ranks may begin at, or null
-    fault    rank, node, cause, step: the last one done, detection_seconds: from that step's end
+    fault    rank, node, cause, step: the last one done, detection_seconds: from that step's end,
+             alike: the number of ranks, if all of them ended in the same way by themselves, else 0
     back     step: the first one after the fault; mttr_seconds from the fault's detection until that
              step is done, of which stop_seconds until all ranks had ended, start_seconds until the
              new ones trained; begun_at: the step they began at; source: nothing, disk or memory;
@@ -50,13 +51,21 @@ class End(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first cause of an attempt's end. step: the last one done."""
+    """The first cause of an attempt's end. step: the last one done. alike: see `alike`."""
 
     attempt: int
     rank: int
     node: int
     cause: str
     step: int
+    alike: int = 0
+
+    @property
+    def who(self) -> str:
+        """Return the rank and its node, or that all ranks failed in the same way."""
+        if self.alike:
+            return f"all {self.alike} ranks" if self.alike > 1 else "the only rank"
+        return f"rank {self.rank} on node {self.node}"
 
 
 def verdict(ends: Sequence[End]) -> int | None:
@@ -93,6 +102,16 @@ def first_cause(ends: Sequence[End]) -> tuple[int, str]:
     return end.rank, "it did not end when the others had"
 
 
+def alike(ends: Sequence[End]) -> int:
+    """Return the number of ranks if all ended by themselves with one code and one cause, else 0.
+
+    Then no rank's host is to blame. A rank that says that another one failed first did not.
+    """
+    ways = {(end.code, end.cause) for end in ends}
+    same = len(ways) == 1 and all(end.fault and not FIRST.search(end.cause) for end in ends)
+    return len(ends) * same
+
+
 def ended_by(number: int, ends: Sequence[End]) -> int:
     """Return the exit code of a run whose ranks got signal `number` before the first step, or 1."""
     theirs = {-number, 128 + number, *ORDERLY}
@@ -110,12 +129,16 @@ def signal_name(number: int) -> str:
 def diagnosis(faults: Sequence[Fault]) -> str:
     """Return what is known of faults in a row without a new step between them, in one paragraph."""
     lines = [f"{len(faults)} faults in a row without a new step, so it is not started again"]
-    lines += [
-        f"  attempt {f.attempt}: rank {f.rank} on node {f.node}, after step {f.step}: {f.cause}"
-        for f in faults
-    ]
+    lines += [f"  attempt {f.attempt}: {f.who}, after step {f.step}: {f.cause}" for f in faults]
     ranks, steps = {f.rank for f in faults}, {f.step for f in faults}
-    if len(ranks) == 1 and len(faults) > 1:
+    if all(f.alike for f in faults):
+        lines.append(
+            f"  always {faults[0].who} alike: the flags, the program, the data or what the ranks "
+            "share, rather than one host"
+            if faults[0].alike > 1
+            else "  the run has one rank: the flags, the program, the data, or this host"
+        )
+    elif len(ranks) == 1 and len(faults) > 1:
         lines.append(f"  always rank {faults[0].rank}: its host, its device, or what only it does")
     elif len(steps) == 1 and len(faults) > 1:
         lines.append(
@@ -192,16 +215,15 @@ class Report:
                 steps_lost=lost, **{k: round(v, 4) for k, v in facts.items()},
             )  # fmt: skip
 
-    def failed(self, attempt: int, rank: int, node: int, cause: str, seen: float) -> Fault:
+    def failed(
+        self, attempt: int, rank: int, node: int, cause: str, seen: float, alike: int = 0
+    ) -> Fault:
         """Take note of a fault that was seen at a time of the monotonic clock; ranks are gone."""
         now = self.attempts[-1]
         step = now.last if now.began else self.best
-        fault = Fault(attempt, rank, node, cause, step)
+        fault = Fault(attempt, rank, node, cause, step, alike)
         waited = seen - now.ended if now.ended else seen - self.began
-        say(
-            f"attempt {fault.attempt}: rank {fault.rank} on node {fault.node} failed after step "
-            f"{fault.step}: {fault.cause}"
-        )
+        say(f"attempt {fault.attempt}: {fault.who} failed after step {fault.step}: {fault.cause}")
         self.log("fault", **fault._asdict(), detection_seconds=round(waited, 4))
         if self.fault is None:  # else the one before is not mended yet
             self.fault, self._at = fault, seen

@@ -10,7 +10,6 @@ index lists and the model needs. Pickles are not read.
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import check_size, hold_directory, open_plain
+from training.checkpoint.header import HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.manifest import LIMIT, parse
-from training.checkpoint.pieces import DTYPES
+from training.checkpoint.manifest import parse
 
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DERIVED = "rotary_emb.inv_freq"  # computed from the config; old Llama 2 directories carry it
 ROWS = 1024  # of two embeddings, compared at a time
@@ -149,11 +147,12 @@ def _spell(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object that somebody else wrote. Raises CheckpointError."""
+    """Read a JSON object that somebody else wrote, within LIMITS. Raises CheckpointError."""
+    limit = LIMITS.get(path.name, HEADER_LIMIT)
     with open_plain(path) as file:
-        data = file.read(LIMIT + 1)
-    if len(data) > LIMIT:
-        raise CheckpointError(f"{path.name} is larger than {LIMIT} bytes")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path.name} is larger than {limit:,} bytes")
     return parse(data, path.name, foreign=True)
 
 
@@ -162,6 +161,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
+    if len(listed) > NAMES:
+        raise CheckpointError(f"{path.name} lists {len(listed):,} tensors; {NAMES:,} are read")
     for name, file in listed.items():
         if not isinstance(file, str) or not PLAIN.fullmatch(file):
             raise CheckpointError(
@@ -171,58 +172,3 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if not os.path.lexists(path.parent / file):
             raise CheckpointError(f"{path.name} lists {file}, which is not there")
     return listed
-
-
-def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
-    """Return a safetensors file's size and {tensor: (dtype, shape)}.
-
-    Raises CheckpointError naming the rule that is broken: the header lies in the file and is a JSON
-    object; a tensor has the bytes of its dtype and shape; one after another they fill the file, so
-    that nothing overlaps and nothing is hidden in between.
-    """
-
-    def refuse(rule: str) -> CheckpointError:
-        return CheckpointError(f"{path.name} is not a sound safetensors file: {rule}")
-
-    with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 8:
-            raise refuse(f"it has {size} bytes, and the length of its header takes 8")
-        length = int.from_bytes(file.read(8), "little")
-        if length > HEADER_LIMIT:
-            raise refuse(f"a header of {length} bytes, where {HEADER_LIMIT} are allowed")
-        if length > size - 8:
-            raise refuse(f"its header of {length} bytes ends beyond the {size} of the file")
-        header = parse(
-            file.read(length), f"{path.name} is not a sound safetensors file: its header"
-        )
-    texts = header.pop("__metadata__", {})
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise refuse("its __metadata__ is not an object of strings")
-    found, spans = {}, []
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            numbers = [begin, end, *shape]
-        except (TypeError, KeyError, ValueError):
-            raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
-        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
-            raise refuse(f"shape or data_offsets of {name} are not up to 8 counts")
-        if not isinstance(dtype, str) or dtype not in BY_NAME:
-            raise CheckpointError(
-                f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"
-            )
-        need = prod(shape) * BY_NAME[dtype].itemsize
-        if end - begin != need:
-            raise refuse(f"{name}, {dtype} {shape}, takes {need} bytes and has {end - begin}")
-        found[name] = (dtype, shape)
-        spans.append((begin, end, name))
-    at = 0
-    for begin, end, name in sorted(spans):
-        if begin != at:
-            how = "overlaps another tensor" if begin < at else "leaves a hole before it"
-            raise refuse(f"{name} {how}: it begins at {begin}, not {at}")
-        at = end
-    if at != size - 8 - length:
-        raise refuse(f"its tensors end at {at} of {size - 8 - length} bytes")
-    return size, found

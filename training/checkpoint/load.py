@@ -9,6 +9,7 @@ they were saved, unless the dtype changes.
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.files import check_file, check_size, hold_directory
 from training.checkpoint.finite import check_tensors, fault_of
+from training.checkpoint.header import check_header
 from training.checkpoint.manifest import (
     INDEX,
     STATE,
@@ -52,6 +54,7 @@ FLAGS = {
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
+PASSED_OVER = 10_000  # most iterations that a run may have passed over
 DICTS = ("config", "hf_config", "tp_comm_overlap", "layout")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
@@ -131,25 +134,36 @@ class Checkpoint:
         meet = np.maximum(low, begin) < np.minimum(high, begin + np.array(piece.sizes, np.int64))
         return [parts[i] for i in np.flatnonzero(meet.all(axis=1))]
 
+    @cached_property
+    def _rows(self) -> dict[str, list[tuple[str, str, list[int]]]]:
+        """Return {file: [(key, dtype, shape)]}: what the index says that each file holds."""
+        found: dict[str, list[tuple[str, str, list[int]]]] = {n: [] for n in self.manifest["files"]}
+        for entry in self.index.values():
+            for file, key, _, sizes in entry["parts"]:
+                found[file].append((key, entry["dtype"], sizes))
+        return found
+
     def files_of(self, pieces: Iterable[NamedPiece]) -> list[str]:
         """List the files in which the pieces lie, in order of their names."""
         return sorted({part[0] for piece in pieces for part in self.parts(piece)})
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
-        """Hash files, several at a time, and look at their values (finite.py) where `finite`.
+        """Hash files, several at a time, hold their headers against the index, and look at their
+        values (finite.py) where `finite`.
 
         Raises CheckpointError naming the first file that is not as written, or holds a NaN.
         """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            files = self.manifest["files"]
-            tasks = [pool.submit(self._verify, name, files[name], finite) for name in names]
-            for task in tasks:
+            for task in [pool.submit(self.verify_file, name, finite) for name in names]:
                 task.result()
 
-    def _verify(self, name: str, info: dict[str, Any], finite: bool) -> None:
-        check_file(self._at / name, info)
-        if finite and name.endswith(".safetensors"):
-            check_tensors(self._at / name)
+    def verify_file(self, name: str, finite: bool = True, sha256: bool = False) -> None:
+        """Do what `verify` does to one file. sha256: compare that sum (files.py)."""
+        check_file(self._at / name, self.manifest["files"][name], sha256)
+        if name.endswith(".safetensors"):
+            check_header(self._at / name, self._rows[name])
+            if finite:
+                check_tensors(self._at / name)
 
     @torch.no_grad()
     def read(self, pieces: Iterable[NamedPiece], finite: bool = True) -> None:
@@ -186,6 +200,12 @@ def _check_state(state: Mapping[str, Any]) -> None:
         if not optional and (type(value) is not kind or (isinstance(value, int) and value < 0)):
             what = "an int >= 0" if kind is int else f"a {kind.__name__}"
             raise CheckpointError(f"{STATE}: {name} must be {what}")
+    passed = state.get("passed_over", [])
+    sound = type(passed) is list and len(passed) <= PASSED_OVER
+    if not sound or any(type(i) is not int or i < 1 for i in passed):
+        raise CheckpointError(
+            f"{STATE}: passed_over must be a list of at most {PASSED_OVER:,} iterations, from 1"
+        )
     counts = {f"layout.{axis}": size for axis, size in state.get("layout", {}).items()}
     overlap = state.get("tp_comm_overlap", {})
     choices = overlap.get("choices", {}) if overlap.get("choices") is not None else {}

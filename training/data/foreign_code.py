@@ -8,7 +8,7 @@ from typing import Any
 
 from training.untrusted import read_plain
 
-LARGEST = 1 << 29  # bytes of a tokenizer's file
+LARGEST = 1 << 27  # bytes of a tokenizer's file
 
 
 def read_model(path: str, flag: str = "--tokenizer-model") -> bytes:

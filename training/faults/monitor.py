@@ -48,6 +48,24 @@ MEETING = 60.0  # seconds, at most, until all ranks have joined
 JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 
 
+def exited_early(error: BaseException | None) -> str:
+    """Return a sentence about a sys.exit(0) that ends a run before it is done, else "".
+
+    A parser that has printed its help may end the process so.
+    """
+    if not isinstance(error, SystemExit) or error.code:
+        return ""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "sys.exit() was called before the run was done"
+    if trace.tb_frame.f_globals.get("__name__") == "argparse":
+        return ""
+    place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+    return f"sys.exit() was called at {place} before the run was done"
+
+
 class FailureMonitor:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
@@ -271,17 +289,17 @@ class FailureMonitor:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._ended.set()
         self.watch.disarm()
-        early = isinstance(error, SystemExit) and not error.code
+        early = exited_early(error)
         if error is None or self._connection is None:
             if early:
-                raise RuntimeError("something called sys.exit() before the run was done") from error
+                raise RuntimeError(early) from error
             self._say_bye()
             return
         text = str(error).strip() or "no message"
         text = NOISE.sub("", text.splitlines()[0])
         why, wait = f"{type(error).__name__}: {text}", 0.0
         if early:
-            why = "something called sys.exit() before the run was done"
+            why = early
         elif isinstance(error, CommunicationError):
             wait = self._grace
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):

@@ -96,10 +96,9 @@ def check_run(config: Config) -> None:
             raise UsageError(
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
-    if (
-        log.record_memory_history
-        and not config.run.dry_run
-        and (config.parallel.device == "cpu" or not torch.cuda.is_available())
+    here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
+    if log.record_memory_history and (
+        config.parallel.device == "cpu" or (here and not torch.cuda.is_available())
     ):
         raise UsageError(
             "--record-memory-history needs --device cuda: it records CUDA's allocator, and memory "

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from training.config import Config, UsageError
 from training.faults.hang_watch import HangWatch
-from training.faults.monitor import FailureMonitor
+from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
@@ -213,7 +214,7 @@ def tell_launcher(text: str, error_file: str | None) -> None:
     """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it."""
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
-        with open(error_file, "w", encoding="utf-8") as file:
+        with suppress(OSError), open(error_file, "w", encoding="utf-8") as file:  # a full disk
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
@@ -227,8 +228,14 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     try:
         code = main()
-    except SystemExit as end:  # --help, or a signal
-        code = end.code if isinstance(end.code, int) else 0
+    except SystemExit as end:  # --help, a signal, or a model's file that calls exit()
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            print(f"{PROGRAM}: {end.code}", file=sys.stderr)
+        if not code and (text := exited_early(end)):
+            print(f"{PROGRAM}: {text}", file=sys.stderr)
+            tell_launcher(text, error_file)
+            code = 1
     except Exception as error:
         traceback.print_exc()
         tell_launcher(f"{type(error).__name__}: {error}", error_file)

@@ -9,6 +9,7 @@ pytest.importorskip(
 )
 
 from tests.mpu.kernels.elementwise import (
+    MOST,
     OPERATIONS,
     block,
     count,
@@ -23,8 +24,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = {norm: ((1, 7), (3, 17), (37, 64), (5, 1025), (200, 6)), rope: ((1, 1), (3, 17), (2, 64))}
 SHAPES[long_norm] = ((1, 7), (3, 17), (13, 64), (5, 90))
 SHAPES[swiglu] = ((1, 1), *SHAPES[norm][1:-1])
-# units in the last place; a bf16 result is rounded once, its weight gradient is in fp32
-MOST = {"norm": 8.0, "long_norm": 8.0, "rope": 2.0, "swiglu": 8.0}
 
 
 CASES = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpu.kernels.by_address import CALLS, TENSOR, scaled_mm, wrong
-from tests.tools.rehearsal.layout_mutants import MUTANTS
+from tests.tools.rehearsal.layout_mutants import ENVIRONMENT, MUTANTS
 from tools.rehearsal.host import CALLS as NATIVE
 from tools.rehearsal.kernel_costs import COSTS
 
@@ -68,4 +68,4 @@ def test_the_log_sum_exp_of_a_ring_is_found():
 @pytest.mark.prove
 def test_every_mutant_is_found_and_nothing_without_one():
     pytest.importorskip("triton", reason="this platform has no triton")
-    tried(1, len(MUTANTS))
+    tried(1, len(MUTANTS) + len(ENVIRONMENT))

@@ -13,6 +13,9 @@ import pytest
 from tests.tools.rehearsal.conftest import SMALL
 from tools.explainer.formulas import add_up, apply, read_formulas
 from tools.rehearsal.device_file import path_of
+from tools.rehearsal.events import Alloc, Free, Launch, Where
+from tools.rehearsal.memory import memory
+from tools.rehearsal.workspaces import of_launch
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -179,3 +182,35 @@ def test_the_host_pays_for_autograd_functions_and_for_each_argument_of_triton(re
     assert round(seconds["launch_seconds"]) == others
     assert seconds["function_seconds"] > 2 * 2 * 4  # norms alone: 4 layers, forward and backward
     assert seconds["triton_argument_seconds"] > 5 * triton
+
+
+def test_the_workspaces_of_operators_are_counted_or_named(rehearse):
+    """FlashAttention's backward has dq in fp32 and dk, dv of each head; cuDNN's is not known."""
+    wide = "--num-attention-heads 4 --kv-channels 64 --seq-length 128"
+    devices = ("a100", "h100")
+    said = {d: rehearse(f"{wide} --rehearse-device {d}").report["memory"] for d in devices}
+    flash = "aten::_scaled_dot_product_flash_attention_backward"
+    q = launch(flash, (2, 8, 100, 40), (2, 4, 64, 40))
+    assert of_launch(q) == 4 * 2 * 8 * 128 * (64 + 1) + 2 * 2 * 64 * 8 * 40 * 2
+    packed = launch("aten::_flash_attention_backward", (300, 8, 64), (300, 8, 64))
+    assert of_launch(packed) == 4 * 8 * 384 * 65
+    for device, each in (("a100", 8519680), ("h100", 33554432)):
+        assert said[device]["by_kind"]["workspaces of cuBLAS"] == 2 * each  # two host threads
+        assert sum(said[device]["by_kind"].values()) == said[device]["peak_bytes"]
+    named = {d: any("cuDNN" in what for what in m["not_counted"]) for d, m in said.items()}
+    assert named == {"a100": False, "h100": True}
+    assert not any("NCCL" in what for what in said["a100"]["not_counted"])
+
+
+def test_the_peak_is_in_flash_s_backward_where_its_workspace_makes_it():
+    q = launch("aten::_flash_attention_backward", (300, 8, 64), (300, 8, 64))
+    events = [Alloc(0, 1000, "", 0, "cuda", q.where), Free(0, ""),
+              Alloc(1, 100, "", 0, "cuda", q.where), q]  # fmt: skip
+    found = memory(events, {}, "cuda")
+    assert (found.peak, found.at) == (100 + of_launch(q), 3)
+    assert found.by_kind["workspaces of operators"] == of_launch(q)
+
+
+def launch(op, q, k):
+    """Return a launch whose tensors are the output's gradient, q and k."""
+    return Launch(op, 0, (q, q, k), "bfloat16", (), (), 0, 1.0, Where())

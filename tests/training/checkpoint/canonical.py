@@ -75,7 +75,9 @@ def config_of(case: dict, seed: int = 5) -> Config:
         ),
         BatchConfig(ROWS[model][case["dp"]], model),
         OptimizerConfig(
-            lr=1e-3, lr_decay_style="constant", clip_grad=0.5,
+            lr=1e-3,
+            lr_decay_style="constant",
+            clip_grad=0.5,
             optimizer=case.get("optimizer", "adam"),
         ),
         run=RunConfig(seed=seed, dtype=getattr(torch, case["dtype"])),

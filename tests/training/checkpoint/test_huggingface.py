@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.llama import LlamaConfig, from_hf_config, hf_config
-from training.checkpoint import CheckpointError, MismatchError, NamedPiece
-from training.checkpoint.huggingface import HuggingFaceDirectory, read_header
+from training.checkpoint import CheckpointError, MismatchError, NamedPiece, header, huggingface
+from training.checkpoint.header import read_header
+from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
+from training.data.foreign_code import read_model
 
 SIZES = hf_config(LlamaConfig(250, 64, 96, 2, 8, 4))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -236,8 +238,8 @@ TWICE = (
 ABSURD = {
     "nothing": (b"", "it has 0 bytes"),
     "half a length": (b"1234567", "it has 7 bytes"),
-    "a header of 4 EB": (raw(b"{}", length=1 << 62), "a header of 4611686018427387904 bytes"),
-    "a header of 100 MB and 1": (raw(b"{}", length=100_000_001), "where 100000000 are allowed"),
+    "a header of 4 EB": (raw(b"{}", length=1 << 62), "a header of 4,611,686,018,427,387,904 bytes"),
+    "a header of 100 MB and 1": (raw(b"{}", length=100_000_001), "where 16,777,216 are allowed"),
     "a header beyond the end": (raw(b"{}", length=3), "3 bytes ends beyond the 10 of the file"),
     "no JSON": (raw(b"[["), "its header is not JSON"),
     "no object": (raw(b"[]"), "its header does not hold a JSON object"),
@@ -281,6 +283,35 @@ def test_absurd_headers(tmp_path: Path, what: str) -> None:
     if what in ABSURD:
         with pytest.raises(SafetensorError), safe_open(path, "pt") as file:
             file.keys()
+
+
+def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config.json of 255 MB took 7 GB, a header of a million tensors a minute."""
+    monkeypatch.setattr(header, "NAMES", 1)
+    path = make(tmp_path, model={"a": torch.ones(1), "b": torch.ones(1)}) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="names 2 tensors, where 1 are allowed"):
+        HuggingFaceDirectory(tmp_path)
+    monkeypatch.setattr(huggingface, "NAMES", 1)
+    index = {"weight_map": {"a": path.name, "b": path.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="index.json lists 2 tensors; 1 are read"):
+        HuggingFaceDirectory(tmp_path)
+    with open(tmp_path / "config.json", "ab") as file:
+        file.write(b" " * (1 << 20))
+    with pytest.raises(CheckpointError, match="config.json is larger than 1,048,576 bytes"):
+        HuggingFaceDirectory(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with open(tmp_path / "model.safetensors.index.json", "ab") as file:
+        file.write(b" " * (1 << 24))
+    with pytest.raises(CheckpointError, match="index.json is larger than 16,777,216 bytes"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_a_tokenizer_of_more_than_128_mib_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate((1 << 27) + 1)
+    with pytest.raises(ValueError, match="it has more than 134,217,728 bytes"):
+        read_model(str(tmp_path / "tokenizer.json"))
 
 
 def test_empty_tensors_are_sound(tmp_path: Path) -> None:

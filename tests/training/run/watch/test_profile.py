@@ -177,7 +177,8 @@ def test_memory_history_is_written_at_the_end_and_after_a_failure(tmp_path, monk
 
         monkeypatch.setattr(memory, name, called)
     asked = ["--record-memory-history", "--memory-snapshot-path", "deep/m.pickle", "--dry-run"]
-    config = parse([*(word for word in FLAGS if word != "--profile"), *asked], 4)
+    here = [word for word in FLAGS if word not in ("--profile", "--device", "cpu")]
+    config = parse([*here, *asked], 4)
     for rank in (0, 1):
         with suppress(MemoryError), Profile(config, grid(rank), *quiet(said)) as profile:
             profile.step()
@@ -193,7 +194,8 @@ def test_memory_history_is_written_at_the_end_and_after_a_failure(tmp_path, monk
     assert said == [f"memory history: {path}; open it at https://pytorch.org/memory_viz"]
 
 
-def test_memory_history_says_what_it_needs_on_a_cpu():
-    asked = [*FLAGS, "--record-memory-history", "--device", "cpu"]
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_memory_history_says_what_it_needs_on_a_cpu(more):
+    asked = [*FLAGS, "--record-memory-history", "--device", "cpu", *more]
     with pytest.raises(ValueError, match="--record-memory-history needs --device cuda: .*--rehear"):
         parse(asked, 4)

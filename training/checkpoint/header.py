@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the header of a safetensors file, whoever wrote it, without trusting it."""
+
+import os
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.files import open_plain
+from training.checkpoint.manifest import parse
+from training.checkpoint.pieces import DTYPES
+
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+HEADER_LIMIT, NAMES = 1 << 24, 100_000  # most bytes of a header; most tensors in it
+
+
+def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
+    """Return a safetensors file's size and {tensor: (dtype, shape)}.
+
+    Raises CheckpointError naming the rule that is broken: the header lies in the file and is a JSON
+    object; a tensor has the bytes of its dtype and shape; one after another they fill the file, so
+    that nothing overlaps and nothing is hidden in between.
+    """
+
+    def refuse(rule: str) -> CheckpointError:
+        return CheckpointError(f"{path.name} is not a sound safetensors file: {rule}")
+
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise refuse(f"it has {size} bytes, and the length of its header takes 8")
+        length = int.from_bytes(file.read(8), "little")
+        if length > HEADER_LIMIT:
+            raise refuse(f"a header of {length:,} bytes, where {HEADER_LIMIT:,} are allowed")
+        if length > size - 8:
+            raise refuse(f"its header of {length} bytes ends beyond the {size} of the file")
+        header = parse(
+            file.read(length), f"{path.name} is not a sound safetensors file: its header"
+        )
+    texts = header.pop("__metadata__", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise refuse("its __metadata__ is not an object of strings")
+    if len(header) > NAMES:
+        raise refuse(f"its header names {len(header):,} tensors, where {NAMES:,} are allowed")
+    found, spans = {}, []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [begin, end, *shape]
+        except (TypeError, KeyError, ValueError):
+            raise refuse(f"{name} needs dtype, shape and two data_offsets") from None
+        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers):
+            raise refuse(f"shape or data_offsets of {name} are not up to 8 counts")
+        if not isinstance(dtype, str) or dtype not in BY_NAME:
+            raise CheckpointError(
+                f"{path.name}: {name} is {dtype}; only {', '.join(BY_NAME)} are read"
+            )
+        need = prod(shape) * BY_NAME[dtype].itemsize
+        if end - begin != need:
+            raise refuse(f"{name}, {dtype} {shape}, takes {need} bytes and has {end - begin}")
+        found[name] = (dtype, shape)
+        spans.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(spans):
+        if begin != at:
+            how = "overlaps another tensor" if begin < at else "leaves a hole before it"
+            raise refuse(f"{name} {how}: it begins at {begin}, not {at}")
+        at = end
+    if at != size - 8 - length:
+        raise refuse(f"its tensors end at {at} of {size - 8 - length} bytes")
+    return size, found
+
+
+def check_header(path: Path, wanted: Iterable[tuple[str, str, list[int]]]) -> None:
+    """Raise CheckpointError unless a file is sound and holds the tensors (key, dtype, shape)."""
+    _, found = read_header(path)
+    for key, dtype, shape in wanted:
+        if key not in found:
+            raise CheckpointError(f"{path.name} does not hold {key}")
+        if found[key] != (dtype, list(shape)):
+            raise CheckpointError(
+                f"{path.name}: {key} is {found[key][0]} {found[key][1]}, and the index says "
+                f"{dtype} {list(shape)}"
+            )
