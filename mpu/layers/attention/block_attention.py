@@ -322,7 +322,7 @@ def products_backward(
     each = q.shape[1] // k.shape[1]  # query heads of a group
     weights = (_scores(q, k, causal) - lse[..., None]).exp()
     pulls = (dy @ v.repeat_interleave(each, 1).mT).to(weights.dtype)
-    pulls -= (dy * out).sum(-1, keepdim=True, dtype=weights.dtype)
+    pulls -= (dy.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
     pulls = (pulls * weights).mul_(q.shape[3] ** -0.5).to(q.dtype)
     dq = pulls @ k.repeat_interleave(each, 1)
     dk, dv = pulls.mT @ q, weights.to(dy.dtype).mT @ dy  # [b, a, S, d]
