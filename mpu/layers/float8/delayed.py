@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
-from mpu.grid import Grid
+from mpu.context import LayerContext
 from mpu.layers.float8.rows import E4M3, NOT_FINITE, Format, scale_bytes, scale_of
 
 ROLES = ("x", "dy", "w")
@@ -60,11 +60,11 @@ class AmaxHistory:
         names: Sequence[str],
         how: Delayed,
         dy: Format,
-        grid: Grid,
+        ctx: LayerContext,
         like: Tensor,
         gathered: bool = False,
     ) -> None:
-        self.names, self.how, self.grid, self._gathered = names, how, grid, gathered
+        self.names, self.how, self.ctx, self._gathered = names, how, ctx, gathered
         self._forms = (E4M3, dy, E4M3)
         # what is only counted, without data, is a step in mid-run
         self.filled = [like.is_meta] * len(names)
@@ -88,7 +88,7 @@ class AmaxHistory:
         found_inf: 1.0 where the update is skipped, and with it this. Nothing waits for the device
         but the first step.
         """
-        for axis in (self.grid.tp, self.grid.dp_cp):
+        for axis in (self.ctx.tp, self.ctx.grid.dp_cp):
             if axis.size > 1:
                 all_reduce(self.noted, axis, op=MAX, label=AMAXES)
         known = (self.noted > 0) & (self.noted < NOT_FINITE)

@@ -270,7 +270,7 @@ def use_float8(
                     "layers that are cut over tp: give tensorwise"
                 )
         names, like = [f"{name}.weight" for name in found], next(model.parameters())
-        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx.grid, like, gather)
+        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like, gather)
         ctx.sink.amaxes = amaxes
     for i, layer in enumerate(found.values()):
         slot = None if amaxes is None else Slot(amaxes, i)
