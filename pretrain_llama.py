@@ -74,6 +74,7 @@ from training.run.startup import as_process, compare, connect, new_monitor, refu
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
+from training.run.trial import agreed
 from training.run.watch import (
     GarbageCollection,
     Guard,
@@ -324,7 +325,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         try:
             store = meet(timeout, launch) if launch.world > 1 else None
             if store is not None:
-                compare(config, digests, launch, store)
+                compare(config, digests | agreed(device), launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
             with monitor, memory.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))

@@ -6,12 +6,12 @@ be missing, built for another torch, or of no use on a device or for a dtype.
 """
 
 import importlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from mpu import driver
+from mpu.kernels import available
 from mpu.launch import hides_gpus, visible_gpus
 
 OWN = {  # the value of each flag that needs no package
@@ -73,7 +73,8 @@ def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> st
     if dtype == torch.float64:
         return f"{flag} {backend} has no fp64: use {flag} {own}"
     if backend == "triton":
-        return "" if find_spec("triton") else f"{flag} triton needs triton, which is not installed"
+        why = available.why_not()
+        return f"{flag} triton: {why}; use {flag} {own}" if why else ""
     try:
         for need in NEEDS[flag, backend]:
             module, _, name = need.partition(":")

@@ -16,6 +16,7 @@ from mpu.comm.symmetric import Unavailable
 from mpu.comm.transport import Axis
 from mpu.comm.workspace import Workspace
 from mpu.grid import Grid
+from mpu.kernels import available
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
@@ -61,13 +62,15 @@ def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str
     try:
         if grid.pp.size > 1:
             raise Unavailable("on GPUs it is not for --pipeline-model-parallel-size > 1")
+        if why := available.why_not():
+            raise Unavailable(why)
         from mpu.comm.symmetric_cuda import SMS_LEFT, CudaSymmetricTransport, CudaWorkspace
 
         left = SMS_LEFT if grid.world_size > grid.tp.size else 1
         workspace = CudaWorkspace(grid.tp, device, timeout, left)
         transport = CudaSymmetricTransport(group_of(grid.tp), workspace, grid.tp.staged)
         grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
-    except (ImportError, Unavailable) as error:  # ImportError: there is no triton
+    except Unavailable as error:
         grid.tp = by_process_group(grid.tp, why_not=str(error))
         carrier = f"not to be had; {error}"
     return [f"overlap kernels of tp ({grid.tp.size} ranks): {carrier}"]

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from mpu.grid import Grid
 from training.checkpoint import find_latest
-from training.checkpoint.huggingface import BY_NAME
+from training.checkpoint.header import BY_NAME
 from training.checkpoint.pieces import whole
 
 

@@ -25,7 +25,7 @@ MAY = {
     "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native"),
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
     "mpu/grid.py": ("mpu.comm", "mpu.launch"),
-    "mpu/connect.py": ("mpu.comm", "mpu.grid"),
+    "mpu/connect.py": ("mpu.comm", "mpu.grid", "mpu.kernels"),
     "mpu/auxiliary_loss.py": ("mpu.comm",),
     "mpu/context.py": ("mpu.comm.transport", "mpu.auxiliary_loss", "mpu.gradients", "mpu.grid",
                        "mpu.param"),

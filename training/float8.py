@@ -28,11 +28,16 @@ def check_device(config: Config, device: torch.device) -> None:
             raise UsageError(why)
 
 
+def recipe_of(config: Config, ctx: LayerContext) -> Float8:
+    """Return the recipe of a run in float8."""
+    f = config.float8
+    assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
+    return Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
+
+
 def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     """Let a model's layers multiply in float8 if the run does. Raises ValueError (use_float8)."""
     f = config.float8
     if f.fp8_format is not None:
-        assert f.fp8_recipe is not None, "compute_rules.check_float8"
         check_device(config, ctx.device)
-        recipe = Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
-        use_float8(model, recipe, layers_in_bf16(config), gather=f.fp8_param_gather)
+        use_float8(model, recipe_of(config, ctx), layers_in_bf16(config), gather=f.fp8_param_gather)

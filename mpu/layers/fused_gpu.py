@@ -6,7 +6,6 @@ several passes: they are what the others are held against.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from mpu import native
 from mpu.gradients import GradientSink
+from mpu.kernels import available
 
-TRITON = find_spec("triton") is not None
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # that Triton's kernels take
 
 
@@ -23,7 +22,7 @@ def without(device: torch.device) -> str:
     """Return why torch's operations stand in for the fused ones on a device, or an empty text."""
     if device.type == "cpu":
         return "" if native.load() else native.reason()
-    return "" if TRITON else "Triton is not installed"
+    return available.why_not()
 
 
 def on_triton(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
@@ -35,10 +34,10 @@ def on_triton(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     return (
         tensors[0].is_cuda
-        and TRITON
         and dtype in DTYPES
         and accumulate in (None, sums)
         and all(t.dtype == dtype and t.is_contiguous() for t in tensors)
+        and not available.why_not()
     )
 
 

@@ -6,7 +6,6 @@ the next rank's first.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -14,9 +13,8 @@ from torch import Tensor
 from mpu.comm.collectives import sum_of_parts
 from mpu.comm.p2p import exchange
 from mpu.comm.transport import DONE, Axis, Handle, Label
+from mpu.kernels import available
 from mpu.overlap.method import Gathering, OverlapMethod, Product
-
-TRITON = find_spec("triton") is not None
 
 
 class _RingGathering(Gathering):
@@ -88,7 +86,7 @@ class Ring(OverlapMethod):
         def finish() -> None:
             for handle in flying:
                 handle.wait()
-            if TRITON and out.is_cuda:
+            if out.is_cuda and not available.why_not():
                 from mpu.kernels import sum_of_parts as kernel
 
                 kernel.sum_of_parts(parts, out)

@@ -24,6 +24,12 @@ def two_ranks(staged: bool) -> Grid:
     return grid
 
 
+@pytest.fixture(autouse=True)
+def triton_runs(monkeypatch):
+    """Nothing is launched here: kernels.available launches a kernel where a GPU is."""
+    monkeypatch.setattr(connect.available, "why_not", lambda: "")
+
+
 def refuse(*about):
     raise Unavailable("the hosts differ")
 
@@ -53,6 +59,13 @@ def test_sms_are_left_where_another_axis_communicates(monkeypatch, ranks):
     grid.tp = replace(grid.tp, transport=ProcessGroupTransport("the group"))
     connect.share_gpus(grid, torch.device("cpu"), WAIT)
     assert left == [1 if ranks == 2 else cuda.SMS_LEFT]
+
+
+def test_on_gpus_without_triton_the_group_stays(monkeypatch):
+    monkeypatch.setattr(connect.available, "why_not", lambda: "Triton launches no kernel here")
+    grid = two_ranks(False)
+    (line,) = connect.share_gpus(grid, torch.device("cpu"), WAIT)
+    assert not grid.tp.symmetric and "Triton launches no kernel here" in line
 
 
 def test_on_gpus_a_pipeline_does_without():

@@ -31,6 +31,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.replica_check import ReplicaCheck
 from pretrain_llama import model_provider
 from tests.model.twin import Twin, config_of, gathered, micro_batches, run_layout, same_bits
+from tests.sampling import sampled
 from tests.training.checkpoint import canonical
 from tests.training.momentum import Momentum
 from tests.training.small_llama import read
@@ -194,7 +195,7 @@ def tensors_of(root: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NEW)
-@pytest.mark.parametrize("saved, loaded", LAYOUTS)
+@pytest.mark.parametrize("saved, loaded", sampled(LAYOUTS, 2))
 def test_saves_resumes_and_reshards(world, tmp_path, name, saved, loaded):
     here, there = tmp_path / "here", tmp_path / "there"
     args = name, saved, loaded, str(here), str(there)

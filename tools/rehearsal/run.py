@@ -40,6 +40,7 @@ from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.run import start
+from training.run.trial import try_calls
 
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
@@ -214,6 +215,8 @@ def rehearse(
             modes.enter_context(Reads(recorder, fake))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
+                if device.type == "cuda":
+                    try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
                 recorder.layers = Layers(run.model, run.engine.queue)

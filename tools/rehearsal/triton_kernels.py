@@ -12,6 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from mpu.kernels import available
 from tools.rehearsal.events import Launch
 from tools.rehearsal.kernel_costs import cost_of
 from tools.rehearsal.record import Recorder
@@ -77,3 +78,6 @@ def install(recorder: Recorder, rank: int) -> None:
         )
 
     JITFunction.run = run
+    kernels: Any = available
+    kernels.launch = lambda: None  # nothing is compiled, so nothing is found missing
+

@@ -20,6 +20,7 @@ from training.data.tokenizer_files import digests_of
 from training.float8 import check_device
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
+from training.run.trial import try_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +55,8 @@ def prepare(
         check_early(config)
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
+    if device.type == "cuda":
+        try_calls(config, device, note)
     part = (grid.cp.rank, grid.cp.size)
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}

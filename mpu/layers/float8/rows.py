@@ -8,21 +8,21 @@ power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, 
 says that the block holds an infinity or a NaN: nothing of it decodes to a finite number. A row's
 only scale stands there in fp32, too, 4 bytes behind its byte: a matmul reads it where it lies.
 
-On CUDA the kernels of mpu/kernels/float8.py make rows, where triton is installed.
+On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpu.kernels import available
+
 ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
 NOT_FINITE = 255
 WIDE = 4  # bytes between a row's only scale and the same in fp32
-TRITON = find_spec("triton") is not None
 
 
 class Format(NamedTuple):
@@ -231,7 +231,7 @@ def remade(
 
 def on_triton(x: Tensor) -> bool:
     """Return whether the kernels take these numbers, or these rows."""
-    return TRITON and x.is_cuda and x.dtype != torch.float64
+    return x.is_cuda and x.dtype != torch.float64 and not available.why_not()
 
 
 def _codes(form: Format) -> Any:

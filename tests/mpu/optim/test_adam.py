@@ -283,8 +283,8 @@ def test_says_what_is_missing(packages, monkeypatch):
         with pytest.raises(ValueError, match=fp64):
             make(backend, torch.float64)
     assert missing(flag, "triton", "cpu", fp32).startswith("--optimizer-backend triton has CUDA")
-    monkeypatch.setattr(accelerators, "find_spec", lambda name: None)
-    none = "--optimizer-backend triton needs triton, which is not installed"
+    monkeypatch.setattr(accelerators.available, "why_not", lambda: "Triton is not installed")
+    none = "--optimizer-backend triton: Triton is not installed; use --optimizer-backend torch"
     assert missing(flag, "triton", "cuda", fp32) == none
     monkeypatch.delattr(sys.modules["apex.optimizers"], "FusedAdam")  # another package's name
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)  # import fails

@@ -202,9 +202,7 @@ def test_an_exit_in_the_middle_is_no_goodbye(ranks: Callable[..., Ranks]) -> Non
     three.monitors[1]._told.set()
     with pytest.raises(RuntimeError, match="sys.exit"):
         three.monitors[1].__exit__(SystemExit, SystemExit(0), None)
-    assert {c.why for c in three.causes()} == {
-        "sys.exit() was called before the run was done"
-    }
+    assert {c.why for c in three.causes()} == {"sys.exit() was called before the run was done"}
     with pytest.raises(RuntimeError, match="sys.exit"), FailureMonitor():
         raise SystemExit
 

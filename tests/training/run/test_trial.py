@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trial calls: each kind of kernel that a run will use is called at start; a failure is said."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain_llama
+from mpu.kernels import available
+from mpu.layers.float8.recipe import Float8
+from mpu.layers.linear import Recipe
+from training.config import UsageError
+from training.flags.parse import parse
+from training.run import prepare, startup, trial
+from training.run.trial import agreed, trials, try_calls
+
+FLAGS = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 512 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 1000
+    --global-batch-size 8"""
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def read(more="", world=1):
+    return parse(f"{FLAGS} --device cpu {more}".split(), world)
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "count"),
+    [
+        ("", 1, 8),
+        ("--fp64", 1, 8),
+        ("--bf16 --reset-attention-mask", 1, 8),
+        ("--bf16 --context-parallel-size 2", 2, 8),
+        ("--bf16 --context-parallel-size 2 --cp-comm-type a2a", 2, 9),
+        ("--bf16 --tensor-model-parallel-size 2 --attention-backend unfused", 2, 8),
+        ("--bf16 --fp8-format hybrid --fp8-recipe rowwise", 1, 11),
+        ("--bf16 --fp8-format hybrid --fp8-recipe blockwise --fp8-wgrad-bf16", 1, 11),
+        ("--bf16 --main-grads-dtype bf16 --zero-stage 1", 1, 8),
+    ],
+)
+def test_the_calls_of_a_run(more, world, count):
+    """They are the layers' own code: on a CPU it runs through, for every kind."""
+    notes = []
+    try_calls(read(more, world), CPU, notes.append)
+    assert notes[0].startswith(f"trial calls: {count} on cpu, in ")
+
+
+def raising(sentence):
+    def call(*args, **kwargs):
+        raise RuntimeError(f"{sentence}\nException raised from somewhere")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "more", "words"),
+    [
+        # aten/src/ATen/native/cuda/ScaledBlas.cpp, of cards without such a kernel
+        (Float8, "accumulate", "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
+         ("the matmul of --fp8-recipe rowwise of the weight's gradient (wgrad), added in float32",
+          "Only bf16", "take --fp8-wgrad-bf16")),
+        (Float8, "dgrad", "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
+         ("the matmul of --fp8-recipe blockwise of the input's gradient (dgrad)",
+          "leave --fp8-format out, or take another --fp8-recipe")),
+        (Float8, "product", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+         ("the forward matmul of --fp8-recipe blockwise", "leave --fp8-format out")),
+        (Recipe, "accumulate", "--bf16", ("in bfloat16 of the weight's gradient (wgrad), added in "
+                                          "float32", "take --main-grads-dtype bf16")),
+        (F, "scaled_dot_product_attention", "--bf16",
+         ("attention of rows by --attention-backend auto, heads of 64 in bfloat16",
+          "try --attention-backend unfused")),
+        (trial, "vocab_parallel_cross_entropy", "", ("the cross entropy",)),
+        (trial, "swiglu", "", ("SwiGLU",)),
+        (torch.optim, "AdamW", "", ("the update of --optimizer-backend torch",)),
+    ],
+)  # fmt: skip
+def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
+    monkeypatch, owner, name, more, words
+):
+    from mpu.layers.attention import core
+
+    monkeypatch.setattr(core, "takes_native", lambda *qkv: False)
+    monkeypatch.setattr(owner, name, raising("Only bf16 high precision output types"))
+    with pytest.raises(UsageError) as refused:
+        try_calls(read(more), CPU, print)
+    said = str(refused.value)
+    assert all(word in said for word in words), said
+    assert "fails on cpu: RuntimeError: Only bf16 high precision output types; " in said
+    assert "\n" not in said
+
+
+def test_what_avoids_a_kernel_of_triton(monkeypatch):
+    """On CUDA, where Triton runs: without it the same is done by torch. Nothing is called here."""
+    monkeypatch.setattr(available, "why_not", lambda: "")
+    told = {t.what: t.avoid for t in trials(read("--bf16"), CUDA)}
+    assert "pip uninstall triton" in told["SwiGLU"] and "pip uninstall" in told["the cross entropy"]
+    config = parse(
+        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend triton".split(), 1
+    )
+    told = {t.what: t.avoid for t in trials(config, CUDA)}
+    assert told["the norm of --norm-backend te"] == "take --norm-backend weft"
+    assert told["the update of --optimizer-backend triton"] == "take --optimizer-backend torch"
+
+
+def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):
+    def fails(config, device, note):
+        assert config.model.vocab_size == 1000 and device == CUDA
+        raise UsageError("attention of rows fails on cuda")
+
+    monkeypatch.setattr(prepare, "choose_device", lambda *about: CUDA)
+    monkeypatch.setattr(prepare, "prepare_attention", lambda *about: None)
+    monkeypatch.setattr(prepare, "try_calls", fails)
+    monkeypatch.setattr(prepare, "build_loaders", lambda *about: pytest.fail("data is read"))
+    assert pretrain_llama.main(f"{FLAGS} --device cpu".split()) == 2
+    assert capsys.readouterr().err == "pretrain_llama.py: attention of rows fails on cuda\n"
+
+
+def test_ranks_that_differ_in_triton_are_named(monkeypatch):
+    """Else one node would compute by other kernels, slowly, and only rank 0 has a log."""
+    assert agreed(CPU) == {}
+    monkeypatch.setattr(available, "why_not", lambda: "")
+    mine = agreed(CUDA)
+    monkeypatch.setattr(available, "why_not", lambda: "Triton launches no kernel here (no gcc)")
+    said = startup._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
+    assert said == (
+        "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
+        "gcc)' on rank 9: all ranks must be given the same"
+    )
