@@ -31,6 +31,11 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from estimate.model_profile import make_grid
 from estimate.stages import describe_stages
 from mpu.comm.collectives import gather_bytes

@@ -38,6 +38,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.command_line import Parser, add_tokenizer, model_of, told, whole
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache

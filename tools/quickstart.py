@@ -30,6 +30,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from training.data.indexed import IndexedTokens
 
 ROOT = Path(__file__).resolve().parents[1]
