@@ -120,7 +120,9 @@ FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches
         "    gate, up = gate_up.chunk(2, -1)\n"
         "    return gate.relu().square() * up\n"
     ),
-    r"( +)self\.mlp_norm = (?:Residual)?(RMSNorm\(.*\)\n)": (r"\g<0>" r"\1self.mlp_out_norm = \2"),
+    r"( +)self\.mlp_norm = (?:\w*RMSNorm|self\.norm_type)(\(.*\)\n)": (
+        r"\g<0>" r"\1self.mlp_out_norm = RMSNorm\2"
+    ),
     r"return h \+ self\.mlp\((self\.mlp_norm\(h\)|x)\)": (
         r"return h + self.mlp_out_norm(self.mlp(\1))"
     ),

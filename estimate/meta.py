@@ -11,6 +11,7 @@ a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a mo
 and `MetaOffload` count what activation offload sends to host memory.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
@@ -39,6 +40,26 @@ PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arg
 }
 BLOCK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # mpu/layers
 _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
+
+
+VALUES = re.compile(
+    r"item\(\)|copy out of meta|nonzero|masked_select|unique|data.dependent|local_scalar",
+    re.IGNORECASE,
+)
+
+
+def meta_hint(error: BaseException) -> str:
+    """Return what a model's file must do where it fails on meta tensors, or "" for other errors."""
+    text = str(error)
+    if "meta" not in text.lower():
+        return ""
+    if VALUES.search(text):
+        return (
+            ": the model asks for values (a boolean index, nonzero, unique, .item(), an `if` of a "
+            "tensor), and its plan is made on meta tensors, which have shapes alone: multiply by "
+            "a mask, or use torch.where, so that no shape depends on a value"
+        )
+    return ": the model makes a tensor without device=ctx.device"
 
 
 class MetaOperations(TorchDispatchMode):
@@ -104,6 +125,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         if written in kwargs:
             return kwargs[written]
     tensors = [a for a in args if isinstance(a, Tensor)]
+    if any(t.dim() and not t.is_meta for t in tensors):
+        raise RuntimeError(f"{name}: expected all tensors on one device, meta; one is elsewhere")
     shape = _broadcast(tensors)
     if name in _COMPARE:
         dtype = torch.bool

@@ -71,6 +71,11 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         if flag not in listener.heard:
             value = f" {backend}" if flag == ATTENTION else ""
             raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}")
+        if flag == LOSS and listener.own_logits:
+            raise ValueError(
+                f"{flag}: the method logits of {file} returns something else than its head does, "
+                "and the loss in chunks multiplies by the head's weight alone: leave the flag out"
+            )
     if backend == "fused" and WINDOW in listener.heard:
         raise ValueError(f"{ATTENTION} fused: {file} attends in windows; take flash or auto")
     for name in g.offload_modules:
@@ -139,6 +144,7 @@ class _Listener:
     def __init__(self, config: Config, provider: ModelProvider) -> None:
         self.config, self.provider = config, provider
         self.heard: set[str] = set()
+        self.own_logits = False  # the model's logits are not what its head returns
 
     def noting(self, what: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return `run`, whose calls are heard."""
@@ -175,6 +181,9 @@ class _Listener:
         try:
             with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
                 model(tokens, tokens, positions, documents)
+                if LOSS in self.heard and hasattr(model, "logits"):
+                    hidden = model.hidden_shape(*size)
+                    self.own_logits = _own_logits(model, hidden, config.run.dtype)
         finally:
             attention.__call__ = call
         return model
@@ -205,6 +214,16 @@ class _Listener:
             inside = ".".join(parts[at + 1 :])
             if inside in self.config.gpu.offload_modules:
                 module.register_forward_pre_hook(self.noting(inside, lambda *_: None))
+
+
+def _own_logits(model: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Return whether model.logits(h) is anything but head(h)."""
+    calls: list[tuple[Any, Any]] = []
+    hook = model.head.register_forward_hook(lambda _, given, y: calls.append((given[0], y)))
+    h = torch.empty(shape, dtype=dtype, device=META)
+    y = model.logits(h)
+    hook.remove()
+    return not any(given is h and made is y for given, made in calls)
 
 
 class _Passes:

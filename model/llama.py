@@ -101,23 +101,30 @@ class Attention(nn.Module):
     Where g < t, several ranks share a key/value head, which `qkv` gathers (mpu/layers/qkv.py).
     """
 
+    qkv_bias, proj_bias = False, False  # a fork sets them
+    window = 0  # tokens that a query looks at, itself included; 0: all before it
+
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
         h, d = config.hidden_size, config.head_size
         a, g = config.num_attention_heads, config.num_query_groups
         self.heads, self.groups = local_heads(a, g, d, ctx)
-        self.head_size = d
+        self.head_size, self.ctx = d, ctx
         self.core = recompute.selective(core_attention_of(ctx))
-        self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx)
-        self.proj = RowParallelLinear(a * d, h, ctx=ctx)
+        self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx, bias=self.qkv_bias)
+        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
-        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]
-        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache)
+        qkv, window = self.project(x), self.window
+        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, window=window)
         return self.proj(y)
+
+    def project(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> queries, keys and values before RoPE [s, b, (a + 2g) d / t]."""
+        return self.qkv(x)
 
 
 class MLP(nn.Module):
@@ -138,13 +145,15 @@ class Block(nn.Module):
     """One transformer layer, pre-norm."""
 
     attention_type: type[Attention] = Attention
+    mlp_type: type[nn.Module] = MLP
+    norm_type: type[RMSNorm] = ResidualRMSNorm
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
-        self.attention_norm = ResidualRMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.attention_norm = self.norm_type(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
         self.attention = self.attention_type(config, ctx, recompute)
-        self.mlp_norm = ResidualRMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
-        self.mlp = MLP(config, ctx)
+        self.mlp_norm = self.norm_type(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)
+        self.mlp = self.mlp_type(config, ctx)
 
     def forward(
         self, h: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
@@ -162,6 +171,8 @@ class Llama(nn.Module):
     """
 
     block: type[Block] = Block
+    norm_type: type[nn.Module] = RMSNorm
+    head_bias = False
     # a block's modules, and Hugging Face's modules that are fused in each
     hf_modules: Mapping[str, tuple[str, ...]] = {
         "attention_norm": ("input_layernorm",),
@@ -171,6 +182,8 @@ class Llama(nn.Module):
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.down": ("mlp.down_proj",),
     }
+    # the modules outside of blocks
+    hf_ends = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
     def __init__(
         self,
@@ -194,9 +207,9 @@ class Llama(nn.Module):
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):
-            self.norm = RMSNorm(h, ctx=ctx, eps=config.norm_epsilon)
+            self.norm = self.norm_type(h, ctx=ctx, eps=config.norm_epsilon)
             self.head = ColumnParallelLinear(
-                h, v, ctx=ctx, pad_to=pad, weight=shared, output_layer=True
+                h, v, ctx=ctx, pad_to=pad, weight=shared, output_layer=True, bias=self.head_bias
             )
         if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):
             end = self.embedding if hasattr(self, "embedding") else self.head
@@ -207,14 +220,17 @@ class Llama(nn.Module):
         """Return the sizes of layer i: all layers have the same."""
         return self.config
 
+    def frequencies(self) -> Tensor:
+        """Return the angular frequencies, in fp64: d/2, or fewer to rotate a head's first part."""
+        c = self.config
+        scaling = (c.rope_scaling_factor, c.rope_original_length)
+        return rope_frequencies(c.head_size, c.rotary_base, *scaling)
+
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
         if self._rope is None or len(self._rope[0]) < length:
-            c = self.config
-            frequencies = rope_frequencies(
-                c.head_size, c.rotary_base, c.rope_scaling_factor, c.rope_original_length
-            )
-            self._rope = rope_table(frequencies, length, self.ctx.accumulate, self.ctx.device)
+            given = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device)
+            self._rope = rope_table(*given)
         cos, sin = self._rope
         if positions is None:
             return cos[:length], sin[:length]
@@ -240,7 +256,7 @@ class Llama(nn.Module):
         """
         stage = self.stages[chunk]
         cos, sin = self.rope(position_ids, tokens.shape[1] * self.ctx.grid.cp.size)
-        h = self.embedding(tokens) if hidden is None else hidden  # [s/t, b, h]
+        h = self.embed(tokens) if hidden is None else hidden  # [s/t, b, h]
         if self.recompute.runs_blocks and caches is None:
             h = self.recompute.blocks(self.blocks[chunk], h, cos, sin, packed_seq_params)
         else:
@@ -248,10 +264,27 @@ class Llama(nn.Module):
                 h = block(h, cos, sin, packed_seq_params, caches and caches[i])
         if not stage.loss:
             return h
-        h, v = self.norm(h), self.config.vocab_size
+        h = self.last_norm(h)
         if labels is None:
-            return self.head(h)  # [s, b, V/t]
-        return output_loss(self.head, h, labels.t(), v, self.ctx).t()  # [b, s]
+            return self.logits(h)  # [s, b, V/t]
+        return self.loss(h, labels.t()).t()  # [b, s]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] -> [s/t, b, h], what the first layer takes."""
+        return self.embedding(tokens)
+
+    def last_norm(self, h: Tensor) -> Tensor:
+        """h [s/t, b, h], what the last layer returns -> what the head takes."""
+        return self.norm(h)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """h [s/t, b, h] -> [s, b, V/t], of which decode and the loss are made."""
+        return self.head(h)
+
+    def loss(self, h: Tensor, labels: Tensor) -> Tensor:
+        """h [s/t, b, h], labels [s, b] -> loss of each token [s, b]: the logits' cross entropy."""
+        v = self.config.vocab_size
+        return output_loss(self.head, h, labels, v, self.ctx, self.logits)
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states between stages, for tokens [batch, length]."""
@@ -275,7 +308,7 @@ class Llama(nn.Module):
     def initialize(self, seed: int, names: Container[str] | None = None) -> "Llama":
         """Draw the weights, or only those of `names`: the same model for every layout.
 
-        norms                          1
+        norms                          1, biases 0: `initial_vector`
         embedding, head, qkv, gate_up  N(0, std)
         proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
         """
@@ -283,12 +316,16 @@ class Llama(nn.Module):
         every = unique_parameters(self)
         for name, param in every if names is None else (e for e in every if e[0] in names):
             if param.dim() == 1:
-                nn.init.ones_(param)
+                nn.init.constant_(param, self.initial_vector(name))
             else:
                 deep = name.endswith(("proj.weight", "down.weight"))
                 scale = math.sqrt(2 * self.config.num_layers) if deep else 1.0
                 draw_normal(param, table[name], std / scale, seed)
         return self
+
+    def initial_vector(self, name: str) -> float:
+        """Return the initial value of a vector: of a norm, a gain, a bias."""
+        return 0.0 if name.endswith("bias") else 1.0
 
 
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
@@ -296,17 +333,16 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
 
     A parameter of a module that the tables do not list keeps its own name.
     """
-    table: dict[str, tuple[str, ...]] = {
-        "embedding": ("model.embed_tokens",),
-        "norm": ("model.norm",),
-        "head": ("model.embed_tokens" if model.config.tied else "lm_head",),
-    }
+    ends = model.hf_ends
+    table: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in ends.items()}
     for i in range(model.config.num_layers):
         for ours, theirs in model.hf_modules.items():
             table[f"layers.{i}.{ours}"] = tuple(f"model.layers.{i}.{n}" for n in theirs)
 
     def names(name: str, sections: int) -> tuple[str, ...]:
         module, _, kind = name.rpartition(".")
+        if name == "head.weight" and model.config.tied:
+            module = "embedding"
         if module in table:
             return tuple(f"{theirs}.{kind}" for theirs in table[module])
         return tuple(f"{name}.{i}" for i in range(sections)) if sections > 1 else (name,)
@@ -353,12 +389,28 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    off = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
-    rules: dict[str, Callable[[Any], bool]] = dict.fromkeys(off, lambda v: not v) | {
-        "model_type": lambda v: v == MODEL_TYPE,
-        "hidden_act": lambda v: v in ("silu", "swish"),
-        "layer_types": lambda v: set(v or ()) <= {"full_attention"},
-    }
+    return read_hf_config(hf, MODEL_TYPE)
+
+
+OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+RULES: dict[str, Callable[[Any], bool]] = dict.fromkeys(OFF, lambda v: not v) | {
+    "hidden_act": lambda v: v in ("silu", "swish"),
+    "layer_types": lambda v: set(v or ()) <= {"full_attention"},
+}
+
+
+def read_hf_config(
+    hf: dict[str, Any],
+    model_type: str,
+    make: Callable[..., Any] = LlamaConfig,
+    rules: Mapping[str, Callable[[Any], bool]] | None = None,
+    **own: Any,
+) -> Any:
+    """Do `from_hf_config` for a fork: make(sizes of a Llama, and the fork's own fields `own`).
+
+    rules: what a field that is there may be, added to those of a Llama or in place of them.
+    """
+    rules = {"model_type": lambda v: v == model_type, **RULES, **(rules or {})}
     for field, allowed in rules.items():
         if field in hf and not allowed(hf[field]):
             raise ValueError(
@@ -371,7 +423,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
         raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
-    return LlamaConfig(
+    return make(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
@@ -386,6 +438,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         norm_epsilon=hf.get("rms_norm_eps", 1e-6),
         tied=bool(hf.get("tie_word_embeddings", False)),
         init_method_std=hf.get("initializer_range", 0.02),
+        **own,
     )
 
 

@@ -16,10 +16,10 @@ import argparse
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from mpu.launch import bind_loopback
-from tools.forks.case import Case, Desk
+from tools.forks.case import Case, Desk, told
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
 from tools.forks.table import Row, head, row_of, table
@@ -57,7 +57,7 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
             faulthandler.dump_traceback_later(limit, exit=True, file=log)
             try:
                 answer: Answer = work(desk, case, rank, store, limit)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a model's file may call sys.exit
                 kind = "refused" if isinstance(error, ValueError) else "raised"
                 answer = {"error": told(error, desk.model), "kind": kind}
             faulthandler.cancel_dump_traceback_later()
@@ -67,17 +67,6 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
 def log_of(desk: Desk, rank: int) -> Path:
     """Return the file in which a rank that hangs says where."""
     return Path(desk.folder, f"rank-{rank}")
-
-
-def told(error: Exception, model: str) -> str:
-    """Return an error as a sentence, with the line of the model's file that it comes through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]
-    where = f", {Path(model).name} line {own[-1].lineno}" if own else ""
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    if not own and kind:
-        where = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}"
-    return f"{kind}{error}{where}"
 
 
 class World:
@@ -91,6 +80,7 @@ class World:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Any] = []
         self.pipes: list[Connection] = []
+        self.ended: dict[int, int] = {}  # the exit codes of ranks that ended by themselves
 
     def start(self) -> None:
         """Start the ranks."""
@@ -123,6 +113,8 @@ class World:
                 if "error" in (answers[pipe] or {"error": ""}):
                     deadline = min(deadline, time.monotonic() + GRACE)
         found = [answers.get(pipe) for pipe in pipes]
+        codes = [process.exitcode for process in self.ranks]
+        self.ended = {rank: code for rank, code in enumerate(codes) if code is not None}
         if any("error" in (answer or {"error": ""}) for answer in found):
             self.close()
         return found
@@ -133,11 +125,15 @@ class World:
             process.kill()
         for process in self.ranks:
             process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
         self.ranks, self.pipes = [], []
 
     def hung(self) -> str:
         """Say where the ranks stood that hung: in the model's file, or what waits for others."""
-        model, places = str(Path(self.desk.model).resolve()), []
+        model = str(Path(self.desk.model).resolve())
+        places = [f"rank {rank} ended: {code_of(code)}" for rank, code in self.ended.items()]
         for rank in range(self.size):
             path = log_of(self.desk, rank)
             lines = path.read_text().splitlines() if path.is_file() else []
@@ -150,6 +146,13 @@ class World:
         return "; ".join(places)
 
 
+def code_of(code: int) -> str:
+    """Say how a process ended; 1 is faulthandler's, after a dump of where it hung."""
+    if code < 0:
+        return f"signal {-code} ({signal.strsignal(-code)})"
+    return "it took longer than --timeout" if code == 1 else f"exit code {code}"
+
+
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's arguments, and those after `--`: flags of the run."""
     at = argv.index("--") if "--" in argv else len(argv)
@@ -160,6 +163,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--model", metavar="FILE", help="the model's file, as --model-file names it")
     add("--full", action="store_true", help="every layout of up to 8 ranks; takes long")
     add("--only", default="", metavar="NAMES", help='layouts by name: "tp 2; dp 2 + ZeRO 3"')
+    add("--own-loss", action="store_true", help="the loss is not its logits' cross entropy")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for one layout (60)")
     options = parser.parse_args(argv[:at])
     if options.model is None:
@@ -189,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="fork-check-") as folder:
         model = str(Path(options.model).resolve())
-        desk = Desk(model, folder, sizes(options.full), tuple(own))
+        desk = Desk(model, folder, sizes(options.full), tuple(own), options.own_loss)
         try:
             some = chosen(options.full, options.only)
             for case in some:
@@ -197,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     desk.config(case)
         except ValueError as error:
             print(f"tools/fork_check.py: {error}", file=sys.stderr)
+            return 2
+        except Exception as error:  # of the model's file: its config, its flags
+            print(f"tools/fork_check.py: {told(error, model)}", file=sys.stderr)
             return 2
         width = max(len(case.name) for case in some)
         print("on the CPU over gloo, also where there is a GPU")
@@ -213,9 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(rows[-1].line(width), flush=True)
                     continue
                 began = time.monotonic()
-                answers = world.run(case)
-                seconds = time.monotonic() - began
-                row = row_of(case, answers, seconds, world.hung, desk)
+                try:
+                    answers = world.run(case)
+                    seconds = time.monotonic() - began
+                    row = row_of(case, answers, seconds, world.hung, desk)
+                except Exception as error:
+                    world.close()
+                    line = f"fork-check itself failed: {told(error, model)}"
+                    row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
                 if case.oracle and row.blocks:
                     broken.add(case.tied)
                 if row.differs:

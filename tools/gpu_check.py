@@ -96,7 +96,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         "six layers with other flags, each against run-bf16, and a step that may not wait",
         tuple(Row(f"run-{name}", 90) for name in (
             "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise", "optimizer-triton",
-            "fused-linear-loss", "documents")) + (Row("sync", 60),),
+            "fused-linear-loss", "documents",
+            "attention-flash", "attention-fused", "attention-unfused")) + (Row("sync", 60),),
     ),
     "trainer": (
         "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",
@@ -120,15 +121,18 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         ),
     ),
     "several": (
-        "NCCL, and the program on layouts of 2, 4 or 8 GPUs, with FSDP2 and TP beside it",
+        "NCCL, and the program on layouts of 2, 4 or 8 GPUs, the most informative first",
         (
             Row("collectives", 90, gpus=2),
             *(Row(f"several-{name}", 90, gpus=2) for name in ("zero-3", "tp-ring", "tp-symmetric")),
-            *(Row(f"peer-{name}", 180, gpus=2) for name in ("fsdp2", "tp")),
             *(Row(f"several-{name}", 90, gpus=2) for name in (
                 "dp", "zero-1", "tp-none", "cp-p2p", "cp-all-gather", "pp-1f1b", "pp-zb-v",
                 "tp-pp-dp")),
         ),
+    ),
+    "peers": (
+        "the same model in torch's own stack on 2, 4 or 8 GPUs: FSDP2, and tensor parallelism",
+        tuple(Row(f"peer-{name}", 240, gpus=2) for name in ("fsdp2", "tp")),
     ),
     "predict": (
         "the rehearsal's seconds and bytes of every step above, before or after they are measured",

@@ -193,7 +193,9 @@ def predictions(lines: Sequence[Line]) -> Iterator[str]:
             if name == device:
                 ratio = f"{real['seconds'] / line['seconds']:.2f}" if real.get("seconds") and \
                     line.get("seconds") else "-"  # fmt: skip
-                parts.append(f"{row} {1e3 * line.get('seconds', 0):.0f} ms ({ratio})")
+                ends = line.get("ends") or [line.get("seconds", 0)]
+                span = " to ".join(f"{1e3 * end:.0f}" for end in ends)
+                parts.append(f"{row} {span} ms ({ratio})")
         label = Path(device).stem
         for i in range(0, len(parts), 6):
             yield (f"predicted, {label} (measured / predicted): " if not i else "  ") + ", ".join(

@@ -8,6 +8,7 @@ vocab_size) are masked: they enter neither the softmax nor its gradient, so the 
 on the tensor-parallel size. mpu/layers/softmax_rows.py does what csrc/fused.cpp does not take.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,14 +50,22 @@ def check_labels(labels: Tensor, tokens: tuple[int, ...]) -> None:
 
 
 def output_loss(
-    head: nn.Module, x: Tensor, labels: Tensor, vocab_size: int, ctx: LayerContext
+    head: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    ctx: LayerContext,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return each token's loss [s, b] of the output layer's logits, head(x), which may never exist:
     ctx.loss_in_chunks, where it is set, makes them some columns at a time.
+
+    logits: what makes logits of x in place of the head; where that is more than the head
+    estimate/obeyed_flags.py refuses the loss in chunks.
     """
     if ctx.loss_in_chunks is not None:
         return ctx.loss_in_chunks(head, x, labels, vocab_size)
-    return vocab_parallel_cross_entropy(head(x), labels, vocab_size, ctx)
+    return vocab_parallel_cross_entropy((logits or head)(x), labels, vocab_size, ctx)
 
 
 class _CrossEntropy(torch.autograd.Function):

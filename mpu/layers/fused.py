@@ -73,7 +73,13 @@ class RMSNorm(nn.Module):
 
     region: where it is used; the default is hidden states [s/t, b, h]. A norm inside a head, on
     [s, b, a/t, d], is in Region.TENSOR_PARALLEL. The sink adds the gradients of w accordingly.
+    zero_centered: a subclass sets it where the norm multiplies by 1 + w (Gemma; Megatron's
+    --apply-layernorm-1p). In bf16 1 + w is in the accumulation dtype, which torch's operations take
+    and the fused kernels do not. Raises ValueError where --norm-backend names a package and the
+    norm is zero-centered.
     """
+
+    zero_centered = False
 
     def __init__(
         self,
@@ -85,12 +91,21 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
+        if self.zero_centered and ctx.norm_backend != "weft":
+            raise ValueError(
+                f"--norm-backend {ctx.norm_backend}: this norm multiplies by 1 + w "
+                f"({type(self).__name__}), which only Weft's own does: leave the flag out"
+            )
         self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
         return _RMSNorm.apply(x, None, self.weight, self)[0]
+
+    def factor(self, w: Tensor) -> Tensor:
+        """Return what x is multiplied by, of the whole weight: itself, or 1 + w."""
+        return 1 + w.to(self.ctx.accumulate) if self.zero_centered else w
 
 
 class ResidualRMSNorm(RMSNorm):
@@ -114,7 +129,7 @@ class _RMSNorm(torch.autograd.Function):
         saved_ctx.layer, saved_ctx.adds = layer, branch is not None
         saved_ctx.set_materialize_grads(False)
         kind, h = layer.ctx.accumulate, x.shape[-1]
-        w = layer.ctx.sink.acquire(weight)
+        w = layer.factor(layer.ctx.sink.acquire(weight))
         if w.shape != (h,) or (branch is not None and branch.shape != x.shape):
             added = "" if branch is None else f" and a branch {tuple(branch.shape)}"
             raise ValueError(f"a norm of {len(w)} features is given {tuple(x.shape)}{added}")
@@ -140,6 +155,7 @@ class _RMSNorm(torch.autograd.Function):
         sink, kind, h = layer.ctx.sink, layer.ctx.accumulate, x.shape[-1]
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         w, more = sink.acquire(layer.weight), None if more is None else more.contiguous()
+        w = layer.factor(w)
         if fits(x, dy, w, *() if more is None else (more,), accumulate=kind):
             dx = torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
@@ -158,19 +174,32 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v [s, b, n, d] of qkv [s, b, (heads + 2 groups) d], q and k rotated.
 
-    cos, sin: [s, 1 or b, 1, d/2]. The rotation is done in their dtype, the result is in qkv's. What
+    cos, sin: [s, 1 or b, 1, d/2]; with r/2 columns instead only the first r elements of a head are
+    rotated (GPT-NeoX, Phi). The rotation is done in their dtype, the result is in qkv's. What
     a ColumnParallelLinear returned is rotated in its own memory while autograd records, since its
     backward does not read it: take what else you need of qkv before.
     """
     (s, b, _), half = qkv.shape, qkv.shape[2] // (heads + 2 * groups) // 2
+    if 0 < cos.shape[-1] < half and cos.dim() == 4:
+        return _partly_rotated(qkv, cos, sin, heads, groups)
     if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
         raise ValueError(
             f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
-            f"heads of {2 * half} must be [{s}, 1 or {b}, 1, {half}], half of a head: rotate a "
-            "part of a head in the --model-file"
+            f"heads of {2 * half} must be [{s}, 1 or {b}, 1, {half}], half of a head, or have "
+            "fewer columns, half of the part that is rotated"
         )
     own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
+
+
+def _partly_rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unflatten(2, (heads + 2 * groups, -1)).split([heads, groups, groups], 2)
+    rotary = [x[..., : 2 * cos.shape[-1]] for x in (q, k, v)]  # the rotation takes a v, too
+    turned = apply_rope(torch.cat(rotary, 2).flatten(2), cos, sin, heads, groups)
+    q, k = (torch.cat([y, x[..., y.shape[-1] :]], -1) for x, y in zip((q, k), turned, strict=False))
+    return q, k, v
 
 
 class _Rope(torch.autograd.Function):

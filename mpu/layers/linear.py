@@ -26,6 +26,7 @@ multiplied, saved and sent.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.gradients import use
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
-from mpu.param import Placement, divide, parameter
+from mpu.param import Placement, Region, divide, parameter
 
 
 class Recipe:
@@ -105,6 +107,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = sizes
+        self.bias: nn.Parameter | None = None
         self.weight, self.ctx, self.recipe = weight, ctx, recipe or Recipe()
         self.method: OverlapMethod = OverlapMap().method(ctx.tp, ctx.sp)  # until `use_overlap`
         phases = ("forward", "backward", "wgrad")
@@ -154,14 +157,26 @@ def column_placement(
     return Placement((sum(sections), width), 0, tp, sections, local)
 
 
+def column_vector(
+    sections: int | Sequence[int], *, ctx: LayerContext, pad_to: int = 0
+) -> nn.Parameter:
+    """Return an unset vector, cut as the rows of a column-parallel weight of these sections are:
+    a bias, or a gain of each of its features. pad_to: as ColumnParallelLinear's.
+    """
+    sizes = (sections,) if isinstance(sections, int) else tuple(sections)
+    place = column_placement(1, sizes, ctx, pad_to)
+    return parameter(replace(place, shape=place.shape[:1]), ctx.dtype, ctx.device, ctx.sink)
+
+
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x A^T, A [o, i] cut by rows, no bias: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t].
+    """y = x A^T + bias, A [o, i] cut by rows: x [s/t, b, i] (SP) or [s, b, i] -> y [s, b, o/t].
 
     out_features: one size, or several fused into one matmul (q, k, v; gate, up), each cut on its
     own. pad_to: round the local rows of a single section up to a multiple of this (vocabulary).
     weight: share this parameter (tied embeddings) instead of making one. output_layer: the model's
-    last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. Raises ValueError
-    where a section does not divide by the tensor-parallel size.
+    last layer, whose weight gradients --defer-embedding-wgrad-compute puts off. bias: whether there
+    is one, cut as the rows are. Raises ValueError where a section does not divide by the
+    tensor-parallel size.
     """
 
     cuts = {"x": "sp", "w": "rows", "dy": "k", "wt": "k"}
@@ -176,6 +191,7 @@ class ColumnParallelLinear(_ParallelLinear):
         weight: nn.Parameter | None = None,
         recipe: Recipe | None = None,
         output_layer: bool = False,
+        bias: bool = False,
     ) -> None:
         sections = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         if weight is None:
@@ -183,11 +199,13 @@ class ColumnParallelLinear(_ParallelLinear):
             weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         super().__init__((in_features, sum(sections)), weight, ctx, recipe)
         self.output_layer = output_layer
+        if bias:
+            self.bias = column_vector(sections, ctx=ctx, pad_to=pad_to)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
         y: Tensor = AllGatherMatmul.apply(x, self.weight, self)
-        return y
+        return y if self.bias is None else y + use(self.bias, self.ctx.sink)
 
 
 class AllGatherMatmul(torch.autograd.Function):
@@ -239,9 +257,11 @@ class AllGatherMatmul(torch.autograd.Function):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = sum_i x_i A_i^T, A [o, i] cut by columns: x [s, b, i/t] -> y [s, b, o], [s/t, b, o] (SP).
+    """y = sum_i x_i A_i^T + bias, A [o, i] cut by columns: x [s, b, i/t] -> y [s, b, o] or, under
+    SP, [s/t, b, o].
 
-    Raises ValueError where in_features does not divide by the tensor-parallel size.
+    bias: whether there is one; every rank holds all of it, and adds it after the sum. Raises
+    ValueError where in_features does not divide by the tensor-parallel size.
     """
 
     cuts = {"x": "k", "w": "k", "dy": "sp", "wt": "rows"}
@@ -253,6 +273,7 @@ class RowParallelLinear(_ParallelLinear):
         *,
         ctx: LayerContext,
         recipe: Recipe | None = None,
+        bias: bool = False,
     ) -> None:
         local = divide(
             "tensor-parallel", in_features, ctx.tp, "input features of a row-parallel layer"
@@ -260,11 +281,13 @@ class RowParallelLinear(_ParallelLinear):
         place = Placement((out_features, in_features), dim=1, axis=ctx.tp, local_size=local)
         weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
         super().__init__((in_features, out_features), weight, ctx, recipe)
+        if bias:
+            self.bias = ctx.replicated_parameter((out_features,), Region.SEQUENCE_PARALLEL)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then sum over the ranks, each keeping its part of s under SP."""
         y: Tensor = MatmulReduceScatter.apply(x, self.weight, self)
-        return y
+        return y if self.bias is None else y + use(self.bias, self.ctx.sink)
 
 
 class MatmulReduceScatter(torch.autograd.Function):

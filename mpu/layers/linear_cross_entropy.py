@@ -71,6 +71,8 @@ def _own(head: nn.Module) -> str:
             return f"{kind} has a {name}"
         if name in vars(head):
             return f"the output layer has a {name}"
+    if head.bias is not None:
+        return "the output layer has a bias"
     return "the output layer has hooks" if any(getattr(head, name) for name in HOOKS) else ""
 
 

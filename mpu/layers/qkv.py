@@ -49,13 +49,15 @@ def local_heads(heads: int, groups: int, head_size: int, ctx: LayerContext) -> t
     return heads // t, max(1, groups // t)
 
 
-def qkv_linear(hidden: int, sections: Sequence[int], *, ctx: LayerContext) -> ColumnParallelLinear:
+def qkv_linear(
+    hidden: int, sections: Sequence[int], *, ctx: LayerContext, bias: bool = False
+) -> ColumnParallelLinear:
     """Return the layer that makes q, k and v, of the full sizes `sections`, head by head.
 
     x [s/t, b, h] (SP) or [s, b, h] -> [s, b, (heads + 2 groups) d], those of `local_heads`.
     """
     kind = ColumnParallelLinear if ctx.grid.tp_kv.size == 1 else SharedHeadsLinear
-    return kind(hidden, sections, ctx=ctx)
+    return kind(hidden, sections, ctx=ctx, bias=bias)
 
 
 class SharedHeadsLinear(ColumnParallelLinear):

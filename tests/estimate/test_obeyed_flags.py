@@ -130,20 +130,24 @@ PASSED_BY = {  # what a fork does, and the flags that no longer reach anything
     "own loop": ({"if self.recompute.runs_blocks and caches is None:": "if False:"}, FLAGS[2:]),
     "own loss": (
         {
-            "return output_loss(self.head, h, labels.t(), v, self.ctx).t()": (
+            "return output_loss(self.head, h, labels, v, self.ctx, self.logits)": (
                 "return vocab_parallel_cross_entropy("
-                "30 * torch.tanh(self.head(h) / 30), labels.t(), v, self.ctx).t()"
+                "30 * torch.tanh(self.head(h) / 30), labels, v, self.ctx)"
             ),
             "import output_loss": "import output_loss, vocab_parallel_cross_entropy",
         },
         FLAGS[:1],
     ),
+    "own logits": (
+        {"        return self.head(h)\n": "        return 30 * torch.tanh(self.head(h) / 30)\n"},
+        FLAGS[:1],
+    ),
+    "scaled before the head": ({"return self.head(h)": "return self.head(h / 8)"}, FLAGS[:1]),
     "inner call": (
         {"return self.down(swiglu": "return self.down.forward(swiglu"}, FLAGS[5:]
     ),
     "plain head": (
-        {"h, v, ctx=ctx, pad_to=pad, weight=shared, output_layer=True":
-         "h, v, ctx=ctx, pad_to=pad, weight=shared"},
+        {"weight=shared, output_layer=True, bias": "weight=shared, bias"},
         ("--defer-embedding-wgrad-compute",),
     ),
 }  # fmt: skip

@@ -7,6 +7,8 @@ context-parallel axis as threads of one process, whose keys and values travel th
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,17 +18,18 @@ from torch import Tensor
 
 from mpu.comm.transport import DONE
 from mpu.layers.attention import exchange
+from mpu.layers.attention.backends import BACKENDS, Kernel, card_of, why_no_cudnn
 from mpu.layers.attention.block_attention import block_attention
-from mpu.layers.attention.core import dot_product_attention
+from mpu.layers.attention.core import CoreAttention
 from mpu.layers.attention.shards import batch_shards
 from mpu.layers.packed_seq_params import PackedSeqParams
 from tests.gpu.launched import ATTENTION, Operators
-from tests.gpu.row import Row
+from tests.gpu.row import Row, Skip
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 HEADS, GROUPS = 8, 2
+ASKED = [name for name in BACKENDS if name != "te"]  # whose attention is a class of its own
 NAMES = ("y", "dq", "dk", "dv")
-KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...], window: int) -> Tensor:
@@ -81,16 +84,15 @@ def most(errors: dict[str, float]) -> float:
     return max(errors.values()) if all(e == e for e in errors.values()) else float("nan")
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally as a layer does without documents: [b, a, s, d]."""
-    y = dot_product_attention(q, k, v)
+def whole(q: Tensor, k: Tensor, v: Tensor, asked: str = "auto") -> Tensor:
+    """Attend causally as a layer does, by --attention-backend: [b, n, s, d] -> [b, a, s, d]."""
+    given = [x.permute(2, 0, 1, 3) for x in (q, k, v)]
+    y = CoreAttention(asked).attend(*given, None, None, 0)
     return y.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3)
 
 
 def paths(row: Row) -> None:
     """Causal by each of torch's kernels, documents, windows, and one new token after others."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     torch.manual_seed(1)
     s = 96 if row.tiny else 2048
     lengths, ran = (s // 2 - 3, 1, 2, s // 2), set[str]()
@@ -109,7 +111,7 @@ def paths(row: Row) -> None:
                 return block_attention(q, k, v, ends, 40)
 
             cases: list[tuple[str, Callable[..., Tensor], tuple[int, ...], int]] = [
-                ("causal, torch's choice", whole, (s,), 0),
+                *((f"causal, {asked}", partial(whole, asked=asked), (s,), 0) for asked in ASKED),
                 ("documents", documents, lengths, 0),
                 ("window", windows, (s,), 40),
                 ("documents and window", both, lengths, 40),
@@ -121,27 +123,19 @@ def paths(row: Row) -> None:
                     what: str = what, attend: Callable[..., Tensor] = attend, window: int = window,
                     ends_at: tuple[int, ...] = ends_at, given: list[Tensor] = given,
                 ) -> None:  # fmt: skip
-                    ran.update(compare(row, what, attend, given, ends_at, window))
+                    try:
+                        ran.update(compare(row, what, attend, given, ends_at, window))
+                    except ValueError as why:  # the kernel that is asked for does not take this
+                        raise Skip(str(why)) from None
 
                 row.part(what, one)
-            for kernel in KERNELS if dtype == torch.bfloat16 and d != 20 else ():
-
-                def forced(q: Tensor, k: Tensor, v: Tensor, kernel: str = kernel) -> Tensor:
-                    with sdpa_kernel(SDPBackend.__members__[kernel]):
-                        return whole(q, k, v)
-
-                what = f"causal, {kernel}, {short}, d {d}"
-                try:
-                    compare(row, what, forced, given, (s,))
-                except RuntimeError as error:  # torch's sentence: this kernel takes no such input
-                    row.say(what, skipped=str(error).splitlines()[0][:200])
             q, k, v, _ = given
             for new in (1, 9):
                 mine = q[:, :, -new:]
-                y = (
-                    dot_product_attention(mine, k, v, causal=False).unflatten(2, (HEADS, -1))
-                    .permute(1, 2, 0, 3) if new == 1 else block_attention(mine, k, v, None, 0)
-                )  # fmt: skip
+                cached = [k[:, :, :-new].clone(), v[:, :, :-new].clone()]
+                last = [x[:, :, -new:].permute(2, 0, 1, 3) for x in (q, k, v)]
+                y = CoreAttention().attend(*last, None, cached, 0)
+                y = y.unflatten(2, (HEADS, -1)).permute(1, 2, 0, 3)
                 want = exact(mine.double(), k.double(), v.double(), (s,), 0)
                 row.check(f"{new} new tokens, {short}, d {d}", apart(y, want), LIMITS[dtype])
     complete(row, ran)
@@ -184,7 +178,7 @@ class Loop:
 
 def played(
     way: Callable[..., Any], size: int, given: list[Tensor], documents: tuple[int, ...],
-    window: int, operators: list[str],
+    window: int, operators: list[str], kernel: Kernel = "cpu",
 ) -> list[Tensor]:  # fmt: skip
     """Return y, dq, dk, dv of all tokens, [s, b, n, d]: each rank attends as a thread.
 
@@ -202,7 +196,7 @@ def played(
             axis = SimpleNamespace(rank=rank, size=size, name="cp")
             saved = SimpleNamespace()
             saved.save_for_backward = lambda *xs: setattr(saved, "saved_tensors", xs)
-            turn = way(axis, held, documents, window)
+            turn = way(axis, held, documents, window, kernel)
             apply = exchange.ContextExchange
             with torch.no_grad(), Operators("attention") as seen:  # of this thread
                 y = apply.forward(saved, q, k, v, turn)
@@ -244,17 +238,19 @@ def context(row: Row) -> None:
             want = exact(*wide, documents, window)
             wanted = [want.detach(), *torch.autograd.grad(want, wide, given[3].double())]
             for size in (2, 4):
-                for way in (exchange.Ring, exchange.Gather):
+                ways = exchange.Ring, exchange.Gather
+                for way, kernel in product(ways, kernels(row, dtype, d)):
                     short = str(dtype).removeprefix("torch.")
-                    what = f"{way.__name__} of {size} ranks, {name}, {short}"
+                    what = f"{way.__name__} of {size} ranks, {name}, {short}, {kernel}"
 
                     def play(
                         what: str = what, way: Any = way, size: int = size, window: int = window,
                         documents: tuple[int, ...] = documents, wanted: list[Tensor] = wanted,
                         given: list[Tensor] = given, dtype: torch.dtype = dtype,
+                        kernel: Kernel = kernel,
                     ) -> None:  # fmt: skip
                         seen = list[str]()
-                        outs = played(way, size, given, documents, window, seen)
+                        outs = played(way, size, given, documents, window, seen, kernel)
                         parts = zip(NAMES, outs, wanted, strict=True)
                         found = {n: apart(x.permute(1, 2, 0, 3), right) for n, x, right in parts}
                         worst = most(found)
@@ -265,11 +261,23 @@ def context(row: Row) -> None:
     complete(row, ran)
 
 
+def kernels(row: Row, dtype: torch.dtype, d: int) -> list[Kernel]:
+    """Return the kernels of blocks that this device has for a dtype."""
+    if not row.cuda:
+        return ["cpu"]
+    if dtype != torch.bfloat16:
+        return ["math"]
+    why = why_no_cudnn(card_of(row.device), dtype, d, "blocks")
+    return ["flash", "math"] if why else ["cudnn", "flash", "math"]
+
+
 def complete(row: Row, ran: set[str]) -> None:
     """Fail the row where, on CUDA, an operator of ATTENTION that it is to run did not run."""
     wanted = {call for call, where in ATTENTION.items() if where == row.name}
     found = {name.replace("::", ".") for name in ran}
     if any(name.startswith("aten._scaled_dot_product_") for name in found):
         found.add("F.scaled_dot_product_attention")
+    if row.cuda and why_no_cudnn(card_of(row.device), torch.bfloat16, 128, "blocks"):
+        wanted = {call for call in wanted if "cudnn" not in call}
     missing = sorted(wanted - found) if row.cuda else []
     row.check(f"ran {', '.join(sorted(ran))}", len(missing), 0, missing=missing)

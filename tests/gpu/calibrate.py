@@ -19,6 +19,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,8 @@ class Calibrated:
         self.name = torch.cuda.get_device_name(row.device) if row.cuda else "CPU"
         self.base = base_of(self.name)
         self.content = json.loads(device_file.path_of(self.base).read_text())
+        for number in self.content["numbers"].values():
+            number.pop("other", None)  # a range is of a card that nobody has measured
         self.content["name"] = f"{self.name}, calibrated on {date.today()} over {self.base}.json"
         self.set = dict[str, float]()
 
@@ -231,29 +234,17 @@ class _Nothing(torch.autograd.Function):
 
 def _launches(row: Row, file: Calibrated) -> None:
     """Host seconds of a call of each kind: 100 calls at a time, which the device's queue takes."""
-    x, out = torch.ones(64, device=row.device), torch.empty(64, device=row.device)
+    x = torch.ones(64, device=row.device)
     leaf = x.clone().requires_grad_()
-    calls: dict[str, tuple[str, Callable[[], object]]] = {
-        "an aten call, add_": ("launch_seconds", lambda: x.add_(1.0)),
-        "an autograd function": ("", lambda: _Nothing.apply(leaf)),
+    calls: dict[str, Callable[[], object]] = {
+        "an aten call, add_": lambda: x.add_(1.0),
+        "an autograd function": lambda: _Nothing.apply(leaf),
     }
     if row.cuda:
-        calls["a CUDA event's record"] = ("", torch.cuda.Event(enable_timing=True).record)
-    try:
-        from mpu.kernels.sum_of_parts import sum_of_parts
-    except ImportError:
-        row.say("a Triton launch", skipped="this Python has no triton")
-    else:
-        pair = torch.ones(2, 64, device=row.device)
-        calls["a Triton launch of 4 arguments"] = ("", lambda: sum_of_parts(pair, out))
-        from mpu.kernels.rms_norm import norm_forward
-
-        rows, w = torch.ones(2, 64, device=row.device), torch.ones(64, device=row.device)
-        calls["a norm by Triton, 3 outputs and a launch"] = (
-            "", lambda: norm_forward(rows, None, w, 1e-5)
-        )  # fmt: skip
-    count = 2 if row.tiny else 100
-    for what, (key, call) in calls.items():
+        calls["a CUDA event's record"] = torch.cuda.Event(enable_timing=True).record
+    arguments = _triton_calls(row, calls)
+    found, count = dict[str, float](), 2 if row.tiny else 100
+    for what, call in calls.items():
         spent = []
         for _ in range(2 if row.tiny else 15):
             synchronize(row)
@@ -262,11 +253,44 @@ def _launches(row: Row, file: Calibrated) -> None:
                 call()
             spent.append((time.perf_counter() - begin) / count)
         order = sorted(spent)
-        row.say(f"host: {what}", seconds=order[len(order) // 2], least=order[0], most=order[-1])
-        if key:
-            file.number(key, order[len(order) // 2], "host seconds of add_, median of 15 x 100")
+        found[what] = order[len(order) // 2]
+        row.say(f"host: {what}", seconds=found[what], least=order[0], most=order[-1])
+    how = "host seconds, median of 15 x 100 calls"
+    file.number("launch_seconds", found["an aten call, add_"], how)
+    file.number("function_seconds", found["an autograd function"], how)
+    if arguments:
+        (few, least), (many, most) = sorted((n, found[what]) for what, n in arguments.items())
+        each = max(0.0, (most - least) / (many - few))
+        file.number("triton_argument_seconds", each, f"{how}, of kernels of {few} and {many}")
+        file.number("triton_seconds", max(0.0, least - few * each), how)
     took = Stopwatch(row)(lambda: x.add_(1.0))
     row.say("device: the smallest kernel between two events", **took.numbers())
+
+
+def _triton_calls(row: Row, calls: dict[str, Callable[[], object]]) -> dict[str, int]:
+    """Add two launches of Triton to the calls; return their names with their arguments' number."""
+    try:
+        from mpu.kernels import rope, sum_of_parts
+    except ImportError:
+        row.say("host: a Triton launch", skipped="this Python has no triton")
+        return {}
+    pair, out = torch.ones(2, 64, device=row.device), torch.empty(64, device=row.device)
+    x = torch.ones(2, 1, 3, 8, device=row.device)
+    parts, angle, turned = (
+        x.split([1, 1, 1], 2),
+        torch.ones(2, 1, 1, 4, device=row.device),
+        x.clone(),
+    )
+    two = {
+        "a Triton launch of few arguments": (
+            sum_of_parts.sum_of_parts_kernel, lambda: sum_of_parts.sum_of_parts(pair, out)
+        ),
+        "a Triton launch of many arguments": (
+            rope.rope_kernel, lambda: rope.rope(parts, angle, angle, turned, copy=True)
+        ),
+    }  # fmt: skip
+    calls.update({what: call for what, (_, call) in two.items()})
+    return {what: len(kernel.arg_names) for what, (kernel, _) in two.items()}
 
 
 def _matmuls(row: Row, file: Calibrated) -> None:
@@ -349,18 +373,16 @@ def _attention(row: Row, file: Calibrated) -> None:
         row.say(f"attention {name}, forward", tokens=s, **forward.numbers(0, flops))
         row.say(f"attention {name}, backward", tokens=s, **backward.numbers(0, 2.5 * flops))
         if key:
-            both = forward.seconds + backward.seconds
-
-            def predict(
-                device: Device, key: str = key, flops: float = flops, nbytes: float = nbytes
-            ) -> list[float]:
-                whole = roofline.attention_seconds(device, flops, nbytes, "bfloat16", key)
-                back = roofline.attention_seconds(
-                    device, 2.5 * flops, 2 * nbytes, "bfloat16", key, backward=True
-                )
-                return [whole + back]
-
-            file.fit(f"attention.{key}", predict, [both], f"{s} tokens, forward and backward")
+            whole = partial(roofline.attention_seconds, dtype="bfloat16", kernel=key)
+            for way, took, times, moved in (
+                ("forward", forward, 1.0, nbytes), ("backward", backward, 2.5, 2 * nbytes),
+            ):  # fmt: skip
+                given = dict(flops=times * flops, moved=moved, backward=way == "backward")
+                file.fit(
+                    f"attention.{key}.{way}",
+                    lambda device, given=given, whole=whole: [whole(device, **given)],
+                    [took.seconds], f"{s} tokens, {said(took)}",
+                )  # fmt: skip
 
 
 def _float8(row: Row, file: Calibrated) -> None:

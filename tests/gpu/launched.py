@@ -38,6 +38,8 @@ ATTENTION = {
     "aten._flash_attention_forward": "attention",
     "aten._scaled_dot_product_flash_attention": "context",
     "aten._scaled_dot_product_flash_attention_backward": "context",
+    "aten._scaled_dot_product_cudnn_attention": "context",
+    "aten._scaled_dot_product_cudnn_attention_backward": "context",
 }
 
 

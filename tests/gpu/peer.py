@@ -33,8 +33,8 @@ def peer(row: Row) -> None:
     z, (every, words) = row.sizes, PEERS[row.name.removeprefix("peer-")]
     n = count(row) if every else 1
     batches, layers = (16, 8) if every else (MICRO_BATCHES, 6)
-    if row.tiny:
-        batches, layers = MICRO_BATCHES, 2
+    if row.tiny:  # one process compiles; of several that would take a CPU minutes
+        batches, layers, words = MICRO_BATCHES, 2, words.replace("--compile ", "")
     given = f"""
         --size tiny --dim {z.hidden} --layers {layers} --heads {z.heads} --kv-heads {z.groups}
         --ffn {z.ffn} --vocab {z.vocab} --seq {z.seq} --micro-batch 1 --microbatches {batches}

@@ -73,5 +73,6 @@ def one(row: Row, device: str, name: str) -> None:
         "prediction", of=name, device=device, seconds=made["time"]["step_seconds"],
         mfu=made["time"]["mfu"], bound_by=made["time"]["bound_by"],
         peak_bytes=made["memory"]["peak_bytes"], findings=len(made["findings"]),
+        ends=[each["step_seconds"] for each in made["time"]["range"]],
         launches=sum(each["count"] for each in made["launches"]),
     )  # fmt: skip

@@ -33,6 +33,7 @@ UNUSED = ("xxhash", "safetensors")  # imported by checkpoints and data, which no
 RUNS = (
     "bf16", "fp8-rowwise", "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise",
     "cuda-graph", "optimizer-triton", "fused-linear-loss", "documents",
+    "attention-flash", "attention-fused", "attention-unfused",
 )  # fmt: skip
 PEERS = ("eager", "compiled", "fsdp2", "tp")
 SEVERAL = (
@@ -81,7 +82,7 @@ class Sizes(NamedTuple):
 
 
 LLAMA = Sizes(4096, 14336, 32, 8, 8192, 128256)  # a layer of Llama 3 8B
-TINY = Sizes(128, 256, 4, 2, 128, 512)
+TINY = Sizes(256, 256, 4, 2, 128, 512)
 
 
 class Skip(Exception):

@@ -43,23 +43,21 @@ def write_fork(folder: Path) -> Path:
         "from mpu.param import draw_normal, placement_of": (
             "from mpu.gradients import use\nfrom mpu.param import Region, draw_normal, placement_of"
         ),
-        "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n": (
-            "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
+        "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n": (
+            "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
             "        self.sink = ctx.sink\n"
             "        self.gain = ctx.replicated_parameter((h,), Region.SEQUENCE_PARALLEL)\n"
         ),
         "        return self.proj(y)\n": (
             "        return self.proj(y) * use(self.gain, self.sink)\n"
         ),
-        "            self.norm = RMSNorm(": (
+        "            self.norm = self.norm_type(": (
             "            columns = Region.TENSOR_PARALLEL\n"
             "            self.temperature = ctx.replicated_parameter((1,), columns)\n"
-            "            self.norm = RMSNorm("
+            "            self.norm = self.norm_type("
         ),
-        "import output_loss": "import vocab_parallel_cross_entropy",
-        "        return output_loss(self.head, h, labels.t(), v, self.ctx).t()": (
-            "        logits = self.head(h) * use(self.temperature, self.ctx.sink)\n"
-            "        return vocab_parallel_cross_entropy(logits, labels.t(), v, self.ctx).t()"
+        "        return self.head(h)\n": (
+            "        return self.head(h) * use(self.temperature, self.ctx.sink)\n"
         ),
         "def hf_names(model: Llama)": "def hf_names(model)",
         '-> "Llama":': '-> "Alpaca":',

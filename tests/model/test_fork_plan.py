@@ -34,8 +34,8 @@ EDITS = {
         "        width = self.config.ffn_hidden_size * (1 + i % 3 * 2)\n"
         "        return replace(self.config, ffn_hidden_size=width)\n"
     ),
-    "        self.mlp = MLP(config, ctx)\n": (
-        "        self.mlp = MLP(config, ctx)\n"
+    "        self.mlp = self.mlp_type(config, ctx)\n": (
+        "        self.mlp = self.mlp_type(config, ctx)\n"
         "        self.last_norm = RMSNorm(config.hidden_size, ctx=ctx, eps=config.norm_epsilon)\n"
     ),
     "        return h + self.mlp(x)\n": ("        return h + self.last_norm(self.mlp(x))\n"),
@@ -44,9 +44,9 @@ EDITS = {
         "            self.head = ColumnParallelLinear("
     ),
     '"head": stage.loss}': '"head": stage.loss, "second": stage.loss}',
-    "        return output_loss(self.head, h, labels.t(), v, self.ctx).t()": (
-        "        loss, later = output_loss(self.head, h, labels.t(), v, self.ctx), labels.t()\n"
-        "        return (loss + output_loss(self.second, h, later.roll(-1, 0), v, self.ctx)).t()"
+    "        return output_loss(self.head, h, labels, v, self.ctx, self.logits)": (
+        "        loss = output_loss(self.head, h, labels, v, self.ctx)\n"
+        "        return loss + output_loss(self.second, h, labels.roll(-1, 0), v, self.ctx)"
     ),
 }
 FLAGS = (

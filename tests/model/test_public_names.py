@@ -11,6 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
+    "mpu.comm.mappings": (
+        "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region",
+        "reduce_from_tensor_model_parallel_region",
+    ),
     "mpu.context": ("LayerContext",),
     "mpu.comm.collectives": ("sum_in_order",),
     "mpu.gradients": ("use",),
@@ -18,8 +22,10 @@ NAMES = {
     "mpu.layers.context_attention": ("core_attention_of",),
     "mpu.layers.cross_entropy": ("output_loss", "vocab_parallel_cross_entropy"),
     "mpu.layers.embedding": ("VocabParallelEmbedding",),
-    "mpu.layers.fused": ("RMSNorm", "ResidualRMSNorm", "swiglu"),
-    "mpu.layers.linear": ("ColumnParallelLinear", "Recipe", "RowParallelLinear"),
+    "mpu.layers.fused": ("RMSNorm", "ResidualRMSNorm", "apply_rope", "swiglu"),
+    "mpu.layers.linear": (
+        "ColumnParallelLinear", "Recipe", "RowParallelLinear", "column_vector",
+    ),
     "mpu.layers.packed_seq_params": ("PackedSeqParams",),
     "mpu.layers.qkv": ("add_bias", "local_heads", "qkv_linear"),
     "mpu.layers.rope": ("rope_frequencies", "rope_table"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worked forks of docs/forking.md: each diff applies, trains and decodes as on one rank.
+"""The worked forks, examples/forks and model/qwen3.py: each trains and decodes as on one rank.
 
-Those that transformers has too are held against it, the sliding windows against a dense mask.
+Those that transformers has too are held against it, with its weights in and out; the sliding
+windows against a dense mask.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.fused import apply_rope
-from mpu.param import draw_normal, unique_parameters
+from mpu.param import draw_normal, placement_of, unique_parameters
 from mpu.pipeline.schedules import CHUNKS
 from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
@@ -25,14 +25,23 @@ from tests.model.twin import SIZES, S, V, config_of, run_cases
 from tools.generate import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```diff\n--- (\S+)\n\+\+\+ (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HUNK = re.compile(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@.*\n", re.MULTILINE)
 MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
-    "sliding_window": {"extra": (("window_size", 3),)},
+    "windows": {"extra": (("window_size", 3),)},
+    "gemma2": {"extra": (("sliding_window", 3), ("attn_logit_softcapping", 2.0))},
     "widths": {"sizes": {"ffn_hidden_size": 192}},
 }
-ORACLES = {"qk_norm": "Qwen3", "biases": "Qwen2", "squared_relu": "Arcee"}
-FORKS = ("qk_norm", "biases", "squared_relu", "sliding_window", "widths")
+FORKS = ("qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "granite")
+ORACLES: dict[str, dict[str, Any]] = {  # what transformers has, and more of its config
+    "Qwen2": {},
+    "Arcee": {},
+    "Olmo2": {},
+    "Gemma2": {"query_pre_attn_scalar": 10, "sliding_window": 7},
+    "Phi": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "Granite": dict(
+        embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5,
+        logits_scaling=4.0,
+    ),
+}  # fmt: skip
 WAYS = {  # of two ranks
     "tp 2": dict(tp=2, dp=1, m=1, sp=False),
     "tp 2 + SP": dict(tp=2, dp=1, m=1, sp=True),
@@ -46,35 +55,16 @@ MORE_WAYS = [
 ]
 
 
-def apply(diff: str, text: str) -> str:
-    """Apply a unified diff. What a hunk replaces must stand in the text exactly once."""
-    parts = HUNK.split(diff)[1:]  # of each hunk: old lines, new lines, the lines
-    for old_count, new_count, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        lines = [line or " " for line in body.splitlines()]
-        assert {line[0] for line in lines} <= set(" +-"), body
-        old = [line[1:] for line in lines if line[0] != "+"]
-        new = [line[1:] for line in lines if line[0] != "-"]
-        assert (len(old), len(new)) == (int(old_count), int(new_count)), body
-        before, after = ("".join(f"{line}\n" for line in part) for part in (old, new))
-        assert f"\n{text}".count(f"\n{before}") == 1, f"does not stand there once:\n{before}"
-        text = f"\n{text}".replace(f"\n{before}", f"\n{after}")[1:]
-    return text
-
-
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return {fork: path} of the patched files."""
-    folder, made = tmp_path_factory.mktemp("forks"), {}
-    for source, name, diff in BLOCK.findall((ROOT / "docs" / "forking.md").read_text()):
-        path = folder / f"{name}.py"
-        path.write_text(apply(diff, (ROOT / source).read_text()))
-        made[name] = str(path)
-    assert tuple(made) == FORKS
-    return made
+def paths() -> dict[str, str]:
+    """Return {fork: path} of the worked forks."""
+    found = {path.stem: str(path) for path in (ROOT / "examples" / "forks").glob("*.py")}
+    assert sorted(found) == sorted(FORKS)
+    return found
 
 
 def case_of(fork: str, path: str, **way: Any) -> dict[str, Any]:
-    plain = dict(tp=1, dp=1, sp=False, recompute=None, m=1, tied=fork == "widths")
+    plain = dict(tp=1, dp=1, sp=False, recompute=None, m=1, tied=fork in ("widths", "gemma2"))
     return plain | dict(file=path, lr=1e-2, clip=0.5, masks=True) | MORE.get(fork, {}) | way
 
 
@@ -109,9 +99,7 @@ def test_forks_train_on_two_ranks_as_on_one(world, paths):
 
 def test_biases_where_two_ranks_share_a_head(world, paths):
     sizes = {"sizes": {"num_query_groups": 1, "kv_channels": 8}}
-    one, two = (
-        case_of("biases", paths["biases"], **sizes, **way) for way in ({}, WAYS["tp 2 + SP"])
-    )
+    one, two = (case_of("qwen2", paths["qwen2"], **sizes, **way) for way in ({}, WAYS["tp 2 + SP"]))
     (alone,) = world(1).run(run_cases, [one], 2)[0]
     assert any(name.endswith("k_proj.bias") for name, *_ in alone["grads"])
     for rank in world(2).run(run_cases, [two], 2):
@@ -193,14 +181,14 @@ def windows_in(comm: Any, case: dict[str, Any]) -> tuple[list[int], float, float
 
 
 def test_windows_are_those_of_a_dense_mask(world, paths):
-    (found,) = world(1).run(windows_in, case_of("sliding_window", paths["sliding_window"]))
+    (found,) = world(1).run(windows_in, case_of("windows", paths["windows"]))
     windows, from_mask, from_none = found
     assert windows == [3, 0, 3] and from_mask < 1e-12 and from_none > 1e-3
 
 
 def test_a_window_is_planned_by_the_pairs_it_has(paths):
     """A triangle counts as half of its square, as causal attention does."""
-    case = case_of("sliding_window", paths["sliding_window"])
+    case = case_of("windows", paths["windows"])
     windowed, whole, last = model_profile(config_of(case), model_provider).layers
     less = S**2 - (4 * 3**2 + 3 * 2**2)  # 4 triangles of a window of 3, between them 3 of 2
     heads, d = SIZES["num_attention_heads"], SIZES["kv_channels"]
@@ -210,7 +198,7 @@ def test_a_window_is_planned_by_the_pairs_it_has(paths):
 @pytest.mark.prove
 def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
     """Other windows are refused, and so is another model; the tools need the file's name."""
-    own = f"--model-file {paths['sliding_window']}"
+    own = f"--model-file {paths['windows']}"
     flags, saved = f"{SMALL} --train-iters 2", f"{tmp_path}/saved"
     windows = f"{flags} {own} --window-size 3"
     tp2 = "--tensor-model-parallel-size 2"
@@ -223,7 +211,7 @@ def test_an_own_flag_is_kept_by_checkpoints(launcher, paths, tmp_path):
         assert sentence in run(launcher, 1, f"{other} --load {saved}", code=2).said(0)
     with pytest.raises(ValueError, match="it was trained with --model-file .*: give that too"):
         load_model(saved, Grid(), torch.device("cpu"), None)
-    model, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["sliding_window"])
+    model, _ = load_model(saved, Grid(), torch.device("cpu"), None, paths["windows"])
     assert [block.attention.window for block in model.layers.values()] == [3, 0]
 
 
@@ -241,24 +229,56 @@ def logits_in(comm: Any, root: str, file: str | None, tokens: torch.Tensor) -> t
     return whole(model(tokens), model, model.config.vocab_size)
 
 
-@pytest.mark.parametrize("fork", ORACLES)
-def test_logits_are_those_of_transformers(world, paths, tmp_path, fork):
+def theirs_of(kind: str, g: int = 2) -> Any:
+    """Return a small random model of transformers, of which no weight is 0 or 1."""
     import transformers
 
-    kind = ORACLES[fork]
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=101, hidden_size=96, intermediate_size=136, num_hidden_layers=3, head_dim=24,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.1, bos_token_id=None, eos_token_id=None, attn_implementation="eager",
+        **dict(
+            vocab_size=101, hidden_size=96, intermediate_size=136, num_hidden_layers=3, head_dim=24,
+            num_attention_heads=4, num_key_value_heads=g, max_position_embeddings=64,
+            initializer_range=0.1, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+            attn_implementation="eager",
+        ) | ORACLES[kind]
     )  # fmt: skip
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     for param in theirs.parameters():
         if param.dim() == 1:
             param.data.normal_(1.0, 0.3)
+    return theirs
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_logits_are_those_of_transformers(world, paths, tmp_path, kind):
+    """On one rank and on two; at tp 2 a key head may be shared. And their weights come back."""
+    torch.manual_seed(3)
+    theirs = theirs_of(kind, 1 if kind == "Olmo2" else 2)
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(0, 101, (2, 40))
     with torch.no_grad():
         wanted = theirs(tokens).logits
     for size in (1, 2):
-        for ours in world(size).run(logits_in, str(tmp_path), paths[fork], tokens):
+        for ours in world(size).run(logits_in, str(tmp_path), paths[kind.lower()], tokens):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm()
+    (back,) = world(1).run(saved_in, str(tmp_path), paths[kind.lower()])
+    config, tensors = back
+    again = type(theirs)(type(theirs.config)(**config, attn_implementation="eager")).float().eval()
+    given = dict(again.named_parameters())
+    assert tensors.keys() == {name for name in given if name in tensors} and given.keys() <= {
+        *tensors,
+        "model.embed_tokens.weight",
+    }
+    again.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        assert (again(tokens).logits - wanted).norm() < 1e-6 * wanted.norm()
+
+
+@torch.no_grad()
+def saved_in(comm: Any, root: str, file: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Load a Hugging Face directory; return config.json and weights as a checkpoint has them."""
+    model, _ = load_model(root, comm.grid(1), torch.device("cpu"), torch.float32, file)
+    fork, found = load_model_file(file), {}
+    for name, param in unique_parameters(model):
+        for piece in placement_of(param).pieces(fork.hf_names(model)[name]):
+            found[piece.name] = param.narrow(piece.dim, piece.local, piece.size).clone()
+    return fork.hf_config(model.config), found

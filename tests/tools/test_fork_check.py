@@ -4,18 +4,23 @@
 The models themselves pass.
 """
 
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.tools import fork_mistakes
+from tools import fork_check
 from tools.fork_check import main
+from tools.forks.case import Desk, Oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
-PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx)\n"
+PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 SCALE = "        self.scale = nn.Parameter(torch.ones(h, dtype=ctx.dtype, device=ctx.device))\n"
-QKV = "        qkv = self.qkv(x)  # [s, b, (a + 2g) d / t]\n"
+QKV = "        qkv, window = self.project(x), self.window\n"
 PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
 CONTEXT = "from mpu.context import LayerContext\n"
 USE = {CONTEXT: CONTEXT + "from mpu.gradients import use\n"}
@@ -28,7 +33,7 @@ GAIN = USE | {  # a gain on the queries, keys and values of this rank's heads
 TIE = "            tie(end.weight, ctx.grid.embd)  # the other end of the pipeline holds a copy\n"
 ENDS = 'if config.tied and hasattr(self, "embedding") != hasattr(self, "head"):'
 DECODE = "        return self(tokens, position_ids=at.expand_as(tokens), caches=caches)\n"
-EMBED = "h = self.embedding(tokens) if hidden is None else hidden"
+EMBED = "h = self.embed(tokens) if hidden is None else hidden"
 
 
 def gained(gain: str) -> dict[str, str]:
@@ -96,7 +101,7 @@ MISTAKES = {
     "forgotten decode": (
         "llama",
         {
-            EMBED: "h = 5 * self.embedding(tokens) if hidden is None else hidden",
+            EMBED: "h = 5 * self.embed(tokens) if hidden is None else hidden",
             DECODE: "        cos, sin = self.rope(at.expand_as(tokens), 0)\n"
             "        h = self.embedding(tokens)\n"
             "        for block, cache in zip(self.blocks[0], caches, strict=True):\n"
@@ -111,7 +116,7 @@ MISTAKES = {
         {
             CONTEXT: CONTEXT + "from mpu.layers.attention.core import core_attention\n",
             "recompute.selective(core_attention_of(ctx))": "recompute.selective(core_attention)",
-            "self.groups, packed, cache=cache)": "self.groups, None, cache=cache)",
+            "self.groups, packed, cache=cache": "self.groups, None, cache=cache",
         },
         "cp 2 all_gather; dp 2",
         ("only under context parallelism", "which looks at this rank's keys alone"),
@@ -277,3 +282,39 @@ def test_mistakes_in_the_command_line(tmp_path, capsys):
     assert "--only 'tp 3' is no layout's name; they are: one rank; " in capsys.readouterr().err
     assert main(["--model", "model/llama.py", "--", "--no-such-flag"]) == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+ALSO = ("a loss of another size on each rank", "a death by signal", "the share of RoPE dropped")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ALSO else pytest.mark.prove) for n in fork_mistakes.MISTAKES],
+)
+def test_a_planted_mistake_ends_in_a_sentence_with_its_cause(name, tmp_path):
+    """Those that nothing here can see have no sentence, and the page on forks lists them."""
+    mistake = fork_mistakes.MISTAKES[name]
+    if not mistake.said:
+        assert name in (ROOT / "docs" / "forking.md").read_text()
+        return
+    code, out = fork_mistakes.checked(mistake, tmp_path)
+    assert mistake.said in out and "fork-check itself failed" not in out, out
+    assert code == 1 or "warning" in out, out
+
+
+def test_restarted_ranks_are_not_sent_tensors(tmp_path):
+    """Each tensor took a file descriptor, and a process is started with at most 256."""
+    tensors = {"start": {str(i): torch.zeros(1) for i in range(300)}}
+    desk = Desk("model/llama.py", str(tmp_path), (), ())
+    desk.oracles[False] = Oracle(tensors, {}, [], 0.0)
+    sent = pickle.loads(pickle.dumps(desk))
+    assert sent.oracles == {} and desk.oracles and sent.model == desk.model
+
+
+def test_a_crash_of_the_check_itself_is_a_sentence(monkeypatch, capfd):
+    def crash(*_):
+        raise KeyError("no such row")
+
+    monkeypatch.setattr(fork_check, "row_of", crash)
+    assert main(["--model", str(ROOT / "model" / "llama.py"), "--only", "one rank"]) == 1
+    assert "fork-check itself failed: KeyError: 'no such row'" in capfd.readouterr().out

@@ -297,8 +297,9 @@ def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypa
     assert max(errors()) < 1e-12
     real = block_attention._backward
 
-    def by_address(part, dy, q, k, v, out, lse):  # reads a transposed one as if it were not
-        return real(part, dy, q, k, v, out, lse.contiguous().view(lse.mT.shape).mT.contiguous())
+    def by_address(kernel, part, dy, q, k, v, out, lse):  # a transposed one as if it were not
+        wrong = lse.contiguous().view(lse.mT.shape).mT.contiguous()
+        return real(kernel, part, dy, q, k, v, out, wrong)
 
     monkeypatch.setattr(block_attention, "_backward", by_address)
     y, *grads = errors()
@@ -346,7 +347,7 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
     assert gpu_check.order(asked) == ["predict", "compile", "interpret"]
     on_one = ["first", "peer", "variants", "trainer", "overlap"]
     assert gpu_check.order(asked._replace(gpus=1)) == on_one
-    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several"]
+    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several", "peers"]
     assert gpu_check.order(asked._replace(parts=["several"])) == ["several"]
     assert "the row needs 2 GPUs" in gpu_check.cannot(Row("x", 1, gpus=2), asked._replace(gpus=1))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)

@@ -2,15 +2,17 @@
 """What the files of tools/fork_check.py share: a case, what one rank computed, a rank's report."""
 
 import json
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from estimate.meta import meta_hint
 from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -43,7 +45,12 @@ class Desk:
     folder: str
     sizes: tuple[str, ...]
     own: tuple[str, ...]
+    own_loss: bool = False  # the loss is meant to be another than its logits' cross entropy
     oracles: dict[bool, "Oracle"] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave tensors out: each would take a file descriptor on its way to a rank."""
+        return {**vars(self), "oracles": {}}
 
     def config(self, case: Case) -> Config:
         """Return the config of a case. Raises UsageError."""
@@ -92,11 +99,13 @@ class Oracle:
 class Report:
     """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
 
-    held: the rectangles of parameters that this rank has: (name, cut dimension, first, size).
+    notes: what is said though nothing is wrong. held: the rectangles of parameters that this rank
+    has: (name, cut dimension, first, size).
     """
 
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     outputs: dict[str, list[float]] = field(default_factory=dict)
     held: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -105,6 +114,18 @@ class Report:
         """Keep the largest error of a kind; NaN is larger than any."""
         value = float("inf") if value != value else value
         self.errors[kind] = max(value, self.errors.get(kind, 0.0))
+
+
+def told(error: BaseException, model: str) -> str:
+    """Return an error as a sentence, with the line of the model's file that it comes through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]
+    where = f", {Path(model).name} line {own[-1].lineno}" if own else ""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    if not own and kind and frames:
+        where = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}"
+    text = " ".join(str(error).split())
+    return f"{kind}{text[:300]}{where}{meta_hint(error)}"
 
 
 def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:

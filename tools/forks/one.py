@@ -5,10 +5,13 @@ A gradient that autograd drops is dropped in every layout, so it is held against
 loss. `decode` is held against `forward`. Random numbers, and names of a checkpoint, are looked at.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.llama import Llama
@@ -22,6 +25,8 @@ STEP = 1e-6  # of each weight, in the differences
 WRONG = 1e-4  # a gradient's largest error against differences, of its norm
 NOISE = 1e-8  # rounding of a difference of losses, by STEP
 SAME = 1e-10  # largest error of decode's logits, of their norm
+CERTAIN = 5.0  # standard errors by which a drawn value's spread may be off
+NUMBER = re.compile(r"layers\.\d+")
 Outputs = dict[str, list[float]]
 
 
@@ -109,6 +114,62 @@ def derivatives(
         elif not grad.any():
             idle.append(f"the loss does not depend on {piece.name}")
     return worst, wrong[::-1], idle
+
+
+@torch.inference_mode()
+def loss_of_logits(model: Llama, tokens: Tensor, labels: Tensor) -> tuple[float, str]:
+    """Return how far the loss is from the cross entropy of the logits, and a sentence if it is far.
+
+    tokens, labels [b, s].
+    """
+    logits = model(tokens)[..., : model.config.vocab_size]  # [s, b, V]
+    want = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+    got = model(tokens, labels)
+    error = float((got - want).norm() / want.norm())
+    if error <= SAME:
+        return error, ""
+    return error, (
+        f"the loss of the first token is {float(got[0, 0]):.6g}, and the cross entropy of its "
+        f"logits, which decode returns, is {float(want[0, 0]):.6g}: what changes the logits "
+        "belongs into Llama.logits, from which both are made; a loss that is added goes to "
+        "ctx.auxiliary_loss; a loss that is meant to be another is checked with --own-loss"
+    )
+
+
+def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tuple[str, list[str]]:
+    """Return a line that says the initial values by name, and a warning for each unusual one.
+
+    std: what --init-method-std asks for. Usual are N(0, std), N(0, std / sqrt(2 layers)) for a
+    matrix, and 0 or 1 everywhere for a vector.
+    """
+    every: dict[str, list[Tensor]] = {}
+    for name, value in values.items():
+        every.setdefault(NUMBER.sub("layers.N", name), []).append(value.flatten())
+    said: dict[str, list[str]] = {}
+    odd = []
+    asked = {"std": std, "std / sqrt(2 L)": std / math.sqrt(2 * layers)}
+    for name, parts in every.items():
+        flat = torch.cat(parts)
+        spread, mean = float(flat.std(correction=0)), float(flat.mean())
+        vector = all(values[n].dim() == 1 for n in values if NUMBER.sub("layers.N", n) == name)
+        noise = CERTAIN / math.sqrt(2 * len(flat))
+        word = next((w for w, s in asked.items() if abs(spread / s - 1) <= noise), "")
+        if spread == 0:
+            ones = mean == 1.0 and not name.endswith("bias")
+            how, usual = f"{mean:g}", vector and (mean == 0.0 or ones)
+        else:
+            how = f"N({mean:.2g}, {spread:.3g}^2)"
+            usual = bool(word) and abs(mean) <= CERTAIN * spread / math.sqrt(len(flat))
+            how = f"N(0, {word})" if usual else how
+        said.setdefault(how, []).append(name)
+        if not usual:
+            odd.append(
+                f"{name} is {how} after initialize(), and --init-method-std {std:g} asks for "
+                f"N(0, {std:g}^2), or N(0, {asked['std / sqrt(2 L)']:.3g}^2) where it ends a "
+                "branch; a vector is 1, and a bias 0"
+            )
+    line = "; ".join(f"{how}: {', '.join(names)}" for how, names in said.items())
+    return f"initial values (std {std:g}, L {layers}): {line}", odd
 
 
 @torch.inference_mode()

@@ -46,8 +46,18 @@ from tools.forks.case import (
     put,
     rectangles,
     step,
+    told,
 )
-from tools.forks.one import decodes, derivatives, draws, names_of
+from tools.forks.fields import fields_of_config, keys_of_json
+from tools.forks.huggingface import compare as compare_transformers
+from tools.forks.one import (
+    decodes,
+    derivatives,
+    draws,
+    initial_values,
+    loss_of_logits,
+    names_of,
+)
 from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver
 from training.run.startup import connect
@@ -173,6 +183,21 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     report.findings += [("derivative", name, line) for name, line in found[1]]
     report.warnings += found[2]
     decode(run, report)
+    batch = batches_of(run, 0)[0]
+    if not desk.own_loss:
+        error, line = loss_of_logits(run.model, batch.tokens, batch.labels)
+        report.error("loss of logits", error)
+        report.findings += [("loss of logits", "", line)] if line else []
+    sizes = run.model.config
+    line, odd = initial_values(initial, sizes.init_method_std, sizes.num_layers)
+    report.notes.append(line)
+    report.warnings += odd
+    file = load_model_file(run.config.model.model_file)
+    report.findings += fields_of_config(file, sizes, batch.tokens)
+    report.findings += keys_of_json(file, sizes)
+    findings, notes = compare_transformers(file, sizes, batch.tokens)
+    report.findings += findings
+    report.notes += notes
 
 
 def decode(run: LlamaRun, report: Report) -> None:
@@ -231,9 +256,7 @@ def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> None:
     try:
         plan(run, sent, report)
     except Exception as error:
-        line = f"its dry run fails, {type(error).__name__}: {error}"
-        if "meta" in line:
-            line += "; does the model make a tensor without device=ctx.device?"
+        line = f"its dry run fails, {told(error, run.config.model.model_file)}"
         report.findings.append(("plan", "", line))
 
 

@@ -30,16 +30,27 @@ ALONE = {
     "initial",
     "names",
     "random",
+    "internal",
+    "config",
+    "transformers",
+    "loss of logits",
 }  # they say themselves what the cause is
 NUMBER = re.compile(r"(?<=layers\.)\d+")
 FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
-WORDY = {"raised", "refused", "hung", "plan"}  # their sentences differ in more than a number
+WORDY = {
+    "raised",
+    "refused",
+    "hung",
+    "plan",
+    "internal",
+}  # their sentences differ in more than a number
 BLOCKING = {
     "names",
     "random",
     "raised",
     "refused",
     "hung",
+    "internal",
 }  # of one rank: nothing can be held against it
 
 
@@ -52,6 +63,7 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     result: str = "agrees"  # where there are no findings
 
     @property
@@ -102,6 +114,7 @@ def row_of(
     for report in answers:
         row.findings += [tuple(f) for f in report["findings"]]
         row.warnings += report["warnings"]
+        row.notes += report["notes"]
         for kind, value in report["errors"].items():
             row.errors[kind] = max(value, row.errors.get(kind, 0.0))
     row.warnings = list(dict.fromkeys(row.warnings))
@@ -110,21 +123,22 @@ def row_of(
     if any(kind == "loss" for kind, _, _ in row.findings):
         tp = desk.config(case).parallel.tensor_model_parallel_size
         outputs = [report["outputs"] for report in answers]
-        (loss,) = {text for kind, _, text in row.findings if kind == "loss"}
+        loss = next(text for kind, _, text in row.findings if kind == "loss")
         row.findings += first_output(loss, outputs, desk.oracle(case.tied).outputs, tp)
     kinds = {kind for kind, _, _ in row.findings}
     shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
     order = list(HIDDEN_BY)
-    first: dict[str, tuple[str, str, str]] = {}
-    counts: dict[str, set[str]] = {}
-    for finding in shown:
-        first.setdefault(finding[0], finding)
-        counts.setdefault(finding[0], set()).add(finding[1])
+    first: dict[tuple[str, str], tuple[str, str, str]] = {}
+    counts: dict[tuple[str, str], set[str]] = {}
+    for finding in shown:  # of most kinds the first and the number, of fields each
+        one = (finding[0], finding[1] if finding[0] in ("config", "transformers") else "")
+        first.setdefault(one, finding)
+        counts.setdefault(one, set()).add(finding[1])
     row.findings = []
-    for kind, (_, name, text) in sorted(
-        first.items(), key=lambda item: order.index(item[0]) if item[0] in order else 99
+    for one, (kind, name, text) in sorted(
+        first.items(), key=lambda item: order.index(item[0][0]) if item[0][0] in order else 99
     ):
-        more = len(counts[kind]) - 1
+        more = len(counts[one]) - 1
         row.findings.append((kind, name, text + f" (and {more} more)" * (more > 0)))
     return row
 
@@ -188,6 +202,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
+    notes = dict.fromkeys(note for row in rows for note in row.notes)
+    lines += [f"note: {note}" for note in notes]
     warned: dict[str, list[str]] = {}  # of every layer the same
     for row in rows:
         for text in row.warnings:

@@ -89,6 +89,16 @@ class Layout:
         return self.pp > 1 and self.schedule not in ("1f1b", "interleaved", "gpipe")
 
     @property
+    def mechanisms(self) -> int:
+        """Return how many mechanisms a run of the layout relies on beside plain data parallelism.
+
+        One each: tensor, context and pipeline parallelism, a schedule that is neither 1F1B nor
+        interleaved, ZeRO 2 or 3, recomputation, activations in host memory.
+        """
+        return sum((self.tp > 1, self.cp > 1, self.pp > 1, self.split, self.zero > 1,
+                    self.recompute != "none", self.offload))  # fmt: skip
+
+    @property
     def v_shape(self) -> bool:
         """Return whether the second chunk comes back up the ranks."""
         return self.pp > 1 and self.schedule in V_SHAPED

@@ -25,11 +25,25 @@ from tools.rehearsal.device_file import read_device
 
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
 NEARLY = 1.1  # layouts whose memory is told to be so much above the limit are told exactly too
-LOOKED = 25  # layouts that are told exactly, at most, beside three for each that is asked for
+LOOKED = 25  # layouts that are told exactly, at most, to find the fastest of a row, or its first
+APART = 0.054  # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
 
 
 class PlanError(ValueError):
     """A plan that is asked for and not there: the text says why."""
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Layouts whose steps differ by less than APART, the error of a comparison: one row.
+
+    first: the one that a table prints. It has the fewest mechanisms, and of those the least time.
+    fastest: the one of least time. members: all of them, by time.
+    """
+
+    first: int
+    fastest: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -108,15 +122,30 @@ class Plans:
         return found[np.lexsort((self.bytes[found], self.times.step[found]))]
 
     def best(self, top: int) -> list[int]:
-        """Return the first layouts that fit by --dry-run's arithmetic, fastest first."""
+        """Return the first layouts of `rows`."""
+        return [row.first for row in self.rows(top)]
+
+    def rows(self, top: int) -> list[Variants]:
+        """Return rows of layouts that fit by --dry-run's arithmetic, the fastest row first.
+
+        A row begins with the fastest layout that is in no row yet, and has all that are within
+        APART of it.
+        """
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
-        ranked = near[np.lexsort((self.bytes[near], self.times.step[near]))]
-        found: list[int] = []
-        for n in map(int, ranked[: 3 * top + LOOKED]):
-            if self.fit(n):
-                found.append(n)
-            if len(found) == top:
+        rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
+        found: list[Variants] = []
+        while rest and len(found) < top:
+            fastest = next((n for n in rest[:LOOKED] if self.fit(n)), None)
+            if fastest is None:
                 break
+            rest = rest[rest.index(fastest) :]
+            end = self.times.step[fastest] * (1 + APART)
+            members = [n for n in rest if self.times.step[n] <= end]
+            own = [n for n in members if n == fastest or self.fits[n]]
+            simple = sorted(own, key=lambda n: (self.layouts[n].mechanisms, self.times.step[n]))
+            first = next((n for n in simple[:LOOKED] if self.fit(n)), fastest)
+            found.append(Variants(first, fastest, tuple(own)))
+            rest = rest[len(members) :]
         return found
 
 

@@ -11,10 +11,9 @@ from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
-from tools.planner.search import Plans
+from tools.planner.search import APART, Plans
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
-APART = 0.06  # of a comparison of two layouts: see search.py
 MILLION = 1_000_000
 MOST_ACTIONS = 20_000  # of a schedule that is simulated
 TERMS = {  # of Times, as they add up to a step
@@ -124,7 +123,8 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
             f"{parts.seconds['bubble'] / parts.step:.1%}", f"{exposed / parts.step:.1%}",
             parts.bound, f"{tokens / plans.rate[n] / 3600:,.0f}",
         ))  # fmt: skip
-    lines += [*aligned(rows), *parts_of(plans, best), *edges_of(plans, best)]
+    lines += [*aligned(rows), *variants_of(plans, top)]
+    lines += [*parts_of(plans, best), *edges_of(plans, best)]
     lines.append(
         f"GPU-hours are to {tokens:.3g} tokens, as far off as step s; GB are --dry-run's, of "
         f"{plans.limit / 1e9:.1f} that a GPU counts on"
@@ -136,6 +136,32 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
             "hides them; step s does not count that"
         )
     lines.append(f"flags of the first: {plans.command(best[0])} {order}".rstrip())
+    return lines
+
+
+VARIED = {  # of a row's layouts: what differs, and how a table calls it
+    "tp": "tp", "cp": "cp", "pp": "pp", "virtual": "v", "schedule": "schedule",
+    "micro_batch": "b", "zero": "zero", "overlap": "overlap",
+}  # fmt: skip
+
+
+def variants_of(plans: Plans, top: int) -> list[str]:
+    """Return, for each row, which layouts it stands for."""
+    lines = [
+        f"variants (layouts within {APART:.1%} of the fastest of a row, which is the error of a "
+        "comparison; the row has the one that relies on the fewest mechanisms)"
+    ]
+    for number, row in enumerate(plans.rows(top), 1):
+        each = [plans.layouts[n] for n in row.members]
+        told = []
+        for name, word in VARIED.items():
+            found = sorted({getattr(e, name) for e in each})
+            told.append(f"{word} {'/'.join(map(str, found))}")
+        told.append(f"again {'/'.join(sorted({kept(e) for e in each}))}")
+        fastest = plans.layouts[row.fastest].flags()
+        lines.append(f"{number}  {len(each)}: {', '.join(told)}")
+        if row.fastest != row.first:
+            lines.append(f"   fastest, {plans.times.step[row.fastest]:.2f} s: {fastest}")
     return lines
 
 

@@ -206,6 +206,50 @@ def test_shapes_that_would_be_read_past_their_end_are_refused():
     with pytest.raises(ValueError, match=r"gate and up of \(3, 7\) are not two halves"):
         swiglu(torch.zeros(3, 7))
     qkv = torch.zeros(3, 2, 32)  # heads of 8
-    for shape in ((3, 1, 1, 2), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
+    for shape in ((3, 1, 1, 5), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
         with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4., half of a head"):
             apply_rope(qkv, torch.zeros(shape), torch.zeros(shape), 2, 1)
+
+
+def test_a_part_of_a_head_is_rotated():
+    """The first 4 of 8 elements as a head of 4, the others as they are; so is the gradient."""
+    qkv = torch.randn(3, 2, 4 * 8, dtype=torch.float64, requires_grad=True)
+    angle = torch.rand(3, 1, 1, 2, dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    x = qkv.view(3, 2, 4, 8)
+    a, b, rest = x.split([2, 2, 4], -1)
+    want = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    want = torch.cat([want[:, :, :3], x[:, :, 3:]], 2)  # values are not rotated
+    got = torch.cat(apply_rope(qkv, cos, sin, 2, 1), 2)
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+    dy = torch.randn_like(got)
+    (dx,) = torch.autograd.grad(got, qkv, dy)
+    torch.testing.assert_close(dx, torch.autograd.grad(want, qkv, dy)[0], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_zero_centered_norm_multiplies_by_one_and_the_weight(kind):
+    class Centered(ResidualRMSNorm):
+        zero_centered = True
+
+    accumulate = torch.float64 if kind == torch.float64 else torch.float32
+    x = torch.randn(3, 2, 8).to(kind).requires_grad_()
+    grads = []
+    for norm, start in ((Centered, 0.3), (ResidualRMSNorm, 1.3)):
+        ctx = LayerContext(dtype=kind, accumulate=accumulate)
+        ctx.sink.dtype = accumulate
+        layer = norm(8, ctx=ctx)
+        torch.nn.init.constant_(layer.weight, start)
+        y, h = layer(x)
+        (dx,) = torch.autograd.grad(y.square().sum() + h.sum(), x)
+        grads.append((y.double(), dx.double(), ctx.sink.main_grad(layer.weight).double()))
+    bound = 1e-12 if kind == torch.float64 else 2e-2
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).norm() <= bound * b.norm()
+    if kind == torch.bfloat16:  # 1 + w is not rounded to bf16
+        ctx = LayerContext(dtype=kind)
+        layer = Centered(8, ctx=ctx)
+        torch.nn.init.constant_(layer.weight, 2.0**-10)
+        assert layer.factor(layer.weight)[0] == 1 + 2.0**-10
+    with pytest.raises(ValueError, match="--norm-backend apex: this norm multiplies by 1 \\+ w"):
+        Centered(8, ctx=LayerContext(norm_backend="apex"))

@@ -80,8 +80,9 @@ EDITS = {
         "from mpu.gradients import use\n"
     ),
     "from mpu.param import draw_normal": "from mpu.param import Placement, parameter, draw_normal",
-    "        self.mlp = MLP(config, ctx)\n": (
-        "        self.mlp = MLP(config, ctx)\n        self.experts = Experts(config, ctx)\n"
+    "        self.mlp = self.mlp_type(config, ctx)\n": (
+        "        self.mlp = self.mlp_type(config, ctx)\n"
+        "        self.experts = Experts(config, ctx)\n"
     ),
     "        return h + self.mlp(x)\n": "        return h + self.mlp(x) + self.experts(x)\n",
     "def hf_names(": (

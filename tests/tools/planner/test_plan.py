@@ -4,6 +4,7 @@
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -94,14 +95,32 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     wrong = [abs(told / plans.times.step[n] - 1) for n, told in again.items() if told]
     assert len(wrong) > 3 and np.median(wrong) < 0.05  # by events, against the closed form
     lines = table.ranking(plans, 3, 1e9)
-    assert len(lines) == 22 and "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
-    assert lines[6].split() == list(table.TERMS) and lines[11].split()[-2:] == ["working", "memory"]
+    assert "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
+    steps = next(n for n, line in enumerate(lines) if line.split() == list(table.TERMS))
+    memory_at = next(n for n, line in enumerate(lines) if line.endswith("working memory"))
     for number, n in enumerate(plans.best(3)):
-        shares = [float(word.rstrip("%")) for word in lines[7 + number].split()[1:]]
+        shares = [float(word.rstrip("%")) for word in lines[steps + 1 + number].split()[1:]]
         assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) == len(table.TERMS)
-        kinds = [float(word) for word in lines[12 + number].split()[1:]]
+        kinds = [float(word) for word in lines[memory_at + 1 + number].split()[1:]]
         assert sum(kinds) == pytest.approx(plans.exact(n) / 1e9, abs=0.04)
     assert plans.command(plans.best(1)[0]) in lines[-1]
+
+
+def test_layouts_within_the_error_of_a_comparison_are_one_row(plans: Plans) -> None:
+    rows = plans.rows(4)
+    step = plans.times.step
+    assert len(rows) == 4
+    for row in rows:
+        assert row.first in row.members and row.fastest == row.members[0]
+        assert max(step[n] for n in row.members) <= step[row.fastest] * (1 + search.APART)
+        least = min(plans.layouts[n].mechanisms for n in row.members if plans.fit(n))
+        assert plans.layouts[row.first].mechanisms == least
+    for one, other in pairwise(rows):
+        assert step[other.fastest] > step[one.fastest] * (1 + search.APART)
+        assert not {*one.members} & {*other.members}
+    assert any(len(row.members) > 1 for row in rows)
+    text = "\n".join(table.ranking(plans, 4, 1e9))
+    assert f"1  {len(rows[0].members)}: tp " in text
 
 
 def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes planted in models that people would write: which of them does fork-check name?
+
+    python tests/tools/fork_mistakes.py            prints a table: detected, said, seconds
+
+Each is a few edits of a model's file. `said` is what fork-check must print of its cause. A mistake
+that nothing here can see has said = "": docs/forking.md lists these.
+"""
+
+import io
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+LAYOUTS = "recompute full; tp 2; tp 2 + SP; pp 2 zb-v, tied; dp 2 + ZeRO 3"
+
+
+class Mistake(NamedTuple):
+    """What is edited, and what fork-check must say."""
+
+    model: str
+    edits: dict[str, str]
+    said: str
+    layouts: str = "one rank"
+
+
+LLAMA, QWEN3 = "model/llama.py", "model/qwen3.py"
+OLMO2, GEMMA2, PHI, GRANITE, QWEN2 = (
+    f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite", "qwen2")
+)
+MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
+DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
+LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
+SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"
+BACK = "        squares = copy_to_tensor_model_parallel_region(squares, tp, self)\n"
+SWAPPED = "are exchanged: hf_names has them swapped"
+THEIRS = "its logits differ from those of transformers'"
+
+MISTAKES = {
+    # the loss and decode
+    "a soft-cap in decode alone": Mistake(
+        LLAMA,
+        {
+            "            return self.logits(h)": (
+                "            return 5 * torch.tanh(self.logits(h) / 5)"
+            )
+        },
+        "the cross entropy of its logits",
+    ),
+    "a soft-cap in the loss alone": Mistake(
+        GEMMA2,
+        {
+            "    def logits(self, h: Tensor) -> Tensor:\n": (
+                "    def loss(self, h, labels):\n"
+                "        from mpu.layers.cross_entropy import vocab_parallel_cross_entropy as f\n"
+                "        y = 5 * torch.tanh(self.head(h) / 5)\n"
+                "        return f(y, labels, self.config.vocab_size, self.ctx)\n\n"
+                "    def logits(self, h: Tensor) -> Tensor:\n"
+            )
+        },
+        "the cross entropy of its logits",
+    ),
+    "a loss that is scaled": Mistake(
+        LLAMA, {LOSS: LOSS.replace(".t()  #", ".t() * 1.01  #")}, "the cross entropy of its logits"
+    ),
+    "a loss of another size on each rank": Mistake(
+        LLAMA,
+        {LOSS: LOSS.replace(".t()  #", ".t() * (1 + 0.1 * self.ctx.tp.rank)  #")},
+        "only with tensor parallelism", LAYOUTS,
+    ),
+    # names of Hugging Face
+    "gate and up swapped": Mistake(
+        LLAMA, {'("mlp.gate_proj", "mlp.up_proj")': '("mlp.up_proj", "mlp.gate_proj")'}, SWAPPED
+    ),
+    "norms swapped": Mistake(
+        LLAMA,
+        {
+            '"attention_norm": ("input_layernorm",)': '"mlp_norm": ("input_layernorm",)',
+            '"mlp_norm": ("post_attention_layernorm",)': (
+                '"attention_norm": ("post_attention_layernorm",)'
+            ),
+        },
+        SWAPPED,
+    ),
+    "keys and values swapped": Mistake(
+        LLAMA,
+        {
+            '"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"': (
+                '"self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj"'
+            )
+        },
+        SWAPPED,
+    ),
+    "post norms swapped": Mistake(
+        OLMO2,
+        {
+            '"attention_norm": ("post_attention_layernorm",)': (
+                '"mlp_norm": ("post_attention_layernorm",)'
+            ),
+            '"mlp_norm": ("post_feedforward_layernorm",)': (
+                '"attention_norm": ("post_feedforward_layernorm",)'
+            ),
+        },
+        SWAPPED,
+    ),
+    "a name that transformers does not have": Mistake(
+        PHI, {'("self_attn.dense",)': '("self_attn.o_proj",)'}, "hf_names does not name the weights"
+    ),
+    "biases left out": Mistake(
+        QWEN2, {"qkv_bias = True": "qkv_bias = False"}, "it also needs model.layers.0.self_attn"
+    ),
+    # sizes
+    "the base of RoPE dropped": Mistake(
+        LLAMA,
+        {'float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0)': "10000.0"},
+        "rotary_base = ",
+    ),
+    "the scaling of RoPE dropped": Mistake(
+        LLAMA, {"    if config.rope_scaling_factor:\n": "    if False:\n"}, "rope_scaling_factor = "
+    ),
+    "tied embeddings dropped": Mistake(
+        LLAMA, {'bool(hf.get("tie_word_embeddings", False))': "False"}, "tied = "
+    ),
+    "the share of RoPE dropped": Mistake(
+        PHI, {", rotary_factor=factor": ", rotary_factor=0.5"}, "rotary_factor = "
+    ),
+    "two multipliers dropped": Mistake(
+        GRANITE, {"1.0) for name in MULTIPLIERS}": "1.0) for name in MULTIPLIERS[:2]}"},
+        "residual_multiplier = ",
+    ),
+    "an activation that nobody checks": Mistake(
+        LLAMA, {'    "hidden_act": lambda v: v in ("silu", "swish"),\n': ""}, "hidden_act = "
+    ),
+    "a model type that nobody checks": Mistake(
+        QWEN3, {'    if kind != "qwen3":\n': "    if False:\n"}, "model_type = "
+    ),
+    "the norm's epsilon written out": Mistake(
+        LLAMA,
+        {
+            "        self.attention_norm = self.norm_type(config.hidden_size, ctx=ctx, "
+            "eps=config.norm_epsilon)": "        self.attention_norm = "
+            "self.norm_type(config.hidden_size, ctx=ctx, eps=1e-5)"
+        },
+        "with rms_norm_eps = ",
+    ),
+    # arithmetic that every rank does wrongly
+    "a soft-cap left out": Mistake(
+        GEMMA2, {"return cap * torch.tanh(y / cap) if cap else y": "return y"},
+        "the model does not depend on final_logit_softcapping",
+    ),
+    "no scale of the embedding": Mistake(
+        GEMMA2, {"super().embed(tokens) * self.config.hidden_size**0.5": "super().embed(tokens)"},
+        THEIRS,
+    ),
+    "another GELU": Mistake(PHI, {', approximate="tanh"': ""}, THEIRS),
+    "logits multiplied instead of divided": Mistake(
+        GRANITE, {"last_norm(h) / self": "last_norm(h) * self"}, THEIRS
+    ),
+    "a multiplier of one branch alone": Mistake(
+        GRANITE, {"self.mlp(x) * self.multiplier": "self.mlp(x)"}, THEIRS
+    ),
+    "one norm for queries and keys": Mistake(
+        QWEN3, {"self.k_norm(k.contiguous())": "self.q_norm(k.contiguous())"},
+        "the loss does not depend on model.layers.0.self_attn.k_norm.weight",
+    ),
+    # initial values
+    "a standard deviation written out": Mistake(
+        LLAMA, {"std / scale, seed)": "0.02 / scale, seed)"}, "--init-method-std 0.2 asks for"
+    ),
+    "biases that begin at 1": Mistake(
+        QWEN2, {"    block = Block\n": "    block = Block\n\n    def initial_vector(self, name):\n"
+                "        return 1.0\n"}, "q_proj.bias is 1 after initialize()",
+    ),
+    "weights drawn as torch draws them": Mistake(
+        LLAMA, {"draw_normal(param, table[name], std / scale, seed)":
+                "nn.init.normal_(param, 0.0, std / scale)"},
+        "draw it by mpu.param.draw_normal", LAYOUTS,
+    ),
+    "norms of 1 + w that begin at 2": Mistake(
+        GEMMA2, {"        return 0.0\n": "        return 1.0\n"}, ""
+    ),
+    # sums over ranks
+    "a mean of a rank's heads": Mistake(
+        OLMO2, {SUM: "", BACK: ""}, "only with tensor parallelism", LAYOUTS
+    ),
+    "a sum forward and none backward": Mistake(
+        OLMO2, {BACK: ""}, "only with tensor parallelism", LAYOUTS
+    ),
+    "shared heads counted twice": Mistake(
+        OLMO2, {"keepdim=True) / copies": "keepdim=True)"}, "only at tp 4", f"{LAYOUTS}; tp 4"
+    ),
+    "a bias in another region": Mistake(
+        PHI,
+        {"        self.bias = ctx.replicated_parameter((width,), Region.SEQUENCE_PARALLEL)":
+         "        self.bias = ctx.replicated_parameter((width,), Region.WHOLE)"},
+        "its gradient differs among the ranks of tp", LAYOUTS,
+    ),
+    # what stops a run
+    "a shape that depends on values": Mistake(
+        LLAMA, {MLP: "        x = x[x.sum(-1) != 0].view(x.shape)\n" + MLP},
+        "asks for values", LAYOUTS,
+    ),
+    "a tensor of the CPU": Mistake(
+        LLAMA, {MLP: MLP.replace("\n", " * torch.ones(x.shape[-1], dtype=x.dtype)\n")},
+        "device=ctx.device", LAYOUTS,
+    ),
+    "an end of the program": Mistake(
+        LLAMA,
+        {MLP: "        if self.down.ctx.tp.size > 1:\n            raise SystemExit(0)\n" + MLP},
+        "tp 2: SystemExit: 0, fork", LAYOUTS,
+    ),
+    "an error on one rank": Mistake(
+        LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},
+        "KeyError: 1, fork", LAYOUTS,
+    ),
+    "a death by signal": Mistake(
+        LLAMA, {MLP: "        if self.down.ctx.tp.rank:\n            import os\n\n"
+                "            os.kill(os.getpid(), 11)\n" + MLP},
+        "rank 1 ended: signal 11", LAYOUTS,
+    ),
+}  # fmt: skip
+
+
+def planted(mistake: Mistake, folder: Path) -> Path:
+    """Write the changed file."""
+    text = (ROOT / mistake.model).read_text()
+    for old, new in mistake.edits.items():
+        assert old in text, f"{old!r} is not in {mistake.model}"
+        text = text.replace(old, new)
+    path = folder / f"fork_{folder.name.replace('-', '_')}.py"
+    path.write_text(text)
+    return path
+
+
+def checked(mistake: Mistake, folder: Path) -> tuple[int, str]:
+    """Return fork-check's exit code and all that it prints."""
+    from tools.fork_check import main
+
+    path, out = planted(mistake, folder), io.StringIO()
+    with redirect_stdout(out):
+        code = main(["--model", str(path), "--only", mistake.layouts, "--timeout", "100"])
+    return code, out.getvalue()
+
+
+def measure(names: list[str]) -> None:
+    """Print a row for each mistake."""
+    found = 0
+    for name, mistake in MISTAKES.items():
+        if names and name not in names:
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                code, out = checked(mistake, Path(folder))
+            except Exception as error:
+                code, out = -1, f"fork-check crashed: {type(error).__name__}: {error}"
+        said = bool(mistake.said) and mistake.said in out
+        found += said
+        words = "names its cause" if said else "crashes" if code < 0 else "missed" if (
+            code == 0 and "warning" not in out) else "noticed"  # fmt: skip
+        print(f"{name:<40} {words:<16} {time.monotonic() - began:5.0f} s", flush=True)
+        if not said:
+            print("    " + "\n    ".join(out.splitlines()[-4:]), flush=True)
+    print(f"{found} of {len(names or MISTAKES)} end in a sentence with their cause")
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1:])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vary every field of a model's config, and every field of its config.json: something must react.
+
+A field that from_hf_config drops, or that the model does not read, makes another model of a
+checkpoint without a word.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.llama import LlamaConfig
+from model.load import ModelFile, read_sizes
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink
+
+OF_THE_RUN = {"make_vocab_size_divisible_by"}  # fields that a config.json does not have
+WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
+OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
+Finding = tuple[str, str, str]
+
+
+def others(name: str, value: Any) -> Iterator[Any]:
+    """Yield other values of a field; of sizes those first that mostly divide as they must."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (2 * value, value + 1, value // 2, 3) if value else (4, 1)
+    elif isinstance(value, float):
+        yield 4.0 if value == 0 else 1.5 * value + (0.05 if value < 0.01 else 0.0)
+    elif isinstance(value, str) and "act" in name:
+        yield "gelu" if value != "gelu" else "relu"
+    elif isinstance(value, str) and name == "model_type":
+        yield "another-model"
+    elif isinstance(value, list) and name == "layer_types" and value != value[::-1]:
+        yield value[::-1]
+
+
+def model_of(file: ModelFile, config: LlamaConfig) -> Any:
+    """Return the whole model in fp64 on one rank, initialised."""
+    kind = torch.float64
+    ctx = LayerContext(dtype=kind, accumulate=kind, sink=GradientSink(kind))
+    return file.Model(config, ctx).initialize(1)
+
+
+@torch.inference_mode()
+def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | None:
+    """Return the logits of a model with these sizes, or None where there is none."""
+    try:
+        return model_of(file, config)(tokens)
+    except Exception:
+        return None
+
+
+def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> list[Finding]:
+    """Return a finding for each field of ModelConfig that is lost in a config.json or not read."""
+    bases = [config]
+    if not config.rope_scaling_factor and _valid(config, "rope_scaling_factor", 4.0):
+        bases.append(replace(config, rope_scaling_factor=4.0))
+    before = [logits_of(file, base, tokens) for base in bases]
+    found: list[Finding] = []
+    for name in (field.name for field in fields(config) if field.init):
+        lost, idle = [], []
+        for base, logits in zip(bases, before, strict=True):
+            values = [v for v in others(name, getattr(base, name)) if _valid(base, name, v)]
+            unscaled = name == "rope_original_length" and not base.rope_scaling_factor
+            if not values or unscaled:
+                continue
+            some = [replace(base, **{name: value}) for value in values]
+            lost.append(_after_saving(file, some[0], name))
+            idle.append(all(_same(logits, logits_of(file, one, tokens)) for one in some))
+        if lost and all(lost) and name not in OF_THE_RUN:
+            found.append(("config", name, lost[0]))
+        if idle and all(idle) and name not in WITHOUT_EFFECT | OF_THE_RUN:
+            line = f"the model does not depend on {name} of its config: with another value it "
+            found.append(("config", name, line + "computes the same logits"))
+    return found
+
+
+def _same(one: Tensor | None, two: Tensor | None) -> bool:
+    return one is not None and two is not None and torch.equal(one, two)
+
+
+def _valid(config: LlamaConfig, name: str, value: Any) -> bool:
+    try:
+        replace(config, **{name: value})
+    except (ValueError, TypeError, ArithmeticError):
+        return False
+    return True
+
+
+def _after_saving(file: ModelFile, config: LlamaConfig, name: str) -> str:
+    """Return what is wrong with a field after hf_config and from_hf_config, or ""."""
+    value = getattr(config, name)
+    try:
+        written = json.loads(json.dumps(file.hf_config(config)))
+    except ValueError:
+        return ""  # hf_config refuses the value
+    try:
+        got = getattr(read_sizes(file, written), name)
+    except ValueError as error:
+        return f"from_hf_config refuses what hf_config writes for {name} = {value!r}: {error}"
+    if got == value:
+        return ""
+    return (
+        f"{name} = {value!r} is {got!r} after hf_config and from_hf_config: one of them drops it, "
+        "so a checkpoint would be loaded as another model"
+    )
+
+
+def keys_of_json(file: ModelFile, config: LlamaConfig) -> list[Finding]:
+    """Return a finding for each key that hf_config writes and from_hf_config does not look at."""
+    written = json.loads(json.dumps(file.hf_config(config)))
+    plain, found = read_sizes(file, written), []
+    for key, value in written.items():
+        values = list(others(key, value))
+        if key == "rope_scaling":
+            values = [{"rope_type": "yarn", "factor": 4.0}]
+        if not values or key in OF_NO_MODEL:
+            continue
+        if not any(_reacts(file, {**written, key: other}, plain) for other in values):
+            found.append(
+                (
+                    "config",
+                    key,
+                    f"from_hf_config reads a config.json with {key} = {values[0]!r} as it reads "
+                    f"{value!r}: it must keep the value, or refuse it",
+                )
+            )
+    return found
+
+
+def _reacts(file: ModelFile, hf: dict[str, Any], plain: LlamaConfig) -> bool:
+    try:
+        return read_sizes(file, hf) != plain
+    except ValueError:
+        return True

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold a model against transformers', where that knows its MODEL_TYPE: names, config, logits.
+
+The fork's weights go into transformers' model by the names of `hf_names`, its sizes by `hf_config`.
+Then every field of transformers' config that changes its logits is varied: `from_hf_config` must
+refuse the value, or the fork must compute the same.
+"""
+
+import importlib
+import re
+import zlib
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.llama import LlamaConfig
+from model.load import ModelFile, read_sizes
+from mpu.param import placement_of, unique_parameters
+from tools.forks.fields import Finding, model_of, others
+
+SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
+IGNORED = re.compile(r"token_id|drop|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
+NUMBER = re.compile(r"\.\d+\.")
+
+
+def compare(
+    file: ModelFile, config: LlamaConfig, tokens: Tensor
+) -> tuple[list[Finding], list[str]]:
+    """Return findings, and notes: what was compared, or why nothing was. tokens [b, s].
+
+    Some of transformers' models take heads of hidden_size / heads alone: theirs are of size 8 then.
+    """
+    hf = file.hf_config(config)
+    kind = str(hf.get("model_type", ""))
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError as error:
+        return [], [f"logits were not compared with transformers, which is not installed: {error}"]
+    if kind not in library.CONFIG_MAPPING:
+        said = f"transformers {library.__version__} has no model_type {kind!r}"
+        return [], [f"logits were not compared with transformers: {said}"]
+    quiet = library.logging.get_verbosity()
+    library.logging.set_verbosity_error()
+    try:
+        try:
+            return _Theirs(library, file, config, tokens).compare()
+        except Exception:
+            square = replace(config, kv_channels=8, hidden_size=8 * config.num_attention_heads)
+            return _Theirs(library, file, square, tokens).compare()
+    except Exception as error:
+        said = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "
+        return [("transformers", "", said + " ".join(str(error).split())[:300])], []
+    finally:
+        library.logging.set_verbosity(quiet)
+
+
+def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
+    """Return whole weights by canonical name: the initial ones and some noise."""
+    model, found = model_of(file, config), {}
+    names = file.hf_names(model)
+    for name, param in unique_parameters(model):
+        for piece in placement_of(param).pieces(names[name]):
+            g = torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))
+            value = param.detach().narrow(piece.dim, piece.local, piece.size)
+            noise = torch.randn(value.shape, generator=g, dtype=value.dtype)
+            found[piece.name] = value + 0.1 * noise
+    return found
+
+
+class _Theirs:
+    def __init__(
+        self,
+        library: Any,
+        file: ModelFile,
+        config: LlamaConfig,
+        tokens: Tensor,
+    ) -> None:
+        self.library, self.file, self.config = library, file, config
+        self.weights, self.tokens = some_weights(file, config), tokens
+
+    def compare(self) -> tuple[list[Finding], list[str]]:
+        """Return findings and notes."""
+        config = self.library.AutoConfig.for_model(**self.file.hf_config(self.config))
+        theirs = self.made(config)
+        name = type(theirs).__name__
+        odd = self.load(theirs)
+        if odd:
+            line = f"hf_names does not name the weights of transformers' {name}: {odd}"
+            return [("transformers", "", line)], []
+        want, ours = self.logits(theirs), self.ours(self.config)
+        error = float((want - ours).norm() / want.norm())
+        if not error <= SAME:
+            line = f"with the same weights its logits differ from those of transformers' {name} by "
+            line += f"{error:.2g} of their norm{self.swapped(theirs, ours)}"
+            return [("transformers", "", line)], []
+        found, count = self.fields(config, want)
+        note = f"its logits are those of transformers' {name} to {error:.1g}, and so are those of "
+        return found, [note + f"{count} fields of its config that change them, or they are refused"]
+
+    def made(self, config: Any) -> Any:
+        """Return transformers' model, in fp64."""
+        config._attn_implementation = "eager"
+        model = self.library.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return model.double().eval()
+
+    def load(self, theirs: Any) -> str:
+        """Write the weights; return what does not fit, or ""."""
+        params = dict(theirs.named_parameters(remove_duplicate=False))
+        params |= {n: b for n, b in theirs.state_dict().items() if n not in params}
+        tied = {
+            n for n, p in params.items() if any(p is params[w] for w in self.weights if w in params)
+        }
+        unknown = sorted(self.weights.keys() - params.keys())
+        missing = sorted(params.keys() - self.weights.keys() - tied)
+        if unknown or missing:
+            no = [
+                f"{what} {names[0]}" + f" (and {len(names) - 1} more)" * (len(names) > 1)
+                for what, names in (("it has no", unknown), ("it also needs", missing))
+                if names
+            ]
+            return "; ".join(no)  # fmt: skip
+        for name, value in self.weights.items():
+            if params[name].shape != value.shape:
+                return f"{name} is {list(value.shape)} here and {list(params[name].shape)} there"
+        with torch.no_grad():
+            for name, value in self.weights.items():
+                params[name].copy_(value)
+        return ""
+
+    @torch.no_grad()
+    def logits(self, theirs: Any) -> Tensor:
+        """Return transformers' logits [b, s, V]."""
+        found: Tensor = theirs(self.tokens, use_cache=False).logits
+        return found
+
+    @torch.no_grad()
+    def ours(self, config: LlamaConfig) -> Tensor:
+        """Return the fork's logits [b, s, V] with the same weights."""
+        model = model_of(self.file, config)
+        names = self.file.hf_names(model)
+        for name, param in unique_parameters(model):
+            param.zero_()
+            for piece in placement_of(param).pieces(names[name]):
+                here = param.narrow(piece.dim, piece.local, piece.size)
+                here.copy_(self.weights[piece.name])
+        logits: Tensor = model(self.tokens)
+        return logits[..., : config.vocab_size].transpose(0, 1)
+
+    def swapped(self, theirs: Any, ours: Tensor) -> str:
+        """Say which two names the logits fit with, if they were exchanged."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.weights:
+            kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
+        params = dict(theirs.named_parameters(remove_duplicate=False))
+        for one, two in combinations(kinds, 2):
+            pairs = list(zip(kinds[one], kinds[two], strict=False))
+            if any(self.weights[a].shape != self.weights[b].shape for a, b in pairs):
+                continue
+            with torch.no_grad():
+                for a, b in pairs:
+                    params[a].copy_(self.weights[b])
+                    params[b].copy_(self.weights[a])
+            off = (self.logits(theirs) - ours).norm() / ours.norm()
+            self.load(theirs)
+            if off <= SAME:
+                return f", and agree where {one} and {two} are exchanged: hf_names has them swapped"
+        return ": hf_names gives a weight another one's name, or the model computes something else"
+
+    def fields(self, config: Any, want: Tensor) -> tuple[list[Finding], int]:
+        """Vary the fields; return findings and how many change transformers' logits."""
+        base = {k: v for k, v in config.to_dict().items() if not IGNORED.search(k)}
+        rope = base.get("rope_parameters") or {}
+        varied = [
+            (key, {**base, key: other})
+            for key, value in base.items()
+            if key != "model_type"
+            for other in list(others(key, value))[:1]
+        ]
+        varied += [
+            (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
+            for key, value in rope.items()
+            for other in ([value / 2] if "factor" in key else list(others(key, value))[:1])
+        ]
+        found: list[Finding] = []
+        count = 0
+        plain = read_sizes(self.file, config.to_dict())
+        for key, fields in varied:
+            try:
+                theirs = self.made(type(config)(**fields))
+                odd = self.load(theirs)
+                got = want if odd else self.logits(theirs)
+            except Exception:
+                continue  # transformers refuses the value
+            if not odd and float((got - want).norm() / want.norm()) <= SAME:
+                continue
+            count += 1
+            try:
+                ours = read_sizes(self.file, theirs.config.to_dict())
+            except ValueError:
+                continue
+            value = fields.get(key, (fields.get("rope_parameters") or {}).get(key.split(".")[-1]))
+            if ours == plain:
+                line = f"from_hf_config drops {key}: with {key} = {value!r} transformers computes "
+                found.append(("transformers", key, line + "another model, and Weft the same one"))
+                continue
+            if odd or key == "tie_word_embeddings":
+                continue
+            off = float((self.ours(ours) - got).norm() / got.norm())
+            if not off <= SAME:
+                line = f"with {key} = {value!r} in config.json its logits differ from those of "
+                found.append(("transformers", key, line + f"transformers by {off:.2g} of the norm"))
+        return found, count
