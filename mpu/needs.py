@@ -45,9 +45,7 @@ def explain_missing_packages() -> None:
     """Let a missing package end this script with one sentence and exit code 2."""
     before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         name = (getattr(error, "name", None) or "").partition(".")[0]
         if not isinstance(error, ModuleNotFoundError) or not name or (ROOT / name).exists():
             before(kind, error, trace)
