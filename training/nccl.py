@@ -46,7 +46,7 @@ def nccl_groups(path: str | None) -> Mapping[str, Mapping[str, Any]]:
                 raise UsageError(f"{where}: {key!r} is none of {', '.join(KINDS)}")
             if type(value) is not KINDS[key]:
                 raise UsageError(f"{where}: {key} is {value!r}, not of type {KINDS[key].__name__}")
-            if KINDS[key] is int and not 0 <= value <= 64:
+            if isinstance(value, int) and not 0 <= value <= 64:
                 raise UsageError(f"{where}: {key} {value} must be 0 to 64")
         if settings.get("min_ctas", 0) > settings.get("max_ctas", 64):
             raise UsageError(
