@@ -358,6 +358,15 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
     assert "no compute-sanitizer" in gpu_check.cannot(sanitized, asked._replace(gpus=1))
 
 
+def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
+    asked, found = Asked([], tmp_path, "cuda", False, 0, ""), {}
+    for row in EVERY:
+        if not row.words:
+            words = gpu_check.command(row, asked)
+            found.setdefault(words[words.index("--device") + 1], []).append(row.gpus)
+    assert found["cpu"] == [0] and 0 not in found["cuda"]
+
+
 def test_the_makefile_installs_nothing_for_it():
     text = (ROOT / "Makefile").read_text()
     (rule,) = [line for line in text.splitlines() if line.startswith("gpu-check:")]
@@ -500,7 +509,9 @@ def stock_tree(folder):
 def test_the_whole_check_at_small_sizes_in_a_stock_python(tmp_path, part):
     """A tree without .venv and native library, a Python without our packages, rows that die."""
     env, began = stock_tree(tmp_path), time.monotonic()
-    words = [sys.executable, "tools/gpu_check.py", part, "--tiny", "--device", "cpu"]
+    words = [sys.executable, "tools/gpu_check.py", part, "--tiny"]
+    if PARTS[part][1][0].gpus:  # the others need no GPU
+        words += ["--device", "cpu"]
     done = subprocess.run(words, cwd=tmp_path / "tree", env=env, capture_output=True, text=True)
     assert time.monotonic() - began < gpu_check.LIMIT + 60
     lines, said = read(tmp_path / "out" / LINES), done.stdout
