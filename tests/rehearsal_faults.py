@@ -92,7 +92,8 @@ def functions(text: str) -> list[tuple[str, range]]:
             here = names
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
                 here = (*names, each.name)
-                found.append((".".join(here), range(each.lineno, (each.end_lineno or 0) + 1)))
+                first = min([each.lineno, *(one.lineno for one in each.decorator_list)])
+                found.append((".".join(here), range(first, (each.end_lineno or 0) + 1)))
             walk(each, here)
 
     walk(ast.parse(text), ())
@@ -105,10 +106,10 @@ def how_found(fault: Fault, findings: Any) -> str:
         return ""
     edit, effects = fault.lines(), list[tuple[str, range]]()
     near = range(edit.start - NEAR, edit.stop + NEAR)
-    inner = [at for name, at in functions(fault.text()) if edit.start in at]
-    own = [at for name, at in functions(fault.text()) if edit.start in at and "." in name]
-    if smallest := min(own or inner, key=len, default=None):
-        effects.append((fault.file, smallest))
+    around = [(name, at) for name, at in functions(fault.text()) if edit.start in at]
+    classes = {name for name, _ in around if name[name.rfind(".") + 1 :].lstrip("_")[:1].isupper()}
+    if own := [at for name, at in around if name not in classes]:
+        effects.append((fault.file, max(own, key=len)))  # a method, with what is defined in it
     for shown in fault.shows:
         file, _, name = shown.partition("::")
         text = fault.text() if file == fault.file else (ROOT / file).read_text()

@@ -3,7 +3,8 @@
 
 `install` replaces torch.cuda's functions for the whole process, which ends with the rehearsal.
 `Reads` is the function mode through which calls come that never reach torch's dispatcher on fake
-tensors: reads on the host, addresses, page-locked memory, the choice of an attention kernel.
+tensors: reads on the host, prints, addresses, the choice of an attention kernel. A backward inside
+a backward does not have it, so what layers call there (page-locked memory) is in watch.py.
 """
 
 from collections.abc import Callable
@@ -176,17 +177,17 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
 
 
 class Reads(TorchFunctionMode):
-    """Answer what fake tensors cannot: values on the host, addresses, page-locked memory."""
+    """Answer what fake tensors cannot: values on the host, prints, addresses."""
 
-    def __init__(self, recorder: Recorder, fake_mode: Any) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.fake_mode = recorder, fake_mode
+        self.recorder = recorder
         self.answers: dict[Any, Callable[..., Any]] = {
             Tensor.tolist: self._tolist,
             Tensor.numpy: self._numpy,
             Tensor.data_ptr: self._address,
-            Tensor.pin_memory: self._pin,
-            Tensor.is_pinned: lambda x, *rest: bool(_pinned(x)),
+            Tensor.__repr__: self._printed,
+            Tensor.__format__: self._printed,
             Tensor.record_stream: lambda x, stream: recorder.record_stream(x, stream.number),
             F.scaled_dot_product_attention: self._attention,
             torch.tensor: self._tensor,
@@ -202,7 +203,7 @@ class Reads(TorchFunctionMode):
             return answer(*args, **kwargs)
         if kwargs.get("pin_memory"):
             out = func(*args, **{**kwargs, "pin_memory": False})
-            pin(out)
+            self.recorder.pin(out)
             return out
         return func(*args, **kwargs)
 
@@ -236,19 +237,16 @@ class Reads(TorchFunctionMode):
         start = number << 36 if number >= 0 else x.untyped_storage()._cdata
         return int(start + x.storage_offset() * x.element_size())
 
-    def _pin(self, x: Tensor, *args: Any) -> Tensor:
-        if not isinstance(x, FakeTensor):
-            x = self.fake_mode.from_tensor(x)
-        out = torch.empty_like(x)
-        pin(out)
-        return out
+    def _printed(self, x: Tensor, *args: Any) -> str:
+        self._reads(x, "a print")
+        return f"tensor of {tuple(x.shape)}"
 
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         pinned = kwargs.pop("pin_memory", False)
         x = torch.tensor(data, **kwargs)
         x.constant = None  # type: ignore[attr-defined]  # else it is copied in earnest
         if pinned:
-            return self._pin(x)
+            return x.pin_memory()
         if device is None or torch.device(device).type == "cpu":
             self.recorder.made_on_host()
             return x
@@ -273,12 +271,3 @@ class Reads(TorchFunctionMode):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-
-
-def pin(x: Tensor) -> None:
-    """Let a tensor's memory count as page-locked."""
-    x.untyped_storage()._weft_pinned = True  # type: ignore[attr-defined]
-
-
-def _pinned(x: Tensor) -> bool:
-    return getattr(x.untyped_storage(), "_weft_pinned", False)

@@ -30,7 +30,8 @@ class Launch(NamedTuple):
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
     spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
     dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
-    arguments: of a Triton kernel, those that its launch takes.
+    arguments: of a Triton kernel, those that its launch takes. numbers: of a division, those among
+    its arguments.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Launch(NamedTuple):
     dtypes: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     arguments: int = 0
+    numbers: tuple[float, ...] = ()
 
 
 class Transfer(NamedTuple):

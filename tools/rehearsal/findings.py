@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
+from tools.rehearsal.loop_rules import grown, unread
 from tools.rehearsal.order import Finding, order
+from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.places import ROOT
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step
+from tools.rehearsal.traffic_rules import unlike_formulas
+from tools.rehearsal.work_rules import loss_scale, work_of_layers
+from tools.rehearsal.write_rules import unwritten
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -29,6 +34,7 @@ DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
+    "training/run/watch/guard.py": 256, "training/run/stop.py": 8,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.
@@ -49,6 +55,7 @@ ON_HOST = (
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
+    "mpu/zero/bucket.py": ("aten::add_",),  # bf16 contributions, in fp32
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8/cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
     # a block, into their sum
@@ -64,6 +71,8 @@ WIDER = (
     "aten::copy_", "aten::_to_copy", "aten::mm", "aten::addmm", "aten::fill_",
     "aten::_fused_adamw_",
 )  # fmt: skip
+# rules of a step that went through
+OF_STEPS = (unlike_formulas, unwritten, grown, not_hidden, work_of_layers, loss_scale, unread)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -73,6 +82,8 @@ def findings(seen: "Rehearsed") -> list[Finding]:
     every = [] if seen.failure is None else [seen.failure]
     chains = seen.recorder.chains
     every += [*seen.recorder.found, *in_step(seen), *in_whole_step(seen)]
+    if seen.recorder.device != "cpu" and seen.failure is None:
+        every += [one for rule in OF_STEPS for one in rule(seen)]
     for one in [*every, *order(seen.recorder.events, chains)]:
         found.setdefault((one.kind, one.place, one.also), one)
     return list(found.values())
@@ -90,8 +101,10 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
         if place.startswith(HOST_IN_DOUBLE) and dtypes != {"float64"}:
             what = f"the host computes in {' and '.join(sorted(dtypes))} what is rounded once"
             yield Finding("dtype", place, what)
-    for index in range(seen.first, len(recorder.events)):
+    for index in range(seen.loop, len(recorder.events)):
         event = recorder.events[index]
+        if index < seen.first and type(event) is not HostWait:
+            continue  # data are read: in their own dtypes
         if type(event) is HostWait and not may_wait(event.where.place):
             what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
             through = recorder.chains.get(index, ())

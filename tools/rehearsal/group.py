@@ -107,6 +107,7 @@ class Distributed:
         self.batches = 0
         self.batch = -1
         self.trace_axis, self.trace_label = "", ""
+        self.trace_who: Any = None
         self.exchange: Any = None
         self.starts: Any = None
         self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
@@ -287,6 +288,7 @@ class Distributed:
             communicator=over.name,
             urgent=over.urgent,
         )
+        recorder.asked[transfer.id] = self.trace_who
         return Work(recorder, transfer)
 
     def handle(self, work: Any, keep: tuple[Tensor, ...], *args: Any, **named: Any) -> Handle:
@@ -316,6 +318,7 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label = axis.name, ""
+        self.trace_who = None if label is None else label.who
         self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Cost(NamedTuple):
-    """Of one launch. bytes: read and written. written: the arguments that it writes."""
+    """Of one launch. bytes: read and written. written: the arguments that it writes. adds: those
+    of them that it reads, too.
+    """
 
     bytes: int
     flops: float
     written: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
 
 
 def cost_of(kernel: str, given: Mapping[str, Any]) -> Cost:
@@ -60,7 +63,7 @@ def _adamw(a: Mapping[str, Any]) -> Cost:
     """Four numbers are read and three written, and the weight where it is narrower."""
     narrow = 0 if a["weight"] is None else a["weight"].element_size()
     written = ("master", "exp_avg", "exp_avg_sq", "weight")
-    return Cost(a["n"] * (7 * a["master"].element_size() + narrow), 0.0, written)
+    return Cost(a["n"] * (7 * a["master"].element_size() + narrow), 0.0, written, written[:3])
 
 
 def _pass(a: Mapping[str, Any], read: str, written: str) -> Cost:
@@ -81,7 +84,9 @@ def _norm_backward(a: Mapping[str, Any]) -> Cost:
 def _fold(a: Mapping[str, Any]) -> Cost:
     """The parts, and the gradient: it is read, too, where something was added before."""
     once = _pass(a, "parts", "main")
-    return once._replace(bytes=once.bytes + (0 if a["FRESH"] else a["main"].nbytes))
+    if a["FRESH"]:
+        return once
+    return once._replace(bytes=once.bytes + a["main"].nbytes, adds=("main",))
 
 
 def _rope(a: Mapping[str, Any]) -> Cost:

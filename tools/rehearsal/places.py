@@ -2,8 +2,10 @@
 """Name lines of the product: where a rank stands, from Python's stack or from a traceback."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
@@ -79,3 +81,9 @@ def path_of(file: str, fork: str) -> str:
     except ValueError:
         return fork if file == fork else ""
     return path.as_posix() if path.parts[0] in OURS or file == fork else ""
+
+
+def beginning(function: Callable[..., Any]) -> str:
+    """Return file:line of a function of the product."""
+    code = function.__code__
+    return f"{path_of(code.co_filename, '')}:{code.co_firstlineno}"

@@ -9,6 +9,7 @@ methods.
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
@@ -69,6 +70,10 @@ class Recorder:
         self.computed: dict[str, set[str]] = {}  # lines -> floating point dtypes made there
         self.abroad: set[int] = set()  # storages that another stream has used
         self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
+        self.pinned: list[tuple[Any, str]] = []  # page-locked storages, and who made them
+        self.pinned_at: list[Counter[str]] = []  # of those that live, at each turn of the loop
+        self.led: dict[str, tuple[str, ...]] = {}  # line -> the lines that led to it, at first
+        self.asked: dict[int, Any] = {}  # transfer -> who asked for it, as its label says
         self._spans: dict[Any, Any] = {}
         self.paused = False
         self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after
@@ -139,7 +144,9 @@ class Recorder:
         number = self.new_storage(storage.nbytes() if ours else 0)
         self.live[key] = number, weakref.ref(storage, lambda _: self._freed(key, number))
         if not self.paused:
-            self.born[number] = getattr(storage, "_weft_born", "") or self.place()
+            self.born[number] = born = getattr(storage, "_weft_born", "") or self.place()
+            if born not in self.led:
+                self.led[born] = self.lines()
         if not self.paused and ours:
             where = where or self.where()
             self.homes[number] = self.stream
@@ -154,6 +161,18 @@ class Recorder:
             number = self.replay.freed(number)
         if not self.paused and number >= 0:
             self.events.append(Free(number, self.place() if number in self.abroad else ""))
+
+    def pin(self, x: Tensor) -> None:
+        """Let a tensor's memory count as page-locked."""
+        storage: Any = x.untyped_storage()
+        storage._weft_pinned, storage._weft_born = True, self.place()
+        self.pinned.append((weakref.ref(storage), storage._weft_born))
+        self.led.setdefault(storage._weft_born, self.lines())
+
+    def count_pinned(self) -> None:
+        """Note how many page-locked storages of each line live now."""
+        self.pinned = [one for one in self.pinned if one[0]() is not None]
+        self.pinned_at.append(Counter(place for _, place in self.pinned))
 
     def new_storage(self, nbytes: int) -> int:
         """Return the number of a storage that no tensor has."""

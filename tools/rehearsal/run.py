@@ -42,13 +42,14 @@ from training.data.tokenizer import tokenizer_for
 from training.run import start
 from training.run.trial import try_calls
 
+READS, OVER = "reading the data", "the end of the run"  # actions: a turn of the loop; its end
 STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
 
 @dataclass
 class Rehearsed:
     """What a rehearsal of one rank saw. begin, first: indices of the first event of the first step,
-    and of the last.
+    and of the last. loop: of the last turn of the loop, which reads data first. end: where it ends.
 
     failure: the exception that ended it before, if one did; run is None where it was not built yet.
     """
@@ -62,6 +63,23 @@ class Rehearsed:
     run: Any
     script: ModuleType
     failure: Finding | None = None
+
+    @property
+    def loop(self) -> int:
+        """Return the index at which the loop turns to the last step: it reads its data."""
+        events = self.recorder.events
+        turns = (
+            index for index in range(self.first - 1, -1, -1)
+            if type(event := events[index]) is Action and event.words.startswith(READS)
+        )  # fmt: skip
+        return next(turns, self.first)
+
+    @property
+    def end(self) -> int:
+        """Return the index at which the loop ends."""
+        events = self.recorder.events
+        over = (i for i in range(self.first, len(events)) if events[i] == Action(OVER))
+        return next(over, len(events))
 
     @property
     def micro_batches(self) -> int:
@@ -195,6 +213,8 @@ def rehearse(
     def begins(action: str) -> None:
         if action.startswith("iteration "):
             gc.collect()  # no collection happens at another moment
+        if action.startswith(READS) or action == OVER:
+            recorder.count_pinned()
         recorder.acts(action)
 
     monitor = Actions(begins)
@@ -210,9 +230,9 @@ def rehearse(
             modes.enter_context(Watch(recorder, fake=False))
         else:
             patches.everywhere(draw_normal, _draw_one_block)
-            fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
-            modes.enter_context(Reads(recorder, fake))
+            modes.enter_context(Reads(recorder))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 if device.type == "cuda":

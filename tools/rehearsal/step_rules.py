@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
 from tools.rehearsal.events import Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import path_of
+from tools.rehearsal.places import beginning
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -87,9 +87,3 @@ def partial(seen: "Rehearsed") -> Iterator[Finding]:
                 place = sums[-1][1].where.place if sums else ""
                 through = tuple(line for i, _ in sums for line in seen.recorder.chains.get(i, ()))
                 yield Finding("sum", place, f"{label}: nothing is summed over {axis}", "", through)
-
-
-def beginning(function: Callable[..., Any]) -> str:
-    """Return file:line of a function of the product."""
-    code = function.__code__
-    return f"{path_of(code.co_filename, '')}:{code.co_firstlineno}"

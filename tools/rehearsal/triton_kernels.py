@@ -15,6 +15,7 @@ from torch import Tensor
 from mpu.kernels import available
 from tools.rehearsal.events import Launch
 from tools.rehearsal.kernel_costs import cost_of
+from tools.rehearsal.order import Finding
 from tools.rehearsal.record import Recorder
 
 FAR = 1 << 58  # between the addresses of two ranks' memory
@@ -58,7 +59,12 @@ def install(recorder: Recorder, rank: int) -> None:
         recorder.check_layout(f"triton::{name}", given, where)
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
         written = [x for key, x in tensors.items() if key in cost.written]
-        read = [x for key, x in tensors.items() if key not in cost.written]
+        read = [x for k, x in tensors.items() if k not in cost.written or k in cost.adds]
+        for key, x in tensors.items():
+            if x.device.type != recorder.device:
+                born, lines = recorder.birthplace(x), recorder.lines()
+                what = f"{name} is given {key} in host memory"
+                recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
         named = written or list(tensors.values())
         uses = recorder.uses(read, written, where, recorder.stream)
         recorder.events.append(

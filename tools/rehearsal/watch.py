@@ -23,6 +23,7 @@ NO_KERNEL = {  # they make or change tensors, and launch nothing
 }  # fmt: skip
 RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # where a step calls autograd
 COPIES = ("_to_copy", "copy_", "clone")
+LOOK_UPS = ("embedding", "index_add_")
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
@@ -51,6 +52,11 @@ class Watch(TorchDispatchMode):
             columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
             kind = torch.long if columns else args[0].dtype
             return args[0].new_empty((0, *columns), dtype=kind)
+        if self.fake and func is torch.ops.aten.is_pinned.default:
+            return bool(getattr(args[0].untyped_storage(), "_weft_pinned", False))
+        if self.fake and func is torch.ops.aten._pin_memory.default:
+            recorder.pin(copy := torch.empty_like(args[0]))
+            return copy
         if recorder.paused:
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
@@ -105,7 +111,9 @@ class Watch(TorchDispatchMode):
             given = dict(zip(names, args, strict=False)) | kwargs
             recorder.check_layout(name + overload, given, where)
         changed = outputs + self._changed(func, args, kwargs)
-        read, written, spans = recorder.uses(inputs, changed, where, recorder.stream)
+        only = {id(x) for x in results_of(func, kwargs)} - {id(x) for x in tensors_of(args)}
+        taken = [x for x in inputs if id(x) not in only]
+        read, written, spans = recorder.uses(taken, changed, where, recorder.stream)
         if short in COPIES and len({t.device.type for t in (*inputs, *outputs)}) > 1:
             third = short == "copy_" and len(args) > 2 and args[2]
             nowait = kwargs.get("non_blocking", third)
@@ -113,6 +121,9 @@ class Watch(TorchDispatchMode):
             target, uses = (outputs or inputs)[0], (read, written, spans)
             self._between(source, target, nowait, where, uses)
             return out
+        flops = flops_of(func, args, kwargs, out)
+        if flops or short in LOOK_UPS or short.startswith("_fused_adam"):
+            recorder.chain()
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}
         for t in involved:
@@ -128,11 +139,12 @@ class Watch(TorchDispatchMode):
                 read=read,
                 written=written,
                 bytes=sum(seen.values()),
-                flops=flops_of(func, args, kwargs, out),
+                flops=flops,
                 where=where,
                 spans=spans,
                 dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
                 host=tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
+                numbers=numbers_of(args) if short.startswith("div") else (),
             )
         )
         return out
@@ -183,6 +195,17 @@ class Watch(TorchDispatchMode):
             self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
         kind = tensor.dtype
         return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
+
+
+def results_of(func: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments for an operation's results alone, which it does not read."""
+    names = [a.name for a in func._schema.arguments if a.is_out]
+    return tensors_of([kwargs.get(name) for name in names])
+
+
+def numbers_of(args: Any) -> tuple[float, ...]:
+    """Return the numbers among an operation's arguments."""
+    return tuple(float(a) for a in args if isinstance(a, (int, float)))
 
 
 def scalars_are_single(given: dict[str, Any]) -> None:

@@ -50,10 +50,10 @@ def block_attention(
             f"the packed documents have {sum(documents)} tokens, the batch {keys}"
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
+    if kernel in ("cudnn", "flash") and packed is None and not window and s == keys:
+        return _attention_of_rows(q, k, v, kernel)
     if kernel == "flash":
         return _flash_attention(q, k, v, packed, window)
-    if kernel == "cudnn" and packed is None and not window and s == keys:
-        return _cudnn_attention(q, k, v)
     todo = blocks(range(keys - s, keys), documents, window)
     return _BlockAttention.apply(q, k, v, todo, kernel)
 
@@ -76,8 +76,10 @@ def _flash_attention(
     return (out if packed is None else out[None]).transpose(1, 2)
 
 
-def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     """Attend causally to whole rows; out has the layout of q. Backward is torch's own formula."""
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=True)
     return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[0]
@@ -320,7 +322,7 @@ def products_backward(
     each = q.shape[1] // k.shape[1]  # query heads of a group
     weights = (_scores(q, k, causal) - lse[..., None]).exp()
     pulls = (dy @ v.repeat_interleave(each, 1).mT).to(weights.dtype)
-    pulls -= (dy * out).sum(-1, keepdim=True, dtype=weights.dtype)
+    pulls -= (dy.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
     pulls = (pulls * weights).mul_(q.shape[3] ** -0.5).to(q.dtype)
     dq = pulls @ k.repeat_interleave(each, 1)
     dk, dv = pulls.mT @ q, weights.to(dy.dtype).mT @ dy  # [b, a, S, d]

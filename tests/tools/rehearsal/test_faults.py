@@ -1,11 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each planted fault fits the product as it is, and names of what it shows are there."""
 
+import json
+import subprocess
+import sys
 from collections import Counter
 
-from tests.rehearsal_faults import ROOT, faults, functions, how_found
+import pytest
 
-MOST_KINDS, FAULTS = 38, 136
+from tests import rehearsal_faults
+from tests.rehearsal_faults import FOUND, ROOT, faults, functions, how_found
+
+MOST_KINDS, FAULTS, LEAST_FOUND = 38, 136, 98
+SAMPLE = (4, 19)  # a sum over tp left out, and a gradient that is overwritten
+
+
+def planted(tmp_path, *words):
+    """Plant faults; return how each was found, by its number."""
+    file = tmp_path / "found.json"
+    program = [sys.executable, rehearsal_faults.__file__, *words, "--json", str(file)]
+    subprocess.run(program, capture_output=True, text=True, check=True)
+    return json.loads(file.read_text())
+
+
+def test_two_planted_faults_are_found(tmp_path):
+    found = planted(tmp_path, "--number", *map(str, SAMPLE))
+    assert len(found) == len(SAMPLE) and set(found.values()) <= {*FOUND}, found
+
+
+@pytest.mark.prove
+def test_planted_faults_are_found_as_often_as_the_page_says(tmp_path):
+    found = planted(tmp_path)
+    assert sum(how in FOUND for how in found.values()) >= LEAST_FOUND, found
 
 
 def test_every_planted_fault_is_one_edit_that_python_can_read():

@@ -36,6 +36,12 @@ class Noted:
         self.calls.append("flash")
         return flash_stand_in(*args, **given)
 
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+    ) -> tuple[Tensor, ...]:
+        self.calls.append("flash")
+        return (products_forward(q, k, v, is_causal)[0],)
+
     def _scaled_dot_product_cudnn_attention(
         self, q: Tensor, k: Tensor, v: Tensor, attn_bias: None, compute_log_sumexp: bool,
         is_causal: bool,
@@ -125,14 +131,15 @@ def test_cudnn_is_asked_for_a_log_sum_exp_only_where_something_learns(noted):
     assert noted.calls == ["cudnn"] * 2
 
 
-def test_cudnns_operators_take_what_they_are_given():
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_operators_take_what_they_are_given(kernel):
     """Names and places of arguments, on meta tensors, with torch's own backward formula."""
     q = torch.empty(2, 4, 16, 8, dtype=BF16, device="meta", requires_grad=True)
     k, v = (torch.empty(2, 2, 16, 8, dtype=BF16, device="meta") for _ in range(2))
-    y = module._cudnn_attention(q, k, v)
+    y = module._attention_of_rows(q, k, v, kernel)
     assert y.shape == q.shape
     assert torch.autograd.grad(y, q, torch.empty_like(y))[0].shape == q.shape
-    out, lse = module._forward("cudnn", "all", q, k, v)
+    out, lse = module._forward(kernel, "all", q, k, v)
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 16))
-    parts = module._backward("cudnn", "tril", out, q, k, v, out, lse)
+    parts = module._backward(kernel, "tril", out, q, k, v, out, lse)
     assert [x.shape for x in parts] == [q.shape, k.shape, v.shape]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers that the flags hide under computation: each must have some between start and wait."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tools.rehearsal.events import Launch, Transfer, Wait
+from tools.rehearsal.order import Finding
+
+if TYPE_CHECKING:
+    from tools.rehearsal.run import Rehearsed
+
+SMALL = 1 << 12  # bytes of a copy that may be on the stream that computes
+IN_ONE_PIECE = "mpu/layers/linear_cross_entropy.py"  # its gathers and sums have no overlap
+CARRIES = ("mpu/optim/offload.py", "mpu/activation_offload.py")
+
+
+def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the transfers of the last step that nothing hides, of the kinds that are hidden."""
+    yield from copies(seen)
+    events, exposed, every = seen.recorder.events, dict[str, list[int]](), Counter[str]()
+    started: dict[int, tuple[int, str, int]] = {}  # transfer: index, sort, launches before
+    launches = 0
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if type(event) is Launch and event.stream == 0:
+            launches += 1
+        elif type(event) is Transfer:
+            if sort := sort_of(seen, event):
+                every[sort] += 1
+                started[event.id] = index, sort, launches
+        elif type(event) is Wait and event.transfer in started:
+            at, sort, before = started.pop(event.transfer)
+            if launches == before:
+                exposed.setdefault(sort, []).append(at)
+    for sort, indices in exposed.items():
+        if len(indices) > allowed(seen, sort, every[sort]):
+            through = dict.fromkeys(
+                line for i in indices for line in seen.recorder.chains.get(i, ())
+            )
+            event = events[indices[-1]]
+            assert type(event) is Transfer
+            what = f"{sort}: {len(indices)} of {every[sort]} transfers have no computation between "
+            what += "start and wait"
+            yield Finding("overlap", event.where.place, what, "", tuple(through))
+
+
+def sort_of(seen: "Rehearsed", event: Transfer) -> str:
+    """Return what hides a transfer, in words; "" where nothing has to."""
+    p, phase, label = seen.config.parallel, event.where.phase, event.label
+    if label.endswith(": grad sum") and p.overlap_grad_reduce and phase != "grad sum":
+        return "sums of gradients under backward" if event.verb == "reduce_scatter" else ""
+    if label.endswith(": gather") and p.overlap_param_gather:
+        return "gathers of weights under the block before"
+    if label.endswith(": update") and p.overlap_param_gather:
+        return "gathers of updated weights under the next forward"
+    if event.axis == "tp" and event.verb == "receive":
+        return ""  # it goes with a send
+    if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
+        return "parts of a ring of matmuls"
+    if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):
+        split = seen.run.engine.schedule is not None and seen.run.engine.schedule.split
+        if not split and not event.where.place.startswith(IN_ONE_PIECE):
+            return "gathers and sums of a column-parallel layer's backward"
+    if event.axis == "cp" and label.startswith("core_attention") and event.verb != "all_to_all":
+        return "keys and values under attention"
+    if event.verb == "receive" and event.axis in ("pp", "pp_back"):
+        return "messages between stages"
+    return ""
+
+
+def allowed(seen: "Rehearsed", sort: str, count: int) -> int:
+    """Return how many transfers of a sort may be exposed, of so many."""
+    if sort.startswith("gathers of weights"):
+        return max(2 * seen.micro_batches, count // 2)
+    if sort.startswith("messages"):
+        return count // 2
+    if sort.startswith("parts") and seen.grid.tp.size > 2:
+        return count // 2  # what is gathered beside a matmul travels in several turns
+    if sort.startswith("sums of gradients"):
+        return 1 + count // 4
+    return 0
+
+
+def copies(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the copies to or from the host that hold up the stream that computes."""
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Launch and event.op.startswith("memcpy") and event.stream == 0:
+            if event.where.place.startswith(CARRIES) and event.bytes:
+                what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
+                yield Finding("overlap", event.where.place, what)
