@@ -203,6 +203,21 @@ def test_the_summary_subtracts_and_divides():
     assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
 
 
+def test_the_summary_cuts_no_prediction_and_no_run_short():
+    from tests.gpu.row import RUNS
+
+    lines = list[dict[str, object]]()
+    for name in RUNS:
+        what = {"what": "a run of the program", "tokens_per_second": 123456.0, "ranks": 1}
+        lines.append({"row": f"run-{name}", "seconds": 1.5, **what})
+        ends = {"seconds": 1.111, "ends": [1.001, 1.111]}
+        lines.append({"row": f"run-{name}", "what": "prediction", "device": "h200", **ends})
+    text = gpu_summary.text(lines, {})
+    assert all(f"run-{name} 1001 to 1111 ms (1.35)" in text for name in RUNS)
+    assert all(f"{name} 123,456 (1.000)" in text for name in RUNS)
+    assert max(map(len, text.splitlines())) <= gpu_summary.WIDTH
+
+
 # ---- what is covered ----
 
 
