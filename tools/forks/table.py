@@ -105,8 +105,10 @@ def row_of(
     """Return a layout's row from the answers of its ranks: a Report each, an error, or None."""
     row = Row(case, seconds)
     errors = [(a["kind"], "", a["error"]) for a in answers if a and "error" in a]
-    if errors:  # a rank whose peer has failed says that the connection is lost
-        row.findings.append(min(errors, key=lambda e: e[2].startswith("CommunicationError")))
+    errors.sort(key=lambda e: e[2].startswith("CommunicationError"))
+    lost = errors and errors[0][2].startswith("CommunicationError")  # a peer has failed, or died
+    if errors and not (lost and None in answers):
+        row.findings.append(errors[0])
         return row
     if None in answers:
         row.findings.append(("hung", "", f"it hung, or a rank died; {hung()}"))

@@ -118,3 +118,20 @@ def test_blocks_of_e5m2_are_refused_as_torch_refuses_them(scaling, monkeypatch):
     assert recipe.dy is E4M3
     with pytest.raises(AssertionError):
         multiply(Operand(x8, E5M2), Operand(w8, E4M3), scaling, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "scaling, takes",
+    [("tensorwise", (89, 90, 100)), ("rowwise", (89, 90, 100)), ("blockwise", (90,)),
+     ("mxfp8", (100,))],
+)  # fmt: skip
+def test_a_recipe_runs_on_the_generations_that_have_it_and_no_other(monkeypatch, scaling, takes):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    found = []
+    for place in (80, 89, 90, 100):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, p=place: divmod(p, 10)
+        )
+        if not float8_cuda.unsupported(scaling, torch.device("cuda")):
+            found.append(place)
+    assert tuple(found) == takes
