@@ -292,6 +292,32 @@ def test_the_flags_of_every_run_are_taken():
         assert parse(given, least, None, of_checkpoint).model.num_layers == 8, name
 
 
+def test_what_was_frozen_is_what_the_rows_run():
+    """The steps and the peer of benchmarks/freeze_predictions.py, in sizes and flags."""
+    from benchmarks import freeze_predictions as frozen
+    from benchmarks.fused_launches import FLAGS
+    from model.load import of_checkpoint
+    from tests.gpu import peer, steps
+    from tests.gpu.row import LLAMA
+    from training.flags.parse import parse
+
+    def taken(words):
+        words = [*words, "--train-iters", "12", "--device", "cuda", "--dry-run"]
+        return parse(words, 1, None, of_checkpoint)
+
+    i = FLAGS.index("--rehearse-device")
+    for layers in frozen.LAYERS:
+        assert f"step-{layers}" in ROWS
+        predicted = [*FLAGS[:i], *FLAGS[i + 2 :], *frozen.flags(layers)]
+        assert taken(predicted) == taken(steps.flags(LLAMA, layers)), layers
+    given, z = dict(frozen.PEER), LLAMA
+    assert frozen.MICRO_BATCHES == steps.MICRO_BATCHES and given.pop("layers") == 6
+    assert peer.PEERS["eager"] == (False, "") and not given.pop("compile")
+    sizes = dict(dim=z.hidden, heads=z.heads, kv_heads=z.groups, ffn=z.ffn, vocab=z.vocab)
+    others = dict(seq=z.seq, gqa="native", rope="complex", tp=1)  # rope, tp: native.py's defaults
+    assert given == {**sizes, **others}
+
+
 def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypatch):
     """As threads: 2 ranks come near to float64, and a log-sum-exp read wrongly does not."""
     from mpu.layers.attention import block_attention, exchange
